@@ -101,12 +101,12 @@ def without_gpu() -> None:
     """Let the fused backend serve CPU tensors for the rest of this process, with launches that do nothing."""
     import pytest
 
-    from flash_attn_compat.backends.fused import loader
+    from flash_attn_compat.backends.fused import nvrtc
     from tests import fused_on_cpu
 
     patch = pytest.MonkeyPatch()
     fused_on_cpu.record(patch, number=90)
-    patch.setattr(loader.driver(), "launch", lambda kernel, blocks, device, arguments: None)
+    patch.setattr(nvrtc.driver(), "launch", lambda kernel, blocks, device, arguments: None)
 
 
 def profiled(call: Call) -> None:

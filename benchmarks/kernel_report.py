@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flash_attn_compat.backends.fused import variants
-from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from tests import fused_coverage
 from tests.kernels import offline

@@ -19,9 +19,9 @@ from torch import Tensor
 
 import flash_attn_compat
 from benchmarks.runner import DTYPES, Contest, alone, one_by_one, parser, run
-from flash_attn_compat.backends.fused import candidates, grids, loader, variants
+from flash_attn_compat.backends.fused import candidates, grids, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import Tile
-from flash_attn_compat.engine import memory
+from flash_attn_compat.core import prepared
 from verify import workloads
 from verify.bench_run import Jobs
 from verify.contestants import Attention, flash_attn_call, ours
@@ -60,13 +60,13 @@ def chosen(module: ModuleType, function: str, result: Tile | int | None) -> Iter
     before = getattr(module, function)
     if result is not None:
         setattr(module, function, lambda *given: result)
-    memory.forget()
+    prepared.forget()
     try:
         with flash_attn_compat.use_backend("fused"):
             yield
     finally:
         setattr(module, function, before)
-        memory.forget()
+        prepared.forget()
 
 
 def backward(attend: Attention, qkv: list[Tensor]) -> Callable[[], object]:
@@ -91,7 +91,7 @@ def of_tiles(entry: str, tiles: Tiles, problem: Workload, dtype: torch.dtype) ->
 @cache
 def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> None:
     """Side by side, before anything is timed."""
-    target = loader.target(0)
+    target = nvrtc.target(0)
     converted = variants.BF16 if target.number >= 80 else variants.BF16_AS_FP16
     kind = variants.Kind(target.number, variants.FP16 if dtype == torch.float16 else converted, head_dim)
     masked = {"local": True}
@@ -100,7 +100,7 @@ def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> 
         with chosen(variants, f"{entry}_tile", tile):
             for flags in ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True}):
                 wanted.append(getattr(variants, entry)(kind._replace(**flags)))
-    loader.load_together(wanted, 0)  # a tile that does not fit is told when it is its turn
+    nvrtc.load_together(wanted, 0)  # a tile that does not fit is told when it is its turn
 
 
 def of_splits(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
@@ -114,7 +114,7 @@ def of_splits(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
 
 def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> Iterator[Contest]:
     for entry, head_dim in itertools.product(candidates.ENTRIES, head_dims):
-        tiles: Tiles = (None, *candidates.tiles(entry, loader.target(0).number, head_dim))
+        tiles: Tiles = (None, *candidates.tiles(entry, nvrtc.target(0).number, head_dim))
         batch, seqlen, heads = SHAPES[head_dim]
         for mask in () if entry not in kernels else MASKS if entry == "forward" else BACKWARD:
             problem = workload(f"{entry} d{head_dim} {mask}", (seqlen,) * batch, heads, head_dim, **MASKS[mask])

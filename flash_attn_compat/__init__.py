@@ -9,7 +9,16 @@ __version__ = "0.1.0"
 FLASH_ATTN_VERSION = "2.8.3"
 
 if TYPE_CHECKING:
-    from flash_attn_compat.aten.switch import register_with_torch, sdpa
+    from flash_attn_compat.dispatch.choice import (
+        BackendNotSupported,
+        Explanation,
+        backend_counts,
+        explain,
+        reset_backend_counts,
+        use_backend,
+    )
+    from flash_attn_compat.dropin.patch import patch, patched, unpatch
+    from flash_attn_compat.dropin.transformers import register_with_transformers
     from flash_attn_compat.flash_attn_interface import (
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -19,16 +28,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
-    from flash_attn_compat.naming.patch import patch, patched, unpatch
-    from flash_attn_compat.naming.transformers import register_with_transformers
-    from flash_attn_compat.serving.dispatch import (
-        BackendNotSupported,
-        Explanation,
-        backend_counts,
-        explain,
-        reset_backend_counts,
-        use_backend,
-    )
+    from flash_attn_compat.torch_sdpa.override import register_with_torch, sdpa
 
 # Where each public name lives. Loading them on first use lets `patch` and the command line work without torch.
 _HOMES = {
@@ -39,18 +39,18 @@ _HOMES = {
     "flash_attn_varlen_kvpacked_func": "flash_attn_interface",
     "flash_attn_varlen_qkvpacked_func": "flash_attn_interface",
     "flash_attn_with_kvcache": "flash_attn_interface",
-    "BackendNotSupported": "serving.dispatch",
-    "Explanation": "serving.dispatch",
-    "backend_counts": "serving.dispatch",
-    "explain": "serving.dispatch",
-    "reset_backend_counts": "serving.dispatch",
-    "use_backend": "serving.dispatch",
-    "patch": "naming",
-    "patched": "naming",
-    "unpatch": "naming",
-    "register_with_transformers": "naming",
-    "register_with_torch": "aten.switch",
-    "sdpa": "aten.switch",
+    "BackendNotSupported": "dispatch.choice",
+    "Explanation": "dispatch.choice",
+    "backend_counts": "dispatch.choice",
+    "explain": "dispatch.choice",
+    "reset_backend_counts": "dispatch.choice",
+    "use_backend": "dispatch.choice",
+    "patch": "dropin",
+    "patched": "dropin",
+    "unpatch": "dropin",
+    "register_with_transformers": "dropin",
+    "register_with_torch": "torch_sdpa.override",
+    "sdpa": "torch_sdpa.override",
 }
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 import flash_attn_compat
-from flash_attn_compat.backends.fused import loader
+from flash_attn_compat.backends.fused import nvrtc
 
 # Of a GPU's memory: a driver of Windows, also below WSL, moves what lies beyond into the host's instead of raising.
 MEMORY_SHARE = 0.9
@@ -56,8 +56,8 @@ def has_timer(device: torch.device) -> bool:
         return True
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
-        return bool(loader.driver().attribute(index, _EXEC_TIMEOUT))
-    except loader.KernelError:  # no driver that can be asked
+        return bool(nvrtc.driver().attribute(index, _EXEC_TIMEOUT))
+    except nvrtc.KernelError:  # no driver that can be asked
         return False
 
 

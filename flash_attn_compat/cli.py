@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flash_attn_compat import __version__, progress, settings
-from flash_attn_compat.naming import install as installation
-from flash_attn_compat.naming import patch
-from flash_attn_compat.naming.patch import SdpaWish, warn_of_xformers
+from flash_attn_compat.dropin import install as installation
+from flash_attn_compat.dropin import patch
+from flash_attn_compat.dropin.patch import SdpaWish, warn_of_xformers
 from flash_attn_compat.output_path import output_path
 
 # How run and install spell patch's sdpa, and how run spells its api.
@@ -273,7 +273,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     from flash_attn_compat import tune
-    from flash_attn_compat.backends.fused import cache, verdicts
+    from flash_attn_compat.backends.fused import cache, tuned
 
     try:
         tuning = tune.of_this_gpu(options.head_dim, options.dtype, options.seqlen)
@@ -283,11 +283,11 @@ def _tune(options: argparse.Namespace) -> int:
     if cannot_keep and not options.json:
         return _complain(cannot_keep)
     tuning.ask_all()
-    is_kept = bool(tuning.card.times) and verdicts.keep(tuning.card)  # before anything that may end the process
+    is_kept = bool(tuning.card.times) and tuned.keep(tuning.card)  # before anything that may end the process
     print(*tuning.summary(), sep="\n")
     for failure in tuning.failures:
         _complain(f"could not time {failure}")
-    code = _write(options.json, verdicts.to_row(tuning.card)) if options.json else 0
+    code = _write(options.json, tuned.to_row(tuning.card)) if options.json else 0
     if not tuning.card.times:
         return _complain("nothing could be compared")
     if not is_kept:
@@ -306,13 +306,13 @@ def _write(path: Path, line: str) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from flash_attn_compat.backends.fused import ahead, cache, variants
-    from flash_attn_compat.backends.fused.loader import KernelError
+    from flash_attn_compat.backends.fused import aot, cache, variants
+    from flash_attn_compat.backends.fused.nvrtc import KernelError
 
     if options.into:
         os.environ[settings.CACHE] = options.into
     try:
-        numbers = {architecture: ahead.architecture_number(architecture) for architecture in options.architectures}
+        numbers = {architecture: aot.architecture_number(architecture) for architecture in options.architectures}
     except KernelError as error:
         return _complain(error, 2)
     if cannot_keep := cache.write_error():
@@ -321,10 +321,10 @@ def _compile(options: argparse.Namespace) -> int:
     wanted = [
         (variant, architecture)
         for architecture, number in numbers.items()
-        for variant in variants.made_for(ahead.usual_kinds(number, options.head_dim, options.dtype, masks))
+        for variant in variants.made_for(aot.usual_kinds(number, options.head_dim, options.dtype, masks))
     ]
     print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
-    made, errors = ahead.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))
+    made, errors = aot.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.described()}")
     for message in dict.fromkeys(errors):
         _complain(message)

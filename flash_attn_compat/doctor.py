@@ -25,13 +25,13 @@ import torch.nn.functional as F
 
 import flash_attn_compat
 from flash_attn_compat import installed, self_check, settings
-from flash_attn_compat.aten import switch
-from flash_attn_compat.backends.fused import cache, faults, loader, tensor_cores, verdicts
-from flash_attn_compat.engine.features import dtype_name
+from flash_attn_compat.backends.fused import cache, faults, nvrtc, tensor_cores, tuned
+from flash_attn_compat.core.features import dtype_name
+from flash_attn_compat.dropin import install, installed_package
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
 from flash_attn_compat.isolation import Ended, in_children, may_break
-from flash_attn_compat.naming import install, real
 from flash_attn_compat.self_check import Check
+from flash_attn_compat.torch_sdpa import override
 
 _ADVICE = "What to do: docs/troubleshooting.md"
 
@@ -264,14 +264,14 @@ def kernels(device: torch.device) -> list[str]:
     """What compiles and keeps this package's kernels, or why there are none, and then what is known of their speed."""
     if device.type != "cuda" or torch.version.hip is not None:
         return ["none: they are for NVIDIA GPUs"]
-    lacking = loader.why_not()
+    lacking = nvrtc.why_not()
     if lacking is not None:
         return [f"none: {lacking}"]
     index = torch.cuda.current_device() if device.index is None else device.index
-    nvrtc, driver = (".".join(map(str, version)) for version in (loader.compiler().version, loader.driver().version))
-    made = f"for {loader.target(index).architecture} by NVRTC {nvrtc}, driver for CUDA {driver}"
+    version, driver = (".".join(map(str, each)) for each in (nvrtc.compiler().version, nvrtc.driver().version))
+    made = f"for {nvrtc.target(index).architecture} by NVRTC {version}, driver for CUDA {driver}"
     without = [] if tensor_cores.known(index) is not False else ["this GPU has no tensor cores: use float32 there"]
-    return [f"{made}, kept in {cache.described()}", *without, *verdicts.summary(str(settings.gpu(device)))]
+    return [f"{made}, kept in {cache.described()}", *without, *tuned.summary(str(settings.gpu(device)))]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:
@@ -339,9 +339,9 @@ def _sdpa(device: torch.device) -> dict[str, str]:
         "a new token": lambda: sdpa(last, k, k, enable_gqa=True),
         "a mask": lambda: sdpa(q, q, q, attn_mask=seen),
     }
-    wish = switch.wished()
+    wish = override.wished()
     found = {"switched on": "no (patch(sdpa=True), run --sdpa, install --sdpa)" if wish is None else "yes"}
-    with switch.sdpa():
+    with override.sdpa():
         for name, call in calls.items():
             try:
                 explanation = flash_attn_compat.explain(call)
@@ -353,7 +353,7 @@ def _sdpa(device: torch.device) -> dict[str, str]:
 
 
 def _name() -> Name:
-    found = real.find_real()
+    found = installed_package.find_real()
     return Name(
         answered_by=_who_answers(found),
         real_location=found.location if found else None,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine.build import Packing
-from flash_attn_compat.engine.call import Upstream
-from flash_attn_compat.unrecorded import attention, cache
+from flash_attn_compat.core.arguments import Packing
+from flash_attn_compat.core.call import Upstream
+from flash_attn_compat.dispatch import kvcache, raw
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
@@ -55,10 +55,10 @@ def fwd(
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    options = attention.options_of(
+    options = raw.options_of(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_
     )
-    out, *rest = attention.forward(q, k, v, options, return_softmax)
+    out, *rest = raw.forward(q, k, v, options, return_softmax)
     return [_written(out, out_), *rest]
 
 
@@ -95,11 +95,11 @@ def varlen_fwd(
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    options = attention.options_of(
+    options = raw.options_of(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table_, seqused_k, leftpad_k_)
-    out, *rest = attention.varlen_forward(q, k, v, options, return_softmax, packing, zero_tensors, num_splits)
+    out, *rest = raw.varlen_forward(q, k, v, options, return_softmax, packing, zero_tensors, num_splits)
     return [_written(out, out_), *rest]
 
 
@@ -132,11 +132,11 @@ def bwd(
     """
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
-    options = attention.options_of(
+    options = raw.options_of(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_, deterministic
     )
     upstream = Upstream(dout, out, softmax_lse, rng_state)
-    return [dq, dk, dv, attention.backward(q, k, v, options, upstream, (dq, dk, dv))]
+    return [dq, dk, dv, raw.backward(q, k, v, options, upstream, (dq, dk, dv))]
 
 
 @_unrecorded
@@ -172,12 +172,12 @@ def varlen_bwd(
     """
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
-    options = attention.options_of(
+    options = raw.options_of(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_, deterministic
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     upstream = Upstream(dout, out, softmax_lse, rng_state)
-    return [dq, dk, dv, attention.backward(q, k, v, options, upstream, (dq, dk, dv), packing)]
+    return [dq, dk, dv, raw.backward(q, k, v, options, upstream, (dq, dk, dv), packing)]
 
 
 @_unrecorded
@@ -208,7 +208,7 @@ def fwd_kvcache(
     Returns [out, softmax_lse]; out_ is written in place and returned, if given.
     """
     _check_out(out_, q)
-    out, softmax_lse = cache.attend(
+    out, softmax_lse = kvcache.attend(
         (q, kcache, vcache, alibi_slopes_, k_, v_, rotary_cos_, rotary_sin_), seqlens_k_, cache_batch_idx_, leftpad_k_,
         block_table_, softmax_scale, is_causal, (window_size_left, window_size_right), softcap, is_rotary_interleaved,
         num_splits, return_lse=True,

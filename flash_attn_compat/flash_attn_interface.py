@@ -1,6 +1,6 @@
 """The attention functions of flash-attn 2.8: signatures, documentation and return shapes.
 
-What a call means is in engine/build.py, how gradients flow in serving/autograd.py. The private functions, of
+What a call means is in core/arguments.py, how gradients flow in dispatch/autograd.py. The private functions, of
 private_interface.py, and flash_attn_with_kvcache, of kvcache.py, can be imported from here too.
 """
 
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
-from flash_attn_compat.engine import sinks
-from flash_attn_compat.engine.build import Options, Packing, request_of
+from flash_attn_compat.core import sinks
+from flash_attn_compat.core.arguments import Options, Packing, request_of
+from flash_attn_compat.dispatch import ops
+from flash_attn_compat.dispatch.autograd import attend, purpose, unpack, with_scale_in_queries
+from flash_attn_compat.dispatch.serve import find
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (
     USE_TRITON_ROCM,
@@ -30,9 +33,6 @@ from flash_attn_compat.private_interface import (
     maybe_contiguous,
     round_multiple,
 )
-from flash_attn_compat.serving import torch_ops
-from flash_attn_compat.serving.autograd import attend, purpose, unpack, with_scale_in_queries
-from flash_attn_compat.serving.compute import find
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -65,7 +65,7 @@ __all__ = [
     "round_multiple",
 ]
 
-# flash-attn's names for what registers its operators; ours are in naming/operators.py.
+# flash-attn's names for what registers its operators; ours are in dropin/operators.py.
 _torch_custom_op_wrapper = torch.library.custom_op
 _torch_register_fake_wrapper = torch.library.register_fake
 
@@ -364,13 +364,13 @@ def _attend(
     """options, packing: the fields of Options and Packing, which take longer to make than a tuple"""
     if isinstance(options[1], Tensor):
         inputs, options = with_scale_in_queries(inputs, options)
-    wanted = None if torch_ops.are_asked_for(inputs) else purpose(inputs, options[5])
+    wanted = None if ops.are_asked_for(inputs) else purpose(inputs, options[5])
     q, k, v = inputs if len(inputs) == 3 else unpack(inputs)
     if s_aux is not None:
         sinks.check(s_aux, q, Options(*options).alibi_slopes)
     if wanted is None:
         named = Options(*options), None if packing is None else Packing(*packing)
-        outputs = torch_ops.attend(q, k, v, *named, s_aux is not None)
+        outputs = ops.attend(q, k, v, *named, s_aux is not None)
     else:
         if s_aux is not None:
             wanted = wanted._replace(return_lse=True, shares_dropout_mask=True)

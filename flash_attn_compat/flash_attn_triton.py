@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_attn_compat.engine.callers_state import without_autocast
+from flash_attn_compat.core.torch_state import without_autocast
 from flash_attn_compat.ops._casting import cast, upcast
 
 _ROWS = 256  # per block

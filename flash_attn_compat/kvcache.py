@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: signature, documentation and return shapes. What it does is in unrecorded/cache.py."""
+"""flash_attn_with_kvcache: signature, documentation and return shapes. What it does is in dispatch/kvcache.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_attn_compat.engine import sinks
-from flash_attn_compat.unrecorded import cache
+from flash_attn_compat.core import sinks
+from flash_attn_compat.dispatch import kvcache
 
 
 def flash_attn_with_kvcache(
@@ -63,7 +63,7 @@ def flash_attn_with_kvcache(
     """
     if s_aux is not None:
         sinks.check(s_aux, q, alibi_slopes)
-    out, lse = cache.attend(
+    out, lse = kvcache.attend(
         (q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin), cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
         return_softmax_lse if s_aux is None else True,

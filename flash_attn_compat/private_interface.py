@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine.build import Packing
-from flash_attn_compat.engine.call import Upstream
-from flash_attn_compat.engine.probabilities import key_block_size, round_up
-from flash_attn_compat.unrecorded.attention import backward, forward, options_of, varlen_forward
+from flash_attn_compat.core.arguments import Packing
+from flash_attn_compat.core.call import Upstream
+from flash_attn_compat.core.scores import key_block_size, round_up
+from flash_attn_compat.dispatch.raw import backward, forward, options_of, varlen_forward
 
 USE_TRITON_ROCM = False
 

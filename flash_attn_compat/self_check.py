@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.engine.features import dtype_name
+from flash_attn_compat.core.features import dtype_name
 from flash_attn_compat.utils.testing import attention_ref
 
 # The bound of the package: twice the error of the same computation done plainly in the dtype, thrice for gradients.

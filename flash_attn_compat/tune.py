@@ -19,12 +19,12 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import progress, settings
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import candidates, loader, tensor_cores, variants, verdicts
+from flash_attn_compat.backends.fused import candidates, nvrtc, tensor_cores, tuned, variants
+from flash_attn_compat.backends.fused.tuned import Card, Chosen, Times
 from flash_attn_compat.backends.fused.variants import Kind, Tile
-from flash_attn_compat.backends.fused.verdicts import Card, Chosen, Times
 from flash_attn_compat.card import Limits, flops, measure
-from flash_attn_compat.engine import memory
-from flash_attn_compat.engine.features import dtype_name
+from flash_attn_compat.core import prepared
+from flash_attn_compat.core.features import dtype_name
 
 _HEAD_DIMS = 64, 128
 _BATCH, _CHANNELS, _GROUP, _PAGE = 4, 1024, 4, 256
@@ -88,14 +88,14 @@ class Tuning:
 
     @property
     def _number(self) -> int:
-        return loader.target(self._index).number
+        return nvrtc.target(self._index).number
 
     def ask_all(self) -> None:
         """Time everything, and show how far it is."""
         for label, ask in progress.shown(list(self._questions()), lambda question: question[0]):
             try:
                 ask()
-            except loader.ContextLost as error:
+            except nvrtc.ContextLost as error:
                 self.failures.append(f"{label}: {error}")
                 self.failures.append("what follows it. Run tune once more: the kernel that faulted is left out then")
                 return
@@ -111,21 +111,21 @@ class Tuning:
                 for entry in candidates.ENTRIES:
                     if len(self._tiles(entry, shape)) > 1:
                         yield f"tiles of {entry}, {shape}", partial(self._choose_tile, entry, shape)
-                for case in verdicts.CASES:
+                for case in tuned.CASES:
                     for training in (False, True) if case in _WITH_GRADIENTS else (False,):
                         label = f"{case}, {shape}{', training' * training}"
                         yield label, partial(self._compare, case, shape, training)
 
     def summary(self) -> list[str]:
         """A line for each verdict."""
-        return [f"{self.card.gpu}, {self.card.made_with}", *verdicts.lines(self.card)]
+        return [f"{self.card.gpu}, {self.card.made_with}", *tuned.lines(self.card)]
 
     def _failed(self, label: str, error: Exception) -> None:
         torch.cuda.empty_cache()
         cause: BaseException = error
         while cause.__context__ is not None:  # that others cannot serve either says nothing
             cause = cause.__context__
-        self.failures.append(f"{label}: {loader.first_line(cause)[:200]}")
+        self.failures.append(f"{label}: {nvrtc.first_line(cause)[:200]}")
 
     def _tiles(self, entry: str, shape: Shape) -> tuple[Tile | None, ...]:
         """None: the table's, which may be another one for each kind of call."""
@@ -148,7 +148,7 @@ class Tuning:
             for tile in self._tiles(entry, shape)
             for local in (False, True)
         ]
-        loader.load_together(dict.fromkeys(wanted), self._index)
+        nvrtc.load_together(dict.fromkeys(wanted), self._index)
 
     def _choose_tile(self, entry: str, shape: Shape) -> None:
         runs = problem if entry == "forward" else backward_alone
@@ -184,7 +184,7 @@ class Tuning:
                 try:
                     with way():
                         times[name] = min(reading(run), times.get(name, math.inf))
-                except loader.ContextLost:
+                except nvrtc.ContextLost:
                     raise
                 except Exception as error:  # noqa: BLE001  it is out
                     left.pop(name), times.pop(name, None)
@@ -243,7 +243,7 @@ def options_of(case: str, shape: Shape) -> dict[str, Any]:
 @contextlib.contextmanager
 def ours(card: Card) -> Iterator[None]:
     """Our kernels serve, with the tiles of ``card``."""
-    with verdicts.assuming(card), flash_attn_compat.use_backend("fused"):
+    with tuned.assuming(card), flash_attn_compat.use_backend("fused"):
         _forget()
         try:
             yield
@@ -253,7 +253,7 @@ def ours(card: Card) -> Iterator[None]:
 
 def _forget() -> None:
     """What was decided with other tiles, and what failed with them."""
-    memory.forget()
+    prepared.forget()
     for backend in BACKENDS:
         backend.forget_failures()
 
@@ -278,7 +278,7 @@ def _elapsed(run: Run, count: int) -> float:
 
 def of_this_gpu(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) -> Tuning:
     """head_dims, dtypes: empty for usual ones. Raises CannotTune"""
-    lacking = "no GPU of CUDA is here" if not torch.cuda.is_available() or torch.version.hip else loader.why_not()
+    lacking = "no GPU of CUDA is here" if not torch.cuda.is_available() or torch.version.hip else nvrtc.why_not()
     if lacking is not None:
         raise CannotTune(lacking)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -18,7 +18,7 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.engine import memory
+from flash_attn_compat.core import prepared
 from tests.caller_calls import PROBLEMS, TABLE, Found, Prepared, Row
 
 Enter = Callable[[torch.device], contextlib.AbstractContextManager[object]]
@@ -126,8 +126,8 @@ def random_state(device: torch.device) -> Tensor:
 
 def answer(row: Row, device: torch.device, state: State | None = None) -> tuple[Found | None, list[str]]:
     """One call, None where the backend that was asked for refuses it, and what it left otherwise than it was."""
-    prepared = row.prepare(device)
-    before = {name: x.detach().clone() for name, x in prepared.inputs.items()}
+    laid = row.prepare(device)
+    before = {name: x.detach().clone() for name, x in laid.inputs.items()}
     torch.manual_seed(7)
     random_numbers = random_state(device)
     complaints: list[str] = []
@@ -137,7 +137,7 @@ def answer(row: Row, device: torch.device, state: State | None = None) -> tuple[
         with contextlib.nullcontext() if state is None else state.enter(device):
             found = callers_state()
             try:
-                results.append(prepared.run())
+                results.append(laid.run())
             except flash_attn_compat.BackendNotSupported:
                 results.append(None)
             now = callers_state()
@@ -150,12 +150,12 @@ def answer(row: Row, device: torch.device, state: State | None = None) -> tuple[
         run()
     if not row.draws and not torch.equal(random_numbers, random_state(device)):
         complaints.append("random numbers were taken")
-    complaints += changed(prepared, before)
+    complaints += changed(laid, before)
     return results[0], complaints
 
 
-def changed(prepared: Prepared, before: Found) -> list[str]:
-    return [f"{n} was written to" for n in before.keys() - prepared.written if not same(prepared.inputs[n], before[n])]
+def changed(laid: Prepared, before: Found) -> list[str]:
+    return [f"{n} was written to" for n in before.keys() - laid.written if not same(laid.inputs[n], before[n])]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -181,16 +181,16 @@ def usual(row: Row, device: torch.device, backend: str | None) -> Found | None:
 @contextlib.contextmanager
 def looking_up() -> Iterator[list[bool]]:
     """Of each request that may be kept, in its order, whether something was known of it."""
-    look_up, known = memory.look_up, []
+    look_up, known = prepared.look_up, []
 
-    def watched(request: memory.Request) -> Any:
+    def watched(request: prepared.Request) -> Any:
         found = look_up(request)
         if found[0] is not None:
             known.append(found[1] is not None)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "look_up", watched)
+        patch.setattr(prepared, "look_up", watched)
         yield known
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from flash_attn_compat import backend_counts, use_backend
-from flash_attn_compat.aten.wish import Wish
-from flash_attn_compat.backends.fused import ahead, loader, masks, variants
+from flash_attn_compat.backends.fused import aot, masks, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
-from tests.aten import fuzz, originals
+from flash_attn_compat.torch_sdpa.policy import Wish
+from tests.torch_sdpa import fuzz, originals
 from verify.examination import Examination
 from verify.problems import Problem
 
@@ -31,7 +31,7 @@ _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 
 def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]]:
     """A name, the kind of call, and what raises AssertionError where verify's judge finds something wrong."""
-    number = loader.target(place.index).number
+    number = nvrtc.target(place.index).number
     for kind in masked_kinds(number):
         label = f"d{kind.D} type {kind.type} vec {kind.vec} bias {kind.bias}" + " pairs" * kind.bias_pairs
         yield f"masked {label}", kind, partial(_check_masked, masked_problem(kind), place)
@@ -172,16 +172,16 @@ def main() -> int:
     parser.add_argument("--for", dest="architecture", help="sm_90, say; the GPU's by default")
     parser.add_argument("--only", action="store_true", help="for this architecture alone")
     options = parser.parse_args()
-    architecture = options.architecture or loader.target(torch.cuda.current_device()).architecture
+    architecture = options.architecture or nvrtc.target(torch.cuda.current_device()).architecture
     wanted = [
         (variant, name)
         for name in dict.fromkeys((architecture,) if options.only else (architecture, "compute_75"))
-        for number in (ahead.architecture_number(name),)
+        for number in (aot.architecture_number(name),)
         for variant in variants.made_for((*kinds(number), *masked_kinds(number)))
     ]
     # Threads of one process wait for one another within NVRTC.
     pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
-    made, errors = ahead.compile_all(wanted, pool=pool)
+    made, errors = aot.compile_all(wanted, pool=pool)
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there", *errors, sep="\n")
     return 1 if errors else 0
 

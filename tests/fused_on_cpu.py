@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import Fused, cache, faults, grids, launcher, loader, params, trial, verdicts
-from flash_attn_compat.backends.fused.loader import Kernel, Target
+from flash_attn_compat.backends.fused import Fused, cache, faults, grids, launcher, nvrtc, params, self_test, tuned
+from flash_attn_compat.backends.fused.nvrtc import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Variant
-from flash_attn_compat.engine import checks, memory
+from flash_attn_compat.core import checks, prepared
 
 FUSED = next(backend for backend in BACKENDS if isinstance(backend, Fused))
 
@@ -106,8 +106,8 @@ def record(
     found = Launches()
 
     def kernel(variant: Variant, device: int) -> Kernel:
-        rejected = loader._kernels.get((variant, f"sm_{number}", device))
-        if isinstance(rejected, loader.KernelError):
+        rejected = nvrtc._kernels.get((variant, f"sm_{number}", device))
+        if isinstance(rejected, nvrtc.KernelError):
             raise rejected
         found.variants.append(variant)
         return Kernel(ctypes.c_void_p(len(found.variants)), variant.threads, variant.shared)
@@ -115,27 +115,27 @@ def record(
     everywhere = dataclasses.replace(Fused.capabilities, devices=None, min_capability=None)
     monkeypatch.setattr(Fused, "capabilities", everywhere)
     monkeypatch.setattr(FUSED, "_failures", {})
-    monkeypatch.setattr(loader, "why_not", lambda: None)
-    monkeypatch.setattr(loader, "kernel", kernel)
-    monkeypatch.setattr(loader, "load_together", lambda *what: None)
-    monkeypatch.setattr(loader, "_kernels", {})
-    monkeypatch.setattr(loader, "target", lambda device: Target(f"sm_{number}", number))
-    monkeypatch.setattr(loader, "own_capability", lambda device: (9, 0))
-    monkeypatch.setattr(loader, "device_name", lambda device: "CPU")
-    monkeypatch.setattr(loader, "cache_name", lambda variant, architecture: repr(variant))
+    monkeypatch.setattr(nvrtc, "why_not", lambda: None)
+    monkeypatch.setattr(nvrtc, "kernel", kernel)
+    monkeypatch.setattr(nvrtc, "load_together", lambda *what: None)
+    monkeypatch.setattr(nvrtc, "_kernels", {})
+    monkeypatch.setattr(nvrtc, "target", lambda device: Target(f"sm_{number}", number))
+    monkeypatch.setattr(nvrtc, "own_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "device_name", lambda device: "CPU")
+    monkeypatch.setattr(nvrtc, "cache_name", lambda variant, architecture: repr(variant))
     driver = Driver(found, compute)
-    monkeypatch.setattr(loader, "driver", lambda: driver)
-    monkeypatch.setattr(loader, "stream", lambda device: 0)
+    monkeypatch.setattr(nvrtc, "driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     monkeypatch.setattr(launcher, "_workspaces", {})
     monkeypatch.setattr(launcher, "processors", lambda device: 40)
     monkeypatch.setattr(cache, "read", found.files.get)
     monkeypatch.setattr(cache, "write", found.write)
     monkeypatch.setattr(faults, "place", lambda: Path(os.devnull))
-    monkeypatch.setattr(verdicts, "_cards", {})
-    monkeypatch.setattr(trial, "_right", set())
+    monkeypatch.setattr(tuned, "_cards", {})
+    monkeypatch.setattr(self_test, "_right", set())
     if not tried:
-        monkeypatch.setattr(trial, "check", lambda *what: None)
-    monkeypatch.setattr(memory, "_current", memory.Memory())
+        monkeypatch.setattr(self_test, "check", lambda *what: None)
+    monkeypatch.setattr(prepared, "_current", prepared.Memory())
     monkeypatch.setattr(checks, "may_read", lambda tensor: False)  # as on a GPU
     return found
 
@@ -144,7 +144,7 @@ def emulate(
     monkeypatch: pytest.MonkeyPatch,
     number: int = 75,
     tried: bool = False,
-    sources: Path = loader.SOURCES,
+    sources: Path = nvrtc.SOURCES,
     seed: int = 1,
     truncates: bool = False,
     held: float = torch.nan,

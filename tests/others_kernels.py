@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends import base, official, small_trial, torch_efficient, torch_flash
+from flash_attn_compat.backends import base, official, smoke_test, torch_efficient, torch_flash
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.engine import checks, memory
-from flash_attn_compat.engine.build import Options, Packing, Purpose, call_of
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
-from flash_attn_compat.engine.mask import Mask
+from flash_attn_compat.core import checks, prepared
+from flash_attn_compat.core.arguments import Options, Packing, Purpose, call_of
+from flash_attn_compat.core.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.core.mask import Mask
 
 calls: list[str] = []  # what was called since the list was cleared
 # The kernels' arguments in their order; those of no interest here are _.
@@ -272,7 +272,7 @@ def install(patch: pytest.MonkeyPatch, name: str, folder: Path, pads_lse: bool =
     """Let a backend serve CPU tensors. folder: for the flash-attn of ``official``; pads_lse: as before version 2.6."""
     anywhere = dataclasses.replace(BACKENDS[name].capabilities, devices=None, min_capability=None, max_capability=None)
     patch.setattr(BACKENDS[name], "capabilities", anywhere)
-    patch.setattr(memory, "_current", memory.Memory())
+    patch.setattr(prepared, "_current", prepared.Memory())
     patch.setattr(checks, "may_read", lambda tensor: False)  # as on a GPU
     calls.clear()
     if name == "official":
@@ -294,8 +294,8 @@ def lay_flash_attn(
 ) -> None:
     """A flash-attn at the front of sys.path, of which the extension alone can be imported; its source, if any."""
     patch.setattr(sys, "dont_write_bytecode", True)
-    patch.setattr(small_trial, "device_of", lambda capability: torch.device("cpu"))
-    patch.setattr(small_trial, "_tried", functools.cache(small_trial._tried.__wrapped__))
+    patch.setattr(smoke_test, "device_of", lambda capability: torch.device("cpu"))
+    patch.setattr(smoke_test, "_tried", functools.cache(smoke_test._tried.__wrapped__))
     package = folder / "flash_attn"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").write_text(f"__version__ = '{version}'\nraise ImportError('the wrapper is not needed')\n")

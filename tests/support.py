@@ -19,11 +19,11 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat.backends import Backend
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.engine import memory
-from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import AttentionCall, Result
-from flash_attn_compat.engine.memory import Alike, Run
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.core import prepared
+from flash_attn_compat.core.append import Append
+from flash_attn_compat.core.call import AttentionCall, Result
+from flash_attn_compat.core.prepared import Alike, Run
+from flash_attn_compat.dispatch import choice
 from tests.interpreters import forked_group, free_port
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
@@ -113,8 +113,8 @@ class Asked(Reference):
 
 def serve_by(patch: pytest.MonkeyPatch, *backends: Backend) -> None:
     """They serve from now on, and nobody else."""
-    patch.setattr(dispatch, "BACKENDS", backends)
-    patch.setattr(memory, "_current", memory.Memory())
+    patch.setattr(choice, "BACKENDS", backends)
+    patch.setattr(prepared, "_current", prepared.Memory())
 
 
 def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons: float = 16) -> None:

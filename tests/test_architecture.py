@@ -11,27 +11,27 @@ PACKAGE = Path(__file__).parents[1] / "flash_attn_compat"
 # Bottom to top. A name stands for its submodules too, unless they are named themselves; "" is the package itself.
 LAYERS = (
     ("settings", "installed", "bert_padding", "ops.triton.rotary"),
-    ("engine",),  # values and arithmetic
+    ("core",),  # values and arithmetic
     ("backends.base",),
     ("backends",),
-    ("serving",),
-    ("unrecorded",),
+    ("dispatch",),
+    ("dispatch",),
     ("private_interface", "kvcache", "flash_attn_2_cuda"),  # of which none knows another
     ("flash_attn_interface",),
     ("api_2_6", "fa3", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
-    ("aten",),
-    ("naming",),
+    ("torch_sdpa",),
+    ("dropin",),
     ("", "progress", "output_path", "isolation", "card", "self_check", "doctor", "tune", "cli", "__main__"),
 )
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 # Stand-ins that other interpreters find; their imports are those of a client.
 SITES = (
-    "naming.site.",
-    "naming.site_start.",
-    "naming.site_2_6.",
-    "naming.site_fa3.",
-    "naming.hub_flash_attn2.",
-    "naming.hub_flash_attn3.",
+    "dropin.site.",
+    "dropin.site_start.",
+    "dropin.site_2_6.",
+    "dropin.site_fa3.",
+    "dropin.hub_flash_attn2.",
+    "dropin.hub_flash_attn3.",
 )
 
 

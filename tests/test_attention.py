@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_varlen_func
 from flash_attn_compat.backends import sdpa
-from flash_attn_compat.engine import layout
-from flash_attn_compat.engine.call import Upstream
+from flash_attn_compat.core import varlen
+from flash_attn_compat.core.call import Upstream
 from tests.fuzz import must_serve
 from tests.problems import PROBLEMS, TOGETHER
 from tests.support import GENERAL, close, cumulative, on_backend, on_general_backends, randn
@@ -34,7 +34,7 @@ def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "accelerator":
         if torch.__version__ < "2.5":
             pytest.skip("SDPA's gradients are nan there, so that chunked serves")
-        monkeypatch.setattr(layout, "_CPU", layout._ACCELERATOR)
+        monkeypatch.setattr(varlen, "_CPU", varlen._ACCELERATOR)
         monkeypatch.setattr(sdpa, "_is_far_behind", lambda block: False)
         monkeypatch.setattr(sdpa, "_gradients", gradients_without_lse)
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flash_attn_compat.backends.fused import loader, trial, variants, verdicts
-from flash_attn_compat.backends.fused.loader import Target
+from flash_attn_compat.backends.fused import nvrtc, self_test, tuned, variants
+from flash_attn_compat.backends.fused.nvrtc import Target
 from flash_attn_compat.backends.fused.variants import FP16, Kind
 from tests.kernels import emulate
 
 KIND = Kind(75, FP16, 64, local=True)
-HEADERS = {f"cuda/{path.name}" for path in loader.SOURCES.glob("*.cuh")}
+HEADERS = {f"cuda/{path.name}" for path in nvrtc.SOURCES.glob("*.cuh")}
 MACROS = ("-DD=64", "-DLOCAL=1")
 Change = Callable[[pytest.MonkeyPatch], object]
 
@@ -40,18 +40,18 @@ def other(module: Any, name: str, value: Any) -> Change:
 
 
 def other_option(patch: pytest.MonkeyPatch) -> None:
-    options = loader.options
-    patch.setattr(loader, "options", lambda *given: (*options(*given), "--use_fast_math"))
+    options = nvrtc.options
+    patch.setattr(nvrtc, "options", lambda *given: (*options(*given), "--use_fast_math"))
 
 
 COMPILED: dict[str, Change] = {
-    "compiler": other(loader, "compiler", compiler(12, 9)),
+    "compiler": other(nvrtc, "compiler", compiler(12, 9)),
     "option": other_option,
-    "architecture": other(loader, "target", lambda device: Target("compute_75", 75)),
+    "architecture": other(nvrtc, "target", lambda device: Target("compute_75", 75)),
 }
 OF_A_GPU: dict[str, Change] = {
-    "GPU": other(loader, "device_name", lambda device: "Tesla T4x"),
-    "driver": other(loader, "driver", lambda: SimpleNamespace(version=(12, 8))),
+    "GPU": other(nvrtc, "device_name", lambda device: "Tesla T4x"),
+    "driver": other(nvrtc, "driver", lambda: SimpleNamespace(version=(12, 8))),
 }
 EMULATED: dict[str, Change] = {
     "engine's options": other(emulate, "ENGINE_OPTIONS", ("-O3",)),
@@ -62,23 +62,23 @@ EMULATOR = {f"kernels/{path.name}" for path in emulate.HERE.glob("*.h")} | {"ker
 BACKWARD = tuple(make(KIND) for make in (variants.delta, variants.dkdv, variants.dq))
 CACHES = {
     "kernel": Cache(
-        lambda copies: loader.cache_name(variants.forward(KIND), loader.target(0).architecture),
+        lambda copies: nvrtc.cache_name(variants.forward(KIND), nvrtc.target(0).architecture),
         {"cuda/forward.cu", *HEADERS},
         COMPILED,
     ),
     "trial of a backward": Cache(
-        lambda copies: trial._file(BACKWARD, 0),
+        lambda copies: self_test._file(BACKWARD, 0),
         {"cuda/delta.cu", "cuda/dkdv.cu", "cuda/dq.cu", *HEADERS},
         COMPILED | OF_A_GPU,
     ),
     "what a trial asks": Cache(
-        lambda copies: trial._file((variants.forward(KIND),), 0),
-        {f"fused/{path.name}" for path in trial._CODE.glob("*.py")},
+        lambda copies: self_test._file((variants.forward(KIND),), 0),
+        {f"fused/{path.name}" for path in self_test._CODE.glob("*.py")},
         {},
     ),
     "what was tuned": Cache(
-        lambda copies: verdicts._file("Tesla T4"),
-        {f"cuda/{path.name}" for path in loader.SOURCES.glob("*.cu*")},
+        lambda copies: tuned._file("Tesla T4"),
+        {f"cuda/{path.name}" for path in nvrtc.SOURCES.glob("*.cu*")},
         {"PyTorch": other(torch, "__version__", "2.99")},
     ),
     # Wherever its source lies: a library is kept for the next run of the tests.
@@ -100,20 +100,20 @@ CACHES = {
 @pytest.fixture
 def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with copies of all that something is made from, which count instead of the originals."""
-    for name, original in (("cuda", loader.SOURCES), ("fused", trial._CODE), ("kernels", emulate.HERE)):
+    for name, original in (("cuda", nvrtc.SOURCES), ("fused", self_test._CODE), ("kernels", emulate.HERE)):
         shutil.copytree(original, tmp_path / name)
     (tmp_path / "copy").mkdir()
     for name in ("forward.cu", "splits.cuh"):
-        shutil.copy(loader.SOURCES / name, tmp_path / "copy")
-    monkeypatch.setattr(loader, "SOURCES", tmp_path / "cuda")
-    monkeypatch.setattr(trial, "_CODE", tmp_path / "fused")
+        shutil.copy(nvrtc.SOURCES / name, tmp_path / "copy")
+    monkeypatch.setattr(nvrtc, "SOURCES", tmp_path / "cuda")
+    monkeypatch.setattr(self_test, "_CODE", tmp_path / "fused")
     monkeypatch.setattr(emulate, "SOURCES", tmp_path / "cuda")
     monkeypatch.setattr(emulate, "HERE", tmp_path / "kernels")
     monkeypatch.setattr(emulate, "ENGINE", tmp_path / "kernels/engine.cpp")
-    monkeypatch.setattr(loader, "compiler", compiler(12, 8))
-    monkeypatch.setattr(loader, "target", lambda device: Target("sm_75", 75))
-    monkeypatch.setattr(loader, "device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(loader, "driver", lambda: SimpleNamespace(version=(12, 4)))
+    monkeypatch.setattr(nvrtc, "compiler", compiler(12, 8))
+    monkeypatch.setattr(nvrtc, "target", lambda device: Target("sm_75", 75))
+    monkeypatch.setattr(nvrtc, "device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(nvrtc, "driver", lambda: SimpleNamespace(version=(12, 4)))
     forget()
     yield tmp_path
     monkeypatch.undo()
@@ -122,8 +122,8 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     """What this process has read."""
-    loader.source.cache_clear()
-    trial._asked.cache_clear()
+    nvrtc.source.cache_clear()
+    self_test._asked.cache_clear()
 
 
 def with_a_byte_flipped(path: Path, place: float, name: Callable[[], str]) -> str:
@@ -159,6 +159,6 @@ def test_each_file_and_option_is_in_the_name_of_what_is_kept(
 
 def test_macros_are_in_the_names_of_kernels_and_libraries(copies: Path) -> None:
     made = variants.made_for(variants.kinds(75))
-    assert len({loader.cache_name(variant, "sm_75") for variant in made}) == len(made)
+    assert len({nvrtc.cache_name(variant, "sm_75") for variant in made}) == len(made)
     if not emulate.why_not():
         assert len({emulate.built_name(copies / "cuda/dq.cu", macros) for macros in ((), MACROS)}) == 2

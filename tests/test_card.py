@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flash_attn_compat import card
-from flash_attn_compat.backends.fused import loader
+from flash_attn_compat.backends.fused import nvrtc
 from flash_attn_compat.card import Limits
 from tests.support import driver_stand_in
 from verify import bench, compare
@@ -57,8 +57,8 @@ def test_a_cpu_has_no_limits(gpu: list[tuple[float, int]]) -> None:
 def test_a_timer_is_known_from_the_driver_and_below_wsl(
     index: int, release: str, hip: str | None, expected: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = loader.Driver(ctypes.CDLL(driver_stand_in(tmp_path)))
-    monkeypatch.setattr(loader, "driver", lambda: driver)
+    driver = nvrtc.Driver(ctypes.CDLL(driver_stand_in(tmp_path)))
+    monkeypatch.setattr(nvrtc, "driver", lambda: driver)
     monkeypatch.setattr(card, "platform", SimpleNamespace(release=lambda: release))
     monkeypatch.setattr(torch.version, "hip", hip)
     assert card.has_timer(torch.device("cuda", index)) == expected

@@ -17,14 +17,13 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_compat.engine.build import Options, Packing
+from flash_attn_compat.core.arguments import Options, Packing
+from flash_attn_compat.dispatch import kvcache, ops
 from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.ops import activations as act
 from flash_attn_compat.ops.rms_norm import rms_norm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
-from flash_attn_compat.serving import torch_ops
-from flash_attn_compat.unrecorded import cache
 from tests.support import Asked, close, cumulative, ints, qkv, randn
 
 
@@ -178,7 +177,7 @@ def test_a_graph_holds_one_node_of_ours_per_call_and_serves_other_lengths() -> N
 
 
 def test_eager_calls_do_not_pass_through_custom_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((torch_ops, "_forward_op"), (torch_ops, "backward_op"), (cache, "_kvcache_op")):
+    for module, name in ((ops, "_forward_op"), (ops, "backward_op"), (kvcache, "_kvcache_op")):
         monkeypatch.setattr(module, name, None)
     q, k, v = (x.requires_grad_() for x in qkv())
     cu = cumulative(7, 7)
@@ -201,12 +200,12 @@ def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, layout: st
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     if layout == "packed":
         q, k, v, packing = *(x.flatten(0, 1) for x in (q, k, v)), Packing(cumulative(3, 7), cumulative(9, 9), 7, 9)
-    arguments = (q, k, v, *torch_ops._flatten(OPTIONS[option], packing))
+    arguments = (q, k, v, *ops._flatten(OPTIONS[option], packing))
     checks = ("test_schema", "test_faketensor")
     rng_state = torch.tensor([5, 7]) if option == "dropout" else None
     asked = True, option == "dropout", True, rng_state
-    torch.library.opcheck(torch_ops._forward_op, (*arguments, *asked), test_utils=checks)
-    out, lse, _, rng_state = torch_ops._forward_op(*arguments, *asked)
+    torch.library.opcheck(ops._forward_op, (*arguments, *asked), test_utils=checks)
+    out, lse, _, rng_state = ops._forward_op(*arguments, *asked)
     for dlse in (None, torch.ones_like(lse)):
         given = (torch.ones_like(out), out, lse, rng_state, dlse, *arguments)
-        torch.library.opcheck(torch_ops.backward_op, given, test_utils=checks)
+        torch.library.opcheck(ops.backward_op, given, test_utils=checks)

@@ -20,7 +20,7 @@ from flash_attn_compat import (
     settings,
     use_backend,
 )
-from flash_attn_compat.serving.autograd import gradient_of_lse
+from flash_attn_compat.dispatch.autograd import gradient_of_lse
 from tests import fused_on_cpu, others_kernels
 from tests.plain import attention_and_lse, check_function, pairwise
 from tests.support import GENERAL, close, cumulative, on_backend, qkv, randn

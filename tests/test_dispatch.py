@@ -26,9 +26,9 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
-from flash_attn_compat.engine import memory
-from flash_attn_compat.engine.build import Options, call_of
-from flash_attn_compat.engine.features import Feature, Traits, split
+from flash_attn_compat.core import prepared
+from flash_attn_compat.core.arguments import Options, call_of
+from flash_attn_compat.core.features import Feature, Traits, split
 from tests.support import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]
@@ -72,7 +72,7 @@ def test_only_backends_whose_turn_comes_are_asked(forced: str | None, monkeypatc
             return type(backend).reasons(backend, traits)
 
         monkeypatch.setattr(backend, "reasons", reasons)
-    memory.forget()
+    prepared.forget()
     with use_backend(forced) if forced else contextlib.nullcontext():
         flash_attn_func(q, k, v)
     names = [backend.name for backend in ordered]

@@ -23,7 +23,7 @@ PAGES = sorted(
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`((?:[\w/.-]+/|test_)[\w.-]+\.(?:py|cu|cuh|cpp|md|ipynb|jsonl|yml))`")
 # Where a file may be that a page names.
-FOLDERS = ROOT / "flash_attn_compat", ROOT / "flash_attn_compat/naming/site", ROOT / "tests"
+FOLDERS = ROOT / "flash_attn_compat", ROOT / "flash_attn_compat/dropin/site", ROOT / "tests"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _VARIABLE = re.compile(r"FLASH_ATTN_COMPAT_[A-Z_]*[A-Z]")
 

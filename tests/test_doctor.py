@@ -14,11 +14,11 @@ from torch.torch_version import TorchVersion
 
 import flash_attn_compat
 from flash_attn_compat import backends, cli, doctor, isolation, self_check, settings
-from flash_attn_compat.backends.fused import faults, loader
-from flash_attn_compat.engine import memory
-from tests.aten import originals
+from flash_attn_compat.backends.fused import faults, nvrtc
+from flash_attn_compat.core import prepared
+from tests.dropin.environment import write_package
 from tests.interpreters import CAN_FORK, REPOSITORY, forked_child
-from tests.naming.environment import write_package
+from tests.torch_sdpa import originals
 
 needs_fork = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
 
@@ -107,9 +107,9 @@ def test_without_a_home_directory_the_doctor_says_where_kernels_could_be_kept(mo
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", "~nobody-of-this-name/kernels")
     monkeypatch.setattr(torch.version, "hip", None)
     compiler, driver = SimpleNamespace(version=(12, 9)), SimpleNamespace(version=(13, 0))
-    found = {"why_not": None, "compiler": compiler, "driver": driver, "target": loader.Target("sm_75", 75)}
+    found = {"why_not": None, "compiler": compiler, "driver": driver, "target": nvrtc.Target("sm_75", 75)}
     for name, value in found.items():
-        monkeypatch.setattr(loader, name, lambda *device, value=value: value)
+        monkeypatch.setattr(nvrtc, name, lambda *device, value=value: value)
     monkeypatch.setattr(doctor.tensor_cores, "known", lambda device: True)
     monkeypatch.setattr(settings, "gpu", lambda device: "Tesla T4")
     (first, *_) = doctor.kernels(torch.device("cuda", 0))
@@ -210,10 +210,10 @@ def test_a_patched_process_is_told_who_answers():
 def test_a_variable_that_nobody_reads_is_warned_about_at_the_first_call_and_once(monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_COMPAT_BAKEND", "sdpa")
     settings._warn_of.cache_clear()
-    memory.forget()
+    prepared.forget()
     q = torch.randn(1, 4, 1, 8)
     with pytest.warns(UserWarning, match="BAKEND: did you mean FLASH_ATTN_COMPAT_BACKEND") as told:
         flash_attn_compat.flash_attn_func(q, q, q)
-        memory.forget()
+        prepared.forget()
         flash_attn_compat.flash_attn_func(q, q, q)
     assert len(told) == 1

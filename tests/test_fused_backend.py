@@ -15,11 +15,11 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
-from flash_attn_compat.backends.fused import Fused, launcher, loader, trial, variants
+from flash_attn_compat.backends.fused import Fused, launcher, nvrtc, self_test, variants
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.engine.build import Options, call_of
-from flash_attn_compat.engine.call import AttentionCall
-from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.core.arguments import Options, call_of
+from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import fused_on_cpu, support
 from tests.plain import some
@@ -44,7 +44,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture
 def _available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "why_not", lambda: None)
+    monkeypatch.setattr(nvrtc, "why_not", lambda: None)
 
 
 @pytest.mark.usefixtures("_available")
@@ -62,9 +62,9 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def missing() -> None:
         raise OSError("no libnvrtc anywhere")
 
-    monkeypatch.setattr(loader, "_nvrtc", missing)
-    monkeypatch.setattr(loader, "compiler", loader.compiler.__wrapped__)
-    monkeypatch.setattr(loader, "why_not", loader.why_not.__wrapped__)
+    monkeypatch.setattr(nvrtc, "_nvrtc", missing)
+    monkeypatch.setattr(nvrtc, "compiler", nvrtc.compiler.__wrapped__)
+    monkeypatch.setattr(nvrtc, "why_not", nvrtc.why_not.__wrapped__)
     (reason,) = Fused().reasons(traits())
     assert "NVRTC" in reason and "no libnvrtc anywhere" in reason
 
@@ -181,7 +181,7 @@ def test_what_tensor_cores_cut_off_large_sums_is_far_below_what_a_trial_allows(
     head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused_on_cpu.emulate(monkeypatch, tried=True, truncates=True)
-    monkeypatch.setattr(trial, "_TOLERANCE", {HALF: 0.25 * trial._TOLERANCE[HALF]})
+    monkeypatch.setattr(self_test, "_TOLERANCE", {HALF: 0.25 * self_test._TOLERANCE[HALF]})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not Examination(replace(FULL, head_dim=head_dim, group=1, dropout_p=0.3)).judge("fused").refused
@@ -201,7 +201,7 @@ def test_a_softcap_beside_which_its_tanh_is_too_coarse_is_left_to_others(
 
 def mutated(folder: Path, file: str, before: str, after: str) -> Path:
     """The kernels' sources with one change."""
-    shutil.copytree(loader.SOURCES, folder / "cuda")
+    shutil.copytree(nvrtc.SOURCES, folder / "cuda")
     source = folder / "cuda" / file
     text = source.read_text()
     assert text.count(before) >= 1, f"{file} has no {before!r} any more"
@@ -267,12 +267,12 @@ def test_a_wrong_kernel_is_caught_before_its_first_real_call(
 
 def test_what_is_found_right_is_remembered_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.record(monkeypatch)
-    monkeypatch.setattr(trial, "check", _check)
+    monkeypatch.setattr(self_test, "check", _check)
     tries = []
     kernels = (variants.forward(Kind(75, 0, 64)),)
     for _ in range(2):
-        trial.check(kernels, -1, lambda watch: tries.append("tried"))
-        trial._right.clear()
+        self_test.check(kernels, -1, lambda watch: tries.append("tried"))
+        self_test._right.clear()
     assert tries == ["tried"] and list(launches.files.values()) == [b"right"]
 
 
@@ -310,9 +310,9 @@ def test_a_judge_sees_nothing_of_what_lies_on_the_gpu(name: str) -> None:
         return {"out": torch.zeros(call.out_shape)}
 
     if name == "backward":
-        wrong = trial.of_backward(kind, place, run)
+        wrong = self_test.of_backward(kind, place, run)
     else:
-        wrong = trial.of_forward(kind, place, run, few_rows=name in ("decode", "append"), appends=name == "append")
+        wrong = self_test.of_forward(kind, place, run, few_rows=name in ("decode", "append"), appends=name == "append")
     assert wrong is not None and "is off by" in wrong
 
 
@@ -323,8 +323,8 @@ def test_a_trial_forgives_each_row_of_a_gradient_the_rounding_of_a_loud_one(shap
     quiet, other_head = right.clone(), right.clone()
     quiet.view(-1, 2, 8)[4, 1, 7] = 0.05
     other_head.view(-1, 2, 8)[4, 0, 7] = 0.05
-    assert trial._difference([("dq", quiet, right)], torch.float16) is None
-    assert trial._difference([("dq", other_head, right)], torch.float16) is not None
+    assert self_test._difference([("dq", quiet, right)], torch.float16) is None
+    assert self_test._difference([("dq", other_head, right)], torch.float16) is not None
 
 
-_check = trial.check
+_check = self_test.check

@@ -7,10 +7,10 @@ import struct
 
 import pytest
 
-from flash_attn_compat.backends.fused import loader, params, variants
-from flash_attn_compat.backends.fused.loader import ContextLost, Kernel, KernelError
+from flash_attn_compat.backends.fused import nvrtc, params, variants
+from flash_attn_compat.backends.fused.nvrtc import ContextLost, Kernel, KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
-from flash_attn_compat.engine import capture
+from flash_attn_compat.core import cuda_capture
 from tests.support import driver_stand_in
 
 SMALL = variants.forward(Kind(75, FP16, 64))
@@ -36,7 +36,7 @@ class Stub:
         library.context_of_thread.restype = ctypes.c_uint64
         self.expect()
         self.thread()
-        self.driver = loader.Driver(library)
+        self.driver = nvrtc.Driver(library)
         self.told()
 
     def expect(self, argument_bytes: int = PARAMS, shared: int = 65536) -> None:
@@ -65,8 +65,8 @@ class Stub:
 
 @pytest.fixture
 def stub(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Stub:
-    monkeypatch.setattr(loader, "stream", lambda device: STREAM)
-    monkeypatch.setattr(capture, "current_device", lambda: 0)
+    monkeypatch.setattr(nvrtc, "stream", lambda device: STREAM)
+    monkeypatch.setattr(cuda_capture, "current_device", lambda: 0)
     return Stub(library)
 
 

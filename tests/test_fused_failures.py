@@ -20,10 +20,10 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import base
-from flash_attn_compat.backends.fused import loader
-from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused import nvrtc
+from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import Variant
-from flash_attn_compat.engine import memory
+from flash_attn_compat.core import prepared
 from flash_attn_compat.private_interface import _flash_attn_backward, _flash_attn_varlen_forward
 from tests import fused_on_cpu
 from tests.support import close, ints, randn
@@ -108,7 +108,7 @@ FAILURES = [
 
 def fail(monkeypatch: pytest.MonkeyPatch, entry: str, when: str = FIRST) -> None:
     """The kernel of that name fails from now on."""
-    driver, load = loader.driver(), loader.kernel
+    driver, load = nvrtc.driver(), nvrtc.kernel
     assert isinstance(driver, fused_on_cpu.Driver)
     compute = driver.compute
 
@@ -117,13 +117,13 @@ def fail(monkeypatch: pytest.MonkeyPatch, entry: str, when: str = FIRST) -> None
             raise KernelError("OUT_OF_RESOURCES")
         compute(which, content)
 
-    def kernel(variant: Variant, device: int) -> loader.Kernel:
+    def kernel(variant: Variant, device: int) -> nvrtc.Kernel:
         if variant.entry == entry:
             raise KernelError("OUT_OF_RESOURCES")
         return load(variant, device)
 
     if when == LOADED:
-        monkeypatch.setattr(loader, "kernel", kernel)
+        monkeypatch.setattr(nvrtc, "kernel", kernel)
     else:
         monkeypatch.setattr(driver, "compute", launch)
 
@@ -136,7 +136,7 @@ def test_whichever_kernel_fails_the_answer_and_the_cache_are_right(
     launches = fused_on_cpu.emulate(monkeypatch)
     with use_backend("chunked"):
         expected = case()
-    memory.forget()
+    prepared.forget()
     if when == LATER:
         case()
         assert launches.entries == [*entries]

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from flash_attn_compat import backend_counts, explain, flash_attn_func, reset_backend_counts, use_backend
-from flash_attn_compat.backends.fused import cache, faults, loader, params, trial
-from flash_attn_compat.backends.fused.loader import ContextLost
-from flash_attn_compat.engine import capture, memory
+from flash_attn_compat.backends.fused import cache, faults, nvrtc, params, self_test
+from flash_attn_compat.backends.fused.nvrtc import ContextLost
+from flash_attn_compat.core import cuda_capture, prepared
 from tests import fused_on_cpu
 from tests.interpreters import CAN_FORK, forked, forked_each
 from tests.support import close, driver_stand_in, randn
@@ -55,19 +55,19 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def start(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Start a process with a GPU, as far as kernels can see; ``start(kernel, code, blocking)``: that kernel faults."""
     real = {(module, name): getattr(module, name)
-            for module, name in ((loader, "kernel"), (cache, "read"), (cache, "write"), (faults, "place"))}  # fmt: skip
+            for module, name in ((nvrtc, "kernel"), (cache, "read"), (cache, "write"), (faults, "place"))}  # fmt: skip
     fused_on_cpu.record(monkeypatch, tried=True)
     for (module, name), function in real.items():
         monkeypatch.setattr(module, name, function)
-    monkeypatch.setattr(capture, "current_device", lambda: None)
-    monkeypatch.setattr(loader, "binary", lambda variant, architecture: b"code")
+    monkeypatch.setattr(cuda_capture, "current_device", lambda: None)
+    monkeypatch.setattr(nvrtc, "binary", lambda variant, architecture: b"code")
     library.expect(PARAMS, 65536)
 
     def start(kernel: str = "none", code: int = 0, blocking: bool = False) -> None:
         library.fault_in(kernel.encode(), code, blocking)
-        driver = loader.Driver(library)
-        monkeypatch.setattr(loader, "driver", lambda: driver)
-        trial._right.clear(), loader._kernels.clear(), memory.forget()
+        driver = nvrtc.Driver(library)
+        monkeypatch.setattr(nvrtc, "driver", lambda: driver)
+        self_test._right.clear(), nvrtc._kernels.clear(), prepared.forget()
         fused_on_cpu.FUSED.forget_failures()
 
     return start
@@ -113,7 +113,7 @@ def test_what_broke_the_context_before_is_not_blamed_on_the_kernel_that_is_tried
     with pytest.raises(ContextLost):
         flash_attn_func(q(), q(1), q(2))
     faults.forget()
-    trial._right.clear()
+    self_test._right.clear()
     with pytest.raises(ContextLost, match=r"broken before forward .* could be tried: .*ILLEGAL_ADDRESS"):
         flash_attn_func(*[randn(1, 20, 2, 32, seed=seed, dtype=torch.float16) for seed in range(3)])
     assert not marks(folder)

@@ -22,13 +22,13 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import KernelsFailed
-from flash_attn_compat.backends.fused import forward, launcher, loader, variants
+from flash_attn_compat.backends.fused import forward, launcher, nvrtc, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.engine import callers_state, capture, memory
-from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.build import Options, cache_call, call_of, plain
-from flash_attn_compat.engine.memory import alike_to
+from flash_attn_compat.core import cuda_capture, prepared, torch_state
+from flash_attn_compat.core.append import Append
+from flash_attn_compat.core.arguments import Options, cache_call, call_of, plain
+from flash_attn_compat.core.prepared import alike_to
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kinds import Wrapper
@@ -162,7 +162,7 @@ def test_a_call_of_too_many_blocks_is_served_by_the_next_backend_and_others_like
     def served(most_blocks: int) -> tuple[list[str], bool]:
         """What is launched; whether the forward was ours."""
         monkeypatch.setattr(launcher, "_MOST_BLOCKS", most_blocks)
-        memory.forget()
+        prepared.forget()
         launches.seen.clear()
         reset_backend_counts()
         flash_attn_varlen_func(q, q, q, starts, starts, 250, 250).sum().backward()
@@ -260,9 +260,9 @@ def test_a_stream_keeps_the_memory_in_which_splits_meet(launches: Launches, monk
 
     first = counters()
     assert first and counters() == first
-    monkeypatch.setattr(loader, "stream", lambda device: 7)
+    monkeypatch.setattr(nvrtc, "stream", lambda device: 7)
     assert counters() != first
-    monkeypatch.setattr(loader, "stream", lambda device: 0)
+    monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     assert counters() == first
     kept = list(launcher._workspaces.values())  # alive, so that no other gets its id
     launcher.forget_workspaces()
@@ -275,7 +275,7 @@ def test_threads_share_a_streams_workspace_but_for_the_per_thread_default_stream
     stream: int, shared: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handle 2 (cudaStreamPerThread) is another stream in each thread: their launches may run at once."""
-    monkeypatch.setattr(loader, "stream", lambda device: stream)
+    monkeypatch.setattr(nvrtc, "stream", lambda device: stream)
 
     def ask() -> Tensor:
         return launcher.workspace(9000, -1, torch.device("cpu"))
@@ -296,7 +296,7 @@ def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_ca
     place = torch.device("cpu")
     small, large = launcher.workspace(9000, -1, place), launcher.workspace(90000, -1, place)
     assert large.nbytes == 90000 and launcher.workspace(9000, -1, place) is large is not small
-    monkeypatch.setattr(capture, "is_capturing", lambda device: True)
+    monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: True)
     captured = [launcher.workspace(9000, -1, place) for _ in range(2)]
     assert len({one.data_ptr() for one in (small, large, *captured)}) == 4
     assert all(map(is_clear, (small, large, *captured)))
@@ -314,7 +314,7 @@ def test_a_workspace_that_is_kept_comes_from_no_pool_or_mode_of_the_callers_thre
 
     monkeypatch.setattr(launcher, "_cleared", watched)
     monkeypatch.setattr(launcher, "_workspaces", {})
-    monkeypatch.setattr(loader, "stream", lambda device: 0)
+    monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     with FakeTensorMode():
         kept = launcher.workspace(9000, -1, torch.device("cpu"))
     assert type(kept) is Tensor and kept.data_ptr() and is_clear(kept)
@@ -380,9 +380,7 @@ def test_appending_is_known_to_autograd(launches: Launches) -> None:
     assert cache._version > before
 
 
-@pytest.mark.parametrize(
-    "note", [callers_state.note_written, callers_state._note_each], ids=["PyTorch's", "older ones'"]
-)
+@pytest.mark.parametrize("note", [torch_state.note_written, torch_state._note_each], ids=["PyTorch's", "older ones'"])
 def test_what_was_written_is_noted_but_for_tensors_of_inference_mode(
     note: Callable[[tuple[Tensor, ...]], None],
 ) -> None:

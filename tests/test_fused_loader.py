@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from flash_attn_compat.backends.fused import cache, loader, params, variants
-from flash_attn_compat.backends.fused.loader import Kernel, KernelError, Target
+from flash_attn_compat.backends.fused import cache, nvrtc, params, variants
+from flash_attn_compat.backends.fused.nvrtc import Kernel, KernelError, Target
 from flash_attn_compat.backends.fused.variants import Kind, Variant
-from flash_attn_compat.engine import capture
+from flash_attn_compat.core import cuda_capture
 
 VARIANT = variants.forward(Kind(75, variants.FP16, 64))
 FIELDS = (*params.HEAD, *params.REST)
@@ -27,11 +27,11 @@ KNOWN = (75, 80, 86, 89, 90, 100)
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a Turing GPU, as far as the loader can see."""
-    monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0), architectures=KNOWN))
-    monkeypatch.setattr(loader, "own_capability", lambda device: (7, 5))
+    monkeypatch.setattr(nvrtc, "compiler", lambda: SimpleNamespace(version=(13, 0), architectures=KNOWN))
+    monkeypatch.setattr(nvrtc, "own_capability", lambda device: (7, 5))
     monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
-    monkeypatch.setattr(loader, "_kernels", {})
-    monkeypatch.setattr(loader, "_locks", {})
+    monkeypatch.setattr(nvrtc, "_kernels", {})
+    monkeypatch.setattr(nvrtc, "_locks", {})
     return monkeypatch
 
 
@@ -53,16 +53,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_kernels_are_made_for_the_gpu_or_the_forced_capability(
     real: tuple[int, int], forced: str | None, expected: Target, gpu: pytest.MonkeyPatch
 ) -> None:
-    gpu.setattr(loader, "own_capability", lambda device: real)
+    gpu.setattr(nvrtc, "own_capability", lambda device: real)
     if forced:
         gpu.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
-    assert loader.target(0) == expected
+    assert nvrtc.target(0) == expected
 
 
 def test_an_nvrtc_that_has_forgotten_turing_is_an_error(gpu: pytest.MonkeyPatch) -> None:
-    gpu.setattr(loader, "compiler", lambda: SimpleNamespace(version=(14, 0), architectures=(80, 90)))
+    gpu.setattr(nvrtc, "compiler", lambda: SimpleNamespace(version=(14, 0), architectures=(80, 90)))
     with pytest.raises(KernelError, match="80 and newer, the GPU is 75"):
-        loader.target(0)
+        nvrtc.target(0)
 
 
 # ---- once
@@ -83,8 +83,8 @@ def loading(gpu: pytest.MonkeyPatch, kept: bytes | None = None, understood: byte
         time.sleep(0.05)
         return b"fresh"
 
-    gpu.setattr(loader, "driver", lambda: SimpleNamespace(load=load))
-    gpu.setattr(loader, "binary", binary)
+    gpu.setattr(nvrtc, "driver", lambda: SimpleNamespace(load=load))
+    gpu.setattr(nvrtc, "binary", binary)
     gpu.setattr(cache, "read", lambda name: kept)
     gpu.setattr(cache, "write", lambda name, payload: done.append(f"keep {payload.decode()}") or True)
     return done
@@ -103,30 +103,30 @@ def test_a_kernel_is_loaded_once_for_all_threads_of_a_device_and_compiled_only_w
 ) -> None:
     done = loading(gpu, kept, understood)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(loader.kernel, [VARIANT] * 8, [0] * 8))
+        list(pool.map(nvrtc.kernel, [VARIANT] * 8, [0] * 8))
     assert done == expected
-    loader.kernel(VARIANT, 1)
+    nvrtc.kernel(VARIANT, 1)
     assert done == expected * 2
 
 
 def test_a_capture_is_not_left_to_other_threads(gpu: pytest.MonkeyPatch) -> None:
     done = loading(gpu)
-    gpu.setattr(capture, "is_capturing", lambda device: True)
-    loader.load_together([VARIANT, variants.delta(Kind(75, variants.FP16, 64))], 0)
+    gpu.setattr(cuda_capture, "is_capturing", lambda device: True)
+    nvrtc.load_together([VARIANT, variants.delta(Kind(75, variants.FP16, 64))], 0)
     assert done == []
 
 
 def test_a_failure_within_a_capture_says_what_to_do_and_is_not_remembered(gpu: pytest.MonkeyPatch) -> None:
     loading(gpu, understood=b"nothing")
-    gpu.setattr(capture, "is_capturing", lambda device: True)
+    gpu.setattr(cuda_capture, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match=r"forward kernel .* make the same call once before the capture") as caught:
-        loader.kernel(VARIANT, 0)
+        nvrtc.kernel(VARIANT, 0)
     assert not isinstance(caught.value, KernelError)
-    gpu.setattr(capture, "is_capturing", lambda device: False)
+    gpu.setattr(cuda_capture, "is_capturing", lambda device: False)
     done = loading(gpu, understood=b"nothing")
     for _ in range(2):
         with pytest.raises(KernelError, match="UNSUPPORTED_PTX_VERSION"):
-            loader.kernel(VARIANT, 0)
+            nvrtc.kernel(VARIANT, 0)
     assert done.count("compile") == 1, "outside of a capture it is remembered"
 
 
@@ -134,21 +134,21 @@ def test_a_failure_within_a_capture_says_what_to_do_and_is_not_remembered(gpu: p
 
 
 @pytest.fixture(scope="module")
-def nvrtc() -> loader.Compiler:
+def real_compiler() -> nvrtc.Compiler:
     try:
-        return loader.compiler()
+        return nvrtc.compiler()
     except KernelError as error:
         pytest.skip(f"no NVRTC here: {error}")
 
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_log(
-    nvrtc: loader.Compiler, monkeypatch: pytest.MonkeyPatch
+    real_compiler: nvrtc.Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = {"broken.cu": '#include "part.cuh"\nint x = undeclared_name;', "part.cuh": "#pragma once\n"}
-    monkeypatch.setattr(loader, "source", texts.__getitem__)
-    monkeypatch.setattr(loader, "HEADERS", ("part.cuh",))
+    monkeypatch.setattr(nvrtc, "source", texts.__getitem__)
+    monkeypatch.setattr(nvrtc, "HEADERS", ("part.cuh",))
     with pytest.raises(KernelError, match=r"refuses broken.cu(.|\n)*undeclared_name"):
-        nvrtc.compile("broken.cu", ("--gpu-architecture=compute_75",))
+        real_compiler.compile("broken.cu", ("--gpu-architecture=compute_75",))
 
 
 # ---- the struct that kernels get
@@ -161,7 +161,7 @@ def test_python_and_c_agree_on_every_field(tmp_path: Path) -> None:
     asserted = [f"static_assert({place} == {end});" for place, end in zip(places, ends, strict=True)]
     program = tmp_path / "layout.cpp"
     program.write_text("\n".join(["#include <cstddef>", '#include "params.cuh"', *asserted]))
-    command = ["g++", "-std=c++17", "-w", "-fsyntax-only", f"-I{loader.SOURCES}", str(program)]
+    command = ["g++", "-std=c++17", "-w", "-fsyntax-only", f"-I{nvrtc.SOURCES}", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stderr
 

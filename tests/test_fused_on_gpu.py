@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import grids, launcher, loader, variants
+from flash_attn_compat.backends.fused import grids, launcher, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS
-from flash_attn_compat.engine import memory
+from flash_attn_compat.core import prepared
 from tests import fused_coverage
 from tests.plain import pairwise
 from tests.support import on_backend
@@ -137,7 +137,7 @@ def test_blocks_that_share_keys_are_right_and_give_the_same_bits_in_fifty_repeat
     )  # fmt: skip
     verdict = Examination(problem, torch.device("cuda", torch.cuda.current_device())).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
-    splits_its_keys = head_dim <= 192 or loader.target(torch.cuda.current_device()).number >= 80
+    splits_its_keys = head_dim <= 192 or nvrtc.target(torch.cuda.current_device()).number >= 80
     assert (max(counts) > 1) == splits_its_keys
     call = problem.build("cuda")
     first = by("fused", lambda: flash_attn_with_kvcache(**call.args)[0])
@@ -163,7 +163,7 @@ def test_sequences_of_very_different_lengths_share_a_grid(
     )  # fmt: skip
     verdict = Examination(problem, torch.device("cuda", torch.cuda.current_device())).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
-    assert any(variants.is_in_seats(variant) for variant, *_ in loader._kernels)
+    assert any(variants.is_in_seats(variant) for variant, *_ in nvrtc._kernels)
 
 
 @pytest.mark.skipif(not hasattr(torch.cuda, "use_mem_pool"), reason="PyTorch 2.5 brought memory pools")
@@ -203,12 +203,12 @@ def test_a_graph_is_replayed_over_other_numbers_and_lengths(backend: str, name: 
     call, args = on_gpu(PROBLEMS[name])
     on_backend(backend, call)  # compiles and loads
     if not is_known:
-        memory.forget()
+        prepared.forget()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream):
         out = by(backend, call)
-    assert bool(memory.current().known) == bool(memory.current().decisions) == is_known
+    assert bool(prepared.current().known) == bool(prepared.current().decisions) == is_known
     for x in args.values():
         if isinstance(x, Tensor) and x.dtype == torch.float16:
             x.mul_(0.5)
@@ -263,10 +263,10 @@ def first_calls() -> dict[str, tuple[float, int]]:
     torch.cuda.synchronize()
     found = {}
     for name, call in problems.items():
-        before, start = len(loader._kernels), time.perf_counter()
+        before, start = len(nvrtc._kernels), time.perf_counter()
         by("fused", call)
         torch.cuda.synchronize()
-        found[name] = time.perf_counter() - start, len(loader._kernels) - before
+        found[name] = time.perf_counter() - start, len(nvrtc._kernels) - before
     return found
 
 

@@ -21,13 +21,13 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import backward, verdicts
-from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused import backward, tuned
+from flash_attn_compat.backends.fused.nvrtc import KernelError
+from flash_attn_compat.backends.fused.tuned import Card, Chosen, Times
 from flash_attn_compat.backends.fused.variants import Tile
-from flash_attn_compat.backends.fused.verdicts import Card, Chosen, Times
-from flash_attn_compat.engine import memory
-from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.core import prepared
+from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.dispatch import choice
 from tests import fused_on_cpu, others_kernels
 from tests.fused_on_cpu import Launches
 from tests.support import randn
@@ -47,8 +47,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
 
 
 def known(*times: Times, gpu: str = GPU) -> None:
-    assert verdicts.keep(Card(gpu, "torch 2", times))
-    memory.forget()
+    assert tuned.keep(Card(gpu, "torch 2", times))
+    prepared.forget()
 
 
 def timed(case: str, milliseconds: dict[str, float], training: bool = False, head_dim: int = 64) -> Times:
@@ -114,7 +114,7 @@ def test_timed_backends_are_sorted_among_themselves_and_the_others_stay() -> Non
     traits = Traits("cuda", (8, 0), torch.float16, 64, 64, "=", int(Feature.CAUSAL | Feature.BACKWARD), GPU)
 
     def order() -> list[str]:
-        return [backend.name for backend in dispatch._ordered(traits)][:4]
+        return [backend.name for backend in choice._ordered(traits)][:4]
 
     assert order() == ["official", "torch_flash", "fused", "torch_efficient"]
     known(timed("causal", {"fused": 1.0, "torch_flash": 2.0}, training=True))
@@ -148,10 +148,10 @@ def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
 ) -> None:
     """Whether another backend is faster at them or our kernels have failed."""
     decided: list[bool] = []
-    decide, forget = dispatch._decide, memory.forget
-    monkeypatch.setattr(dispatch, "_decide", lambda *given: decided.append(True) or decide(*given))
+    decide, forget = choice._decide, prepared.forget
+    monkeypatch.setattr(choice, "_decide", lambda *given: decided.append(True) or decide(*given))
     forgotten: list[bool] = []
-    monkeypatch.setattr(memory, "forget", lambda: forgotten.append(True) or forget())
+    monkeypatch.setattr(prepared, "forget", lambda: forgotten.append(True) or forget())
 
     def steps(count: int) -> None:
         decided.clear(), forgotten.clear()
@@ -163,8 +163,8 @@ def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
     steps(1)
     steps(6)
     assert not decided and not forgotten and not launches.seen
-    verdicts._cards.clear()
-    verdicts.keep(Card(GPU, "", (timed("causal", FAST, training=True),)))
+    tuned._cards.clear()
+    tuned.keep(Card(GPU, "", (timed("causal", FAST, training=True),)))
     forget()
 
     raised: list[bool] = []
@@ -190,17 +190,17 @@ def card() -> Card:
 
 
 def test_later_processes_decide_alike(launches: Launches) -> None:
-    assert verdicts.keep(card()) and len(launches.files) == 1
-    verdicts._cards.clear()
-    assert verdicts.of(GPU) == card()
-    verdicts.keep(Card(GPU, "torch 2.12", (timed("causal", SLOW),), card().tiles[:1]))
-    verdicts._cards.clear()
-    both = verdicts.of(GPU)
+    assert tuned.keep(card()) and len(launches.files) == 1
+    tuned._cards.clear()
+    assert tuned.of(GPU) == card()
+    tuned.keep(Card(GPU, "torch 2.12", (timed("causal", SLOW),), card().tiles[:1]))
+    tuned._cards.clear()
+    both = tuned.of(GPU)
     assert both is not None and {one.case: one.milliseconds for one in both.times} == {"causal": SLOW, "full": SLOW}
     assert both.tiles == card().tiles
 
 
-ROW = json.loads(verdicts.to_row(card()))
+ROW = json.loads(tuned.to_row(card()))
 TIMES, TILE = ROW["times"][0], ROW["tiles"][0]
 
 
@@ -247,47 +247,47 @@ BROKEN = {
 
 
 def test_the_row_that_the_broken_ones_are_made_of_is_a_verdict() -> None:
-    assert verdicts.from_row(changed().decode()) == card()._replace(times=card().times[:1], tiles=card().tiles[:1])
+    assert tuned.from_row(changed().decode()) == card()._replace(times=card().times[:1], tiles=card().tiles[:1])
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_row_among_those_that_were_sent_costs_no_other_its_verdict(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(verdicts, "_SHIPPED", tmp_path / "cards.jsonl")
+    monkeypatch.setattr(tuned, "_SHIPPED", tmp_path / "cards.jsonl")
     rows = BROKEN[name].decode(errors="replace"), json.dumps(ROW), BROKEN[name].decode(errors="replace")
-    verdicts._SHIPPED.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    monkeypatch.setattr(verdicts, "_shipped", verdicts._shipped.__wrapped__)
-    assert verdicts.of(GPU) == card()
+    tuned._SHIPPED.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    monkeypatch.setattr(tuned, "_shipped", tuned._shipped.__wrapped__)
+    assert tuned.of(GPU) == card()
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_no_verdict_and_no_error(name: str, launches: Launches) -> None:
-    launches.files[verdicts._file(GPU)] = BROKEN[name]
-    assert verdicts.of(GPU) is None
+    launches.files[tuned._file(GPU)] = BROKEN[name]
+    assert tuned.of(GPU) is None
     assert server(flash_attn_func, *qkv()) == "fused"
     flash_attn_func(*qkv())
-    assert verdicts.keep(card()) and verdicts.of(GPU) == card(), "which tune writes anew"
+    assert tuned.keep(card()) and tuned.of(GPU) == card(), "which tune writes anew"
 
 
 def test_what_cannot_be_written_counts_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts.cache, "write", lambda name, payload: False)
-    assert not verdicts.keep(card()) and verdicts.of(GPU) == card()
+    monkeypatch.setattr(tuned.cache, "write", lambda name, payload: False)
+    assert not tuned.keep(card()) and tuned.of(GPU) == card()
 
 
 def test_every_shipped_row_is_a_card_and_adding_one_is_all_that_is_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    rows = verdicts._SHIPPED.read_text().splitlines()
-    timed_by = {name for row in verdicts._shipped().values() for times in row.times for name in times.milliseconds}
+    rows = tuned._SHIPPED.read_text().splitlines()
+    timed_by = {name for row in tuned._shipped().values() for times in row.times for name in times.milliseconds}
     assert timed_by <= {backend.name for backend in BACKENDS}
-    assert [verdicts.from_row(row).gpu for row in rows] == list(verdicts._shipped())
-    monkeypatch.setattr(verdicts, "_SHIPPED", tmp_path / "cards.jsonl")
-    verdicts._SHIPPED.write_text("".join(f"{row}\n" for row in (*rows, verdicts.to_row(card()))))
-    monkeypatch.setattr(verdicts, "_shipped", verdicts._shipped.__wrapped__)
-    assert verdicts.of(GPU) == card()
-    verdicts.keep(Card(GPU, "torch 2.12", (timed("causal", SLOW),)))
-    mine = verdicts.of(GPU)
+    assert [tuned.from_row(row).gpu for row in rows] == list(tuned._shipped())
+    monkeypatch.setattr(tuned, "_SHIPPED", tmp_path / "cards.jsonl")
+    tuned._SHIPPED.write_text("".join(f"{row}\n" for row in (*rows, tuned.to_row(card()))))
+    monkeypatch.setattr(tuned, "_shipped", tuned._shipped.__wrapped__)
+    assert tuned.of(GPU) == card()
+    tuned.keep(Card(GPU, "torch 2.12", (timed("causal", SLOW),)))
+    mine = tuned.of(GPU)
     assert mine is not None and mine.times[0].milliseconds == SLOW and mine.tiles == card().tiles
 
 

@@ -16,9 +16,9 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused import variants
 from tests import fused_coverage, fused_on_cpu, gpu, sanitize
-from tests.aten import fuzz, originals
 from tests.gpu import Part
 from tests.plain import some
+from tests.torch_sdpa import fuzz, originals
 from verify.call import solve
 
 
@@ -31,7 +31,7 @@ def test_every_part_runs_a_module_that_is_there(tmp_path: Path) -> None:
     assert len({part.name for part in parts}) == len(parts) > 12
     for part in parts:
         assert part.command[:2] == [sys.executable, "-m"] and importlib.util.find_spec(part.command[2]), part
-        assert part.stops == (part.command[2] in ("tests.fuzz", "tests.aten.fuzz", "tests.sanitize")), part
+        assert part.stops == (part.command[2] in ("tests.fuzz", "tests.torch_sdpa.fuzz", "tests.sanitize")), part
 
 
 SAYS_WHEN = "import sys, time; time.sleep(float(sys.argv[sys.argv.index('--seconds') + 1])); print('7 findings')"

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import kernel_report
-from flash_attn_compat.backends.fused import grids, loader, variants
-from flash_attn_compat.backends.fused.loader import Compiler
+from flash_attn_compat.backends.fused import grids, nvrtc, variants
+from flash_attn_compat.backends.fused.nvrtc import Compiler
 from flash_attn_compat.backends.fused.variants import (
     BF16,
     BF16_AS_FP16,
@@ -174,7 +174,7 @@ def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compile
     """No cp.async, no m16n8k16, no bf16 products: the PTX that a forced capability runs is a T4's."""
     assert callable(make)
     variant = make(Kind(75, BF16_AS_FP16, 64))
-    text = compiler.compile(variant.source, loader.options(variant, "compute_75")).decode(errors="replace")
+    text = compiler.compile(variant.source, nvrtc.options(variant, "compute_75")).decode(errors="replace")
     assert ".target sm_75" in text and "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
     assert not any(word in text for word in ("cp.async", "m16n8k16", ".bf16"))
 
@@ -197,13 +197,13 @@ def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(
     tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     major = str(compiler.version[0])
-    path = next(path for path in loader.nvrtc_paths(major) if Path(path).is_file())
+    path = next(path for path in nvrtc.nvrtc_paths(major) if Path(path).is_file())
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         (folder / "deep").mkdir(parents=True)
         (folder / "deep" / f"libnvrtc.so.{major}").symlink_to(path)
     (folders[1] / "libnvrtc.so.11.2").write_text("no library")
-    monkeypatch.setattr(loader, "nvrtc_paths", lambda major: [])
+    monkeypatch.setattr(nvrtc, "nvrtc_paths", lambda major: [])
     monkeypatch.delenv(offline.FOLDERS, raising=False)
     assert offline.compilers.__wrapped__() == {}
     monkeypatch.setenv(offline.FOLDERS, os.pathsep.join(map(str, folders)))

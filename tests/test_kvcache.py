@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn_compat.engine.append import Append, by_operators
-from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.core.append import Append, by_operators
+from flash_attn_compat.core.call import AttentionCall
 from tests.plain import attention, attention_and_lse
 from tests.problems import STEP
 from tests.support import Asked, close, cumulative, ints, on_backend, on_general_backends, qkv, randn

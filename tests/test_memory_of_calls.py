@@ -25,8 +25,8 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends.fused import launcher
-from flash_attn_compat.engine import callers_state, capture, memory
-from flash_attn_compat.engine.build import Options, Packing, call_of
+from flash_attn_compat.core import cuda_capture, prepared, torch_state
+from flash_attn_compat.core.arguments import Options, Packing, call_of
 from tests import fused_on_cpu, others_kernels, warm
 from tests.problems import PACKED, STEP
 from tests.support import ints, qkv, randn
@@ -61,7 +61,7 @@ def test_what_stands_in_the_place_of_pytorchs_flash_kernels_is_looked_at(
 ) -> None:
     others_kernels.install(monkeypatch, "torch_flash", tmp_path)
     for implementation, served in ((None, "torch_flash"), ("FA4", "sdpa"), (None, "torch_flash")):
-        monkeypatch.setattr(callers_state, "flash_implementation", lambda implementation=implementation: implementation)
+        monkeypatch.setattr(torch_state, "flash_implementation", lambda implementation=implementation: implementation)
         reset_backend_counts()
         flash_attn_func(*qkv(dtype=torch.float16))
         assert backend_counts() == {served: 1}
@@ -74,7 +74,7 @@ def test_calls_over_a_cache_whose_lengths_are_numbers_are_known_by_their_side_of
     q, cache = (randn(2, length, 2, 16, dtype=torch.float16) for length in (5, 20))
     for length, known in ((3, 1), (4, 1), (5, 2), (7, 3), (9, 3)):
         flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
-        assert len(memory.current().known) == known
+        assert len(prepared.current().known) == known
 
 
 @functions
@@ -105,10 +105,10 @@ def test_nothing_of_a_capture_is_kept(function: str, monkeypatch: pytest.MonkeyP
     fused_on_cpu.record(monkeypatch)
     arguments = replace(FIRST[function], dtype="float16").build().args
     for captures in (True, False):
-        monkeypatch.setattr(capture, "is_capturing", lambda device, captures=captures: captures)
+        monkeypatch.setattr(cuda_capture, "is_capturing", lambda device, captures=captures: captures)
         with use_backend("fused"):
             getattr(flash_attn_interface, function)(**arguments)
-        kept = memory.current()
+        kept = prepared.current()
         assert bool(kept.known) == bool(kept.decisions) == (not captures)
 
 
@@ -138,18 +138,18 @@ def test_nothing_is_kept_alive(function: str, backend: str, head_dim: int, monke
     with use_backend(backend):
         found = solve(getattr(flash_attn_interface, function), call)
     gone = [weakref.ref(value) for value in (*call.args.values(), *found.parts.values()) if isinstance(value, Tensor)]
-    assert memory.current().known
+    assert prepared.current().known
     del call, found
     gc.collect()
     assert not [one for one in gone if one() is not None]
 
 
 def test_no_more_is_kept_than_a_few_thousand_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.forget()
-    monkeypatch.setattr(memory, "MOST", 8)
+    prepared.forget()
+    monkeypatch.setattr(prepared, "MOST", 8)
     for length in range(1, 30):
         flash_attn_func(*(randn(1, length, 1, 8) for _ in range(3)))
-        lengths = [known.call.max_seqlen_q for known in memory.current().known.values()]
+        lengths = [known.call.max_seqlen_q for known in prepared.current().known.values()]
         assert lengths == list(range(max(1, length - 7), length + 1))
 
 
@@ -158,12 +158,12 @@ class Wrapped(Tensor):
 
 
 def test_subclasses_of_tensors_are_not_kept() -> None:
-    memory.forget()
+    prepared.forget()
     (q, k, v), args = qkv(), PACKED.build().args
     flash_attn_func(q, k, v.as_subclass(Wrapped))
     flash_attn_varlen_func(**args | {"cu_seqlens_q": args["cu_seqlens_q"].as_subclass(Wrapped)})
     torch.func.vmap(flash_attn_func)(*(tensor[None] for tensor in (q, k, v)))
-    assert not memory.current().known
+    assert not prepared.current().known
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
@@ -183,20 +183,20 @@ def random_calls(monkeypatch: pytest.MonkeyPatch, by_kernels: bool) -> Tally:
 
 
 def test_a_key_too_coarse_is_found_by_random_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts = memory.layouts
-    monkeypatch.setattr(memory, "layouts", lambda tensors: tuple([x and x[:1] for x in layouts(tensors)]))
+    layouts = prepared.layouts
+    monkeypatch.setattr(prepared, "layouts", lambda tensors: tuple([x and x[:1] for x in layouts(tensors)]))
     assert random_calls(monkeypatch, by_kernels=True).differing
 
 
 def test_threads_are_answered_right_while_another_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MOST", 3)  # so that something goes all the time
+    monkeypatch.setattr(prepared, "MOST", 3)  # so that something goes all the time
     calls = list(warm.calls_of("flash_attn_with_kvcache"))[:16]
     expected = [call.run() for call in calls]
     stopped, wrong = threading.Event(), []
 
     def forget() -> None:
         while not stopped.wait(1e-4):
-            memory.forget()
+            prepared.forget()
 
     def work(index: int) -> None:
         for at in (*range(index, len(calls)), *range(index)):

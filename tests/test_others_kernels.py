@@ -15,9 +15,9 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import explain, flash_attn_func, flash_attn_interface, flash_attn_varlen_func, use_backend
-from flash_attn_compat.backends import base, small_trial
-from flash_attn_compat.engine import memory
-from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.backends import base, smoke_test
+from flash_attn_compat.core import prepared
+from flash_attn_compat.core.features import Feature, Traits
 from tests import others_kernels
 from tests.caller_state import State, states, why_not
 from tests.others_kernels import BACKENDS, GENUINE, lay_flash_attn
@@ -253,7 +253,7 @@ def test_loading_is_tried_once_and_only_for_calls_it_could_take(install: Any) ->
     assert reasons(*qkv()) == ["does not compute float32"] and others_kernels.calls == []
     for _ in range(2):
         reasons()
-        memory.forget()
+        prepared.forget()
     assert others_kernels.calls == ["loaded"]
 
 
@@ -307,7 +307,7 @@ def test_the_trial_is_made_on_a_gpu_of_the_calls_kind(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpus[device.index])
-    assert small_trial.device_of(capability) == torch.device("cuda", index)
+    assert smoke_test.device_of(capability) == torch.device("cuda", index)
 
 
 @on("official")
@@ -323,9 +323,9 @@ def test_patching_and_unpatching_make_dispatch_decide_anew(change: Callable[[], 
     (flash_attn_compat.unpatch if change is flash_attn_compat.patch else flash_attn_compat.patch)()
     with use_backend("reference"):
         flash_attn_func(*qkv())
-    assert memory.current().decisions
+    assert prepared.current().decisions
     change()
-    assert not memory.current().decisions and not memory.current().known
+    assert not prepared.current().decisions and not prepared.current().known
     flash_attn_compat.unpatch()
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_with_kvcache
-from flash_attn_compat.backends.fused import trial
-from flash_attn_compat.engine import capture, outside
+from flash_attn_compat.backends.fused import self_test
+from flash_attn_compat.core import cuda_capture, unwritten
 from tests import fused_on_cpu
 from tests.support import UNSEEN, OnGpu, cumulative
 
@@ -25,7 +25,7 @@ def test_tokens_outside_are_those_of_the_present_numbers_however_they_came(where
         if lengths != (30, 50):
             UNSEEN[how](cu_seqlens, cumulative(*lengths))
         rows, lse = torch.ones(80, 2, 8), torch.ones(80, 3, 1)
-        outside.clear(cu_seqlens, [rows, lse], 50)
+        unwritten.clear(cu_seqlens, [rows, lse], 50)
         for cleared in (rows, lse):
             assert cleared[: sum(lengths)].all() and not cleared[sum(lengths) :].any()
 
@@ -34,7 +34,7 @@ def test_tokens_outside_are_those_of_the_present_numbers_however_they_came(where
 @pytest.mark.parametrize("longest", [0, 1, 20, 30, 49, 50, 100])
 def test_tokens_behind_the_longest_length_count_as_outside(where: type[Tensor], longest: int) -> None:
     rows = torch.ones(90, 2, 8)
-    outside.clear(cumulative(30, 0, 50).as_subclass(where), [rows], longest)
+    unwritten.clear(cumulative(30, 0, 50).as_subclass(where), [rows], longest)
     written = [*range(min(longest, 30)), *range(30, 30 + min(longest, 50))]
     assert rows[written].all() and int(rows.any(2).any(1).sum()) == len(written)
 
@@ -42,7 +42,7 @@ def test_tokens_behind_the_longest_length_count_as_outside(where: type[Tensor], 
 @pytest.mark.parametrize("longest", [30, 100])
 def test_nobody_waits_for_the_numbers(longest: int) -> None:
     starts = cumulative(30, 50).to("meta")  # which has none to wait for
-    outside.clear(starts, [torch.ones(80, 2, 8, device="meta")], longest)
+    unwritten.clear(starts, [torch.ones(80, 2, 8, device="meta")], longest)
 
 
 # ---------------------------------------------------------------- a capture asks of the GPU it is about
@@ -65,21 +65,21 @@ def test_a_capture_is_seen_on_the_device_that_is_asked_about(
         is_available=lambda: True, device=device, is_current_stream_capturing=lambda: entered[-1] == capturing
     )
     fast = SimpleNamespace(_cuda_isCurrentStreamCapturing=lambda: current == capturing)
-    monkeypatch.setattr(capture, "torch", SimpleNamespace(cuda=cuda, _C=fast))
-    monkeypatch.setattr(capture, "current_device", lambda: current)
+    monkeypatch.setattr(cuda_capture, "torch", SimpleNamespace(cuda=cuda, _C=fast))
+    monkeypatch.setattr(cuda_capture, "current_device", lambda: current)
     for index in (0, 1):
-        assert capture.is_capturing(index) == (index == capturing)
-    assert not capture.is_capturing(-1)
+        assert cuda_capture.is_capturing(index) == (index == capturing)
+    assert not cuda_capture.is_capturing(-1)
 
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: pytest.MonkeyPatch, device: int) -> None:
     fused_on_cpu.record(monkeypatch, tried=True)
-    monkeypatch.setattr(capture, "is_capturing", lambda asked: asked == 1)
+    monkeypatch.setattr(cuda_capture, "is_capturing", lambda asked: asked == 1)
     tries: list[int] = []
-    trial.check((), device, lambda watch: tries.append(device))
+    self_test.check((), device, lambda watch: tries.append(device))
     assert tries == ([0] if device == 0 else [])
-    assert bool(trial._right) == (device == 0)
+    assert bool(self_test._right) == (device == 0)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flash_attn_compat import cli
-from flash_attn_compat.backends.fused import cache, loader
+from flash_attn_compat.backends.fused import cache, nvrtc
 from tests import interpreters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,9 +79,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_driver_has_the_name_of_the_platform(
     platform: str, name: str, opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "sys", SimpleNamespace(platform=platform))
-    with pytest.raises(loader.KernelError, match=name):
-        loader.driver.__wrapped__()
+    monkeypatch.setattr(nvrtc, "sys", SimpleNamespace(platform=platform))
+    with pytest.raises(nvrtc.KernelError, match=name):
+        nvrtc.driver.__wrapped__()
     assert opened == [name]
 
 
@@ -92,10 +92,10 @@ def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Its name has brackets, which mean something else in a pattern.
     """
     tmp_path = tmp_path / "[old] env"
-    monkeypatch.setattr(loader, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(nvrtc, "sys", SimpleNamespace(platform="win32"))
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     wheels = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
-    monkeypatch.setattr(loader.importlib.util, "find_spec", lambda name: wheels)
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: wheels)
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "toolkit"))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     return tmp_path
@@ -119,7 +119,7 @@ def test_on_windows_nvrtc_is_found_beside_torch_in_wheels_and_in_a_toolkit(
     there.parent.mkdir(parents=True)
     for name in (there.name, there.name.replace(".dll", ".alt.dll"), "nvrtc-builtins64_129.dll", "nvrtc64_100_0.dll"):
         (there.parent / name).touch()
-    assert [Path(path) for path in loader.nvrtc_paths(major)] == [there, Path(there.name)]
+    assert [Path(path) for path in nvrtc.nvrtc_paths(major)] == [there, Path(there.name)]
 
 
 def test_on_windows_the_builtins_are_loaded_before_nvrtc_which_asks_for_them_by_name(
@@ -131,7 +131,7 @@ def test_on_windows_the_builtins_are_loaded_before_nvrtc_which_asks_for_them_by_
     for name in names:
         Path(name).touch()
     with pytest.raises(OSError, match="nvrtc64_120_0"):
-        loader.opened(names[1])
+        nvrtc.opened(names[1])
     assert opened == names
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_interface, settings
-from flash_attn_compat.engine import capture, checks
+from flash_attn_compat.core import checks, cuda_capture
 from tests.kinds import Operators
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
 from tests.support import OnGpu
@@ -204,9 +204,9 @@ def test_pages_that_no_key_needs_may_have_any_number() -> None:
 @pytest.mark.parametrize("debug", ["", "0", "1"])
 def test_values_on_a_gpu_are_read_while_debugging_alone(debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.DEBUG, debug)
-    monkeypatch.setattr(capture, "is_capturing", lambda device: False)
+    monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: False)
     assert checks.may_read(ints(0, 5).as_subclass(OnGpu)) == (debug == "1")
-    monkeypatch.setattr(capture, "is_capturing", lambda device: True)
+    monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: True)
     assert not checks.may_read(ints(0, 5).as_subclass(OnGpu)) and checks.may_read(ints(0, 5))
 
 

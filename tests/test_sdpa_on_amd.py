@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import backend_counts, flash_attn_func, reset_backend_counts
-from flash_attn_compat.backends import small_trial
+from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.sdpa import Sdpa
-from flash_attn_compat.engine import capture, memory
-from flash_attn_compat.engine.call import AttentionCall
-from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.core import cuda_capture, prepared
+from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.features import Feature, Traits
 from tests.support import randn
 
 CAUSAL = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
@@ -42,13 +42,13 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(
         AttentionCall, "traits", lambda call: of_cpu(call)._replace(device_type="cuda", capability=(9, 4))
     )
-    monkeypatch.setattr(small_trial, "device_of", lambda capability: torch.device("cpu"))
-    monkeypatch.setattr(capture, "current_device", lambda: None)
-    monkeypatch.setattr(capture, "is_capturing", lambda device: False)
-    monkeypatch.setattr(small_trial, "_tried", functools.cache(small_trial._tried.__wrapped__))
+    monkeypatch.setattr(smoke_test, "device_of", lambda capability: torch.device("cpu"))
+    monkeypatch.setattr(cuda_capture, "current_device", lambda: None)
+    monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: False)
+    monkeypatch.setattr(smoke_test, "_tried", functools.cache(smoke_test._tried.__wrapped__))
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: False)
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", is_half)
-    monkeypatch.setattr(memory, "_current", memory.Memory())
+    monkeypatch.setattr(prepared, "_current", prepared.Memory())
     return monkeypatch
 
 
@@ -151,7 +151,7 @@ def test_what_is_not_tried_is_refused_without_a_trial(
 
 
 def test_during_a_capture_which_allows_no_trial_it_refuses(amd: pytest.MonkeyPatch) -> None:
-    amd.setattr(capture, "is_capturing", lambda device: True)
+    amd.setattr(cuda_capture, "is_capturing", lambda device: True)
     assert Sdpa().reasons(traits(CAUSAL)) == ["cannot be tried while a graph is captured"]
 
 

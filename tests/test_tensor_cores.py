@@ -12,11 +12,11 @@ import torch
 
 from flash_attn_compat import doctor, flash_attn_func, settings
 from flash_attn_compat.backends import chunked
-from flash_attn_compat.backends.fused import cache, faults, loader, tensor_cores, verdicts
-from flash_attn_compat.backends.fused.verdicts import Card
-from flash_attn_compat.engine import arithmetic, capture
-from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.backends.fused import cache, faults, nvrtc, tensor_cores, tuned
+from flash_attn_compat.backends.fused.tuned import Card
+from flash_attn_compat.core import arithmetic, cuda_capture
+from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.dispatch import choice
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate, offline
@@ -31,10 +31,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     tensor_cores._exist.cache_clear()
     tensor_cores._warn.cache_clear()
     monkeypatch.setattr(arithmetic, "_without_tensor_cores", set())
-    monkeypatch.setattr(loader, "own_capability", lambda device: (7, 5))
-    monkeypatch.setattr(loader, "device_name", lambda device: GPU)
+    monkeypatch.setattr(nvrtc, "own_capability", lambda device: (7, 5))
+    monkeypatch.setattr(nvrtc, "device_name", lambda device: GPU)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
-    monkeypatch.setattr(capture, "is_capturing", lambda device: False)
+    monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: False)
     return found
 
 
@@ -58,7 +58,7 @@ def test_the_time_of_a_product_tells_and_is_taken_once_for_all_processes(
     assert [tensor_cores.exist(0) for _ in range(2)] == [has, has] and asked == [0]
     tensor_cores._exist.cache_clear()
     assert tensor_cores.exist(0) is has and asked == [0]
-    monkeypatch.setattr(loader, "device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(nvrtc, "device_name", lambda device: "Tesla T4")
     tensor_cores.exist(1)
     assert asked == [0, 1], "another model is another question"
 
@@ -102,7 +102,7 @@ def test_a_card_without_them_is_told_of_tune_once_and_not_after_it(
         warnings.simplefilter("error")
         call(length=30)
         tensor_cores._warn.cache_clear()
-        verdicts.keep(Card(GPU, ""))
+        tuned.keep(Card(GPU, ""))
         call(length=40)
     assert asked == [-1] and launches.entries == ["forward"] * 3
 
@@ -128,7 +128,7 @@ def test_without_tensor_cores_chunked_goes_first_but_for_steps_over_a_cache(
     traits = Traits("cuda", (7, 5), dtype, 64, 64, "=", int(features), GPU)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        order = [backend.name for backend in dispatch._ordered(traits)]
+        order = [backend.name for backend in choice._ordered(traits)]
     ours = order.index("chunked" if first == "chunked" and cycles > 10 else "fused")
     assert all(ours < order.index(name) for name in ("torch_efficient", "sdpa"))
     assert len(told) == (first == "chunked" and cycles > 10)
@@ -140,8 +140,8 @@ def test_what_was_timed_there_counts_instead(monkeypatch: pytest.MonkeyPatch) ->
     takes(monkeypatch, 64.0)
     traits = Traits("cuda", (7, 5), torch.float16, 64, 64, "=", int(Feature.CAUSAL), GPU)
     found = {"fused": 2.0, "chunked": 3.0, "torch_efficient": 1.0, "sdpa": 4.0}
-    verdicts.keep(Card(GPU, "", (verdicts.Times("causal", 64, "float16", False, found),)))
-    order = [backend.name for backend in dispatch._ordered(traits)]
+    tuned.keep(Card(GPU, "", (tuned.Times("causal", 64, "float16", False, found),)))
+    order = [backend.name for backend in choice._ordered(traits)]
     assert [name for name in order if name in found] == ["torch_efficient", "fused", "chunked", "sdpa"]
 
 
@@ -200,38 +200,38 @@ def test_a_timing_that_has_ended_a_process_is_not_repeated(monkeypatch: pytest.M
     tensor_cores._exist.cache_clear()
 
     def fault(device: int) -> float:
-        raise loader.ContextLost("ILLEGAL_ADDRESS")
+        raise nvrtc.ContextLost("ILLEGAL_ADDRESS")
 
     monkeypatch.setattr(tensor_cores, "cycles", fault)
-    with pytest.raises(loader.ContextLost):
+    with pytest.raises(nvrtc.ContextLost):
         tensor_cores.exist(0)
 
 
 def test_other_gpus_and_captures_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = takes(monkeypatch, 64.0)
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "is_capturing", lambda device: True)
+        patch.setattr(cuda_capture, "is_capturing", lambda device: True)
         assert tensor_cores.exist(0)
-    monkeypatch.setattr(loader, "own_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "own_capability", lambda device: (9, 0))
     call()
     assert tensor_cores.exist(0) and not asked
 
 
 def test_doctor_says_that_there_are_none_and_what_is_known_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0)))
+    monkeypatch.setattr(nvrtc, "compiler", lambda: SimpleNamespace(version=(13, 0)))
     takes(monkeypatch, 64.0)
     first, *others = doctor.kernels(torch.device("cuda", 0))
     assert "for sm_75 by NVRTC 13.0" in first and len(others) == 1, "nothing is launched to find out"
     tensor_cores.exist(0)
     _, *others = doctor.kernels(torch.device("cuda", 0))
     assert "no tensor cores: use float32" in others[0] and "not tuned" in others[1] and len(others) == 2
-    times = verdicts.Times("causal", 64, "float16", True, {"fused": 2.0, "chunked": 1.0})
-    verdicts.keep(Card(GPU, "torch 2.11", (times,)))
+    times = tuned.Times("causal", 64, "float16", True, {"fused": 2.0, "chunked": 1.0})
+    tuned.keep(Card(GPU, "torch 2.11", (times,)))
     assert doctor.kernels(torch.device("cuda", 0))[2:] == [
         "tuned with torch 2.11",
         "causal, head_dim 64, float16, training  chunked 1 ms, fused 2 ms",
     ]
-    monkeypatch.setattr(loader, "why_not", lambda: "NVRTC cannot be used")
+    monkeypatch.setattr(nvrtc, "why_not", lambda: "NVRTC cannot be used")
     assert doctor.kernels(torch.device("cuda", 0)) == ["none: NVRTC cannot be used"]
 
 

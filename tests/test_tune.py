@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from flash_attn_compat import backend_counts, cli, explain, flash_attn_func, reset_backend_counts, settings, tune
-from flash_attn_compat.backends.fused import candidates, loader, variants, verdicts
-from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused import candidates, nvrtc, tuned, variants
+from flash_attn_compat.backends.fused.nvrtc import KernelError
+from flash_attn_compat.backends.fused.tuned import Card, Chosen
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Tile, Variant
-from flash_attn_compat.backends.fused.verdicts import Card, Chosen
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.card import NO_LIMITS, Limits
-from flash_attn_compat.engine import memory
+from flash_attn_compat.core import prepared
 from flash_attn_compat.tune import Tuning
 from tests import fused_on_cpu, others_kernels
 from tests.fused_on_cpu import Launches
@@ -62,15 +62,15 @@ def tell(monkeypatch: pytest.MonkeyPatch, launches: Launches, clock: Clock) -> N
     monkeypatch.setattr(tune, "reading", reading)
 
 
-def tuned(head_dim: int = 64, all_cases: bool = False) -> Tuning:
+def tune_here(head_dim: int = 64, all_cases: bool = False) -> Tuning:
     found = Tuning(CPU, [head_dim], [HALF], 128, all_cases, batch=1)
     found.ask_all()
     return found
 
 
 def in_another_process() -> None:
-    verdicts._cards.clear()
-    memory.forget()
+    tuned._cards.clear()
+    prepared.forget()
 
 
 def train(causal: bool = True) -> None:
@@ -95,7 +95,7 @@ def test_the_fastest_tile_and_backend_serve_all_later_calls(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell(monkeypatch, launches, by_warps)
-    found = tuned()
+    found = tune_here()
     assert not found.failures
     assert found.card.tiles == (Chosen("dkdv", 64, "float16", FOUR_WARPS),)
     assert {(one.case, one.training): one.milliseconds for one in found.card.times} == {
@@ -103,8 +103,8 @@ def test_the_fastest_tile_and_backend_serve_all_later_calls(
         for case in ("full", "causal")
         for training in (False, True)
     }
-    assert verdicts.of(GPU) is None, "nothing counts before it is kept"
-    assert verdicts.keep(found.card)
+    assert tuned.of(GPU) is None, "nothing counts before it is kept"
+    assert tuned.keep(found.card)
     in_another_process()
     q, k, v = (randn(2, 80, 4, 64, seed=seed, dtype=HALF) for seed in range(3))
     assert explain(flash_attn_func, q, k, v).backend == "fused"
@@ -116,23 +116,23 @@ def test_the_fastest_tile_and_backend_serve_all_later_calls(
 
 def test_a_tile_must_be_faster_by_more_than_noise(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     tell(monkeypatch, launches, lambda served, seen: 1.0 - 0.01 * any(map(has_four_warps, seen)))
-    assert not tuned().card.tiles
+    assert not tune_here().card.tiles
 
 
 def test_what_fails_is_left_out_and_told_and_the_rest_is_timed(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = loader.kernel
+    kernel = nvrtc.kernel
 
-    def refuse(variant: Variant, device: int) -> loader.Kernel:
+    def refuse(variant: Variant, device: int) -> nvrtc.Kernel:
         if has_four_warps(variant):
             raise KernelError("too many resources requested for launch")
         return kernel(variant, device)
 
-    monkeypatch.setattr(loader, "kernel", refuse)
+    monkeypatch.setattr(nvrtc, "kernel", refuse)
     tell(monkeypatch, launches, by_warps)
     with pytest.warns(RuntimeWarning, match="too many resources"):
-        found = tuned()
+        found = tune_here()
     assert not found.card.tiles and len(found.card.times) == 4
     assert found.failures and all("too many resources" in one and "dkdv" in one for one in found.failures)
     assert not fused_on_cpu.FUSED._failures, "another tile's failure is not the kernel's"
@@ -145,7 +145,7 @@ def test_a_clock_or_rival_that_fails_is_no_verdict(launches: Launches, monkeypat
         return 1.0
 
     tell(monkeypatch, launches, clock)
-    found = tuned()
+    found = tune_here()
     assert not found.card.times and any("torch_efficient: CUDA out of memory" in one for one in found.failures)
 
 
@@ -153,16 +153,16 @@ def test_without_tensor_cores_every_kind_of_call_is_timed_beside_plain_pytorch(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell(monkeypatch, launches, lambda served, seen: 1.0)
-    found = tuned(all_cases=True)
-    assert {one.case for one in found.card.times} == set(verdicts.CASES) and not found.failures
+    found = tune_here(all_cases=True)
+    assert {one.case for one in found.card.times} == set(tuned.CASES) and not found.failures
     assert all("chunked" in one.milliseconds and "reference" not in one.milliseconds for one in found.card.times)
-    assert not any("chunked" in one.milliseconds for one in tuned().card.times)
+    assert not any("chunked" in one.milliseconds for one in tune_here().card.times)
 
 
 def test_a_kept_tile_that_is_none_of_the_candidates_is_not_taken(launches: Launches) -> None:
     """It may not fit, and then our kernels would not serve."""
     tiles = [Chosen("forward", 64, "float16", Tile(64, 8, 4, 4)), Chosen("dkdv", 64, "float16", FOUR_WARPS)]
-    verdicts.keep(Card(GPU, "", (), (*tiles, Chosen("dq", 128, "float16", Tile(32, 8, 1, 1)))))
+    tuned.keep(Card(GPU, "", (), (*tiles, Chosen("dq", 128, "float16", Tile(32, 8, 1, 1)))))
     train()
     assert [one.variant.threads for one in launches.seen] == [128, 256, 128, 128]
 
@@ -196,7 +196,7 @@ def test_candidates_fit_and_are_right(
     variant = getattr(variants, entry)(Kind(number, FP16, D, tiles=((entry, tile),)))
     assert variant.shared * (tile.MINB if number == 75 else 1) <= {75: 64, 90: 99}[number] * 1024
     launches = fused_on_cpu.emulate(monkeypatch, number)
-    monkeypatch.setattr(verdicts, "tiles_of", lambda *of: ((entry, tile),))
+    monkeypatch.setattr(tuned, "tiles_of", lambda *of: ((entry, tile),))
     problem = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=2, head_dim=D, dtype="float16", causal=True)
     verdict = Examination(replace(problem, backward=entry != "forward")).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
@@ -235,16 +235,16 @@ def test_the_command_shows_its_progress_keeps_prints_and_writes_what_it_found(
     assert "causal, head_dim 64, float16, training" in out and "torch_efficient 3 ms, fused 5 ms" in out
     assert "dkdv of head_dim 64, float16" in out and "4 warps" in out
     assert err.splitlines()[0].startswith("1/") and "head_dim 64, float16" in err
-    card = verdicts.from_row((tmp_path / "t4.json").read_text())
+    card = tuned.from_row((tmp_path / "t4.json").read_text())
     in_another_process()
-    assert verdicts.of(GPU) == card and verdicts.summary(GPU)[1:] == verdicts.lines(card)
+    assert tuned.of(GPU) == card and tuned.summary(GPU)[1:] == tuned.lines(card)
 
 
 @pytest.mark.usefixtures("command")
 def test_the_command_fails_where_nothing_could_be_timed_or_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verdicts.cache, "write", lambda name, payload: False)
+    monkeypatch.setattr(tuned.cache, "write", lambda name, payload: False)
     assert cli.main(["tune", "--seqlen", "128"]) == 1 and "could not be written" in capsys.readouterr().err
     monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
     assert cli.main(["tune", "--seqlen", "128"]) == 1
@@ -278,7 +278,7 @@ def test_a_cache_that_keeps_nothing_is_told_before_anything_is_timed_unless_a_fi
     assert cli.main(["tune", "--seqlen", "128"]) == 1
     assert f"{tmp_path / 'file'} cannot be written" in capsys.readouterr().err and not questions
     cli.main(["tune", "--seqlen", "128", "--json", str(tmp_path / "t4.json")])
-    assert len(questions) == 1 and verdicts.from_row((tmp_path / "t4.json").read_text()).gpu == GPU
+    assert len(questions) == 1 and tuned.from_row((tmp_path / "t4.json").read_text()).gpu == GPU
 
 
 @pytest.mark.usefixtures("command")
@@ -290,7 +290,7 @@ def test_a_file_that_becomes_unwritable_meanwhile_costs_nothing_of_what_was_foun
     out, err = capsys.readouterr()
     assert "causal, head_dim 64" in out and "cannot write /dev/full: No space left on device" in err
     in_another_process()
-    assert verdicts.of(GPU) is not None
+    assert tuned.of(GPU) is not None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -310,7 +310,7 @@ def test_usual_shapes_are_those_of_the_gpus_models(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(loader, "why_not", lambda: None)
+    monkeypatch.setattr(nvrtc, "why_not", lambda: None)
     monkeypatch.setattr(settings, "capability", lambda device: capability)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
     monkeypatch.setattr(tune, "tensor_cores", SimpleNamespace(measure_again=lambda device: capability > (7, 5)))
@@ -350,10 +350,10 @@ def test_a_fault_ends_the_tuning_which_says_to_run_it_again(
 ) -> None:
     def clock(served: str, seen: Sequence[Variant]) -> float:
         if any(map(has_four_warps, seen)):
-            raise loader.ContextLost("dkdv broke this process's use of the GPU")
+            raise nvrtc.ContextLost("dkdv broke this process's use of the GPU")
         return 1.0
 
     tell(monkeypatch, launches, clock)
-    found = tuned()
+    found = tune_here()
     assert len(found.failures) == 2 and found.failures[0].startswith("tiles of dkdv") and not found.card.times
     assert "dkdv broke" in found.failures[0] and "Run tune once more" in found.failures[1]

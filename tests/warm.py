@@ -23,7 +23,7 @@ from torch import Tensor
 from flash_attn_compat import explain, flash_attn_interface, settings, use_backend
 from flash_attn_compat import flash_attn_2_cuda as raw
 from flash_attn_compat.backends.fused import params
-from flash_attn_compat.engine import memory
+from flash_attn_compat.core import prepared
 from tests import fused_on_cpu
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
 from tests.support import ints, randn
@@ -287,26 +287,26 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
     """
     differing, made, errors, hits = [], 0, 0, 0
     with pytest.MonkeyPatch.context() as patch:
-        lasting, look_up = memory.Memory(), memory.look_up
-        asked: list[tuple[memory.Request, Any, bool]] = []
+        lasting, look_up = prepared.Memory(), prepared.look_up
+        asked: list[tuple[prepared.Request, Any, bool]] = []
 
-        def seen(request: memory.Request) -> Any:
+        def seen(request: prepared.Request) -> Any:
             key, known = look_up(request)
             asked.append((request, key, known is not None))
             return key, known
 
-        def answered(call: WarmCall, kept: memory.Memory) -> tuple[Answer, list[Any]]:
+        def answered(call: WarmCall, kept: prepared.Memory) -> tuple[Answer, list[Any]]:
             asked.clear()
-            patch.setattr(memory, "_current", kept)
+            patch.setattr(prepared, "_current", kept)
             found = answer(call)
             # Of lengths that are a cache's number, that of the first one is kept.
             taken = [kept.known[key].call for one, key, _ in asked if key in kept.known and one.length is None]
             return found, [] if is_error(found) else taken
 
-        patch.setattr(memory, "look_up", seen)
+        patch.setattr(prepared, "look_up", seen)
         for call in calls:
             made += 1
-            expected, requests = answered(call, memory.Memory())
+            expected, requests = answered(call, prepared.Memory())
             errors += is_error(expected)
             for _ in range(2):
                 found, taken_for = answered(call, lasting)

@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import alibi, dropout
-from flash_attn_compat.engine.append import by_operators
-from flash_attn_compat.engine.call import AttentionCall, Derived, Gradients, Result, Upstream
-from flash_attn_compat.engine.features import Feature, Traits, dtype_name, split
-from flash_attn_compat.engine.hidden import HiddenLayout, has_hidden_lengths
-from flash_attn_compat.engine.layout import Block, Layout, Places, whole_block
-from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, Tensors
+from flash_attn_compat.core import alibi, dropout
+from flash_attn_compat.core.append import by_operators
+from flash_attn_compat.core.call import AttentionCall, Derived, Gradients, Result, Upstream
+from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
+from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, Tensors
+from flash_attn_compat.core.traced_lengths import HiddenLayout, has_hidden_lengths
+from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 FLOAT_DTYPES = HALF_DTYPES | {torch.float32, torch.float64}

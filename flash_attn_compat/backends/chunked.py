@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
-from flash_attn_compat.engine import alibi
-from flash_attn_compat.engine.alignment import ready
-from flash_attn_compat.engine.arithmetic import lacks_tensor_cores
-from flash_attn_compat.engine.call import AttentionCall, Upstream
-from flash_attn_compat.engine.compilation import OptionallyCompiled
-from flash_attn_compat.engine.features import Feature
-from flash_attn_compat.engine.layout import Block, lse_dtype
-from flash_attn_compat.engine.mask import ByDistance, Range
+from flash_attn_compat.core import alibi
+from flash_attn_compat.core.arithmetic import lacks_tensor_cores
+from flash_attn_compat.core.call import AttentionCall, Upstream
+from flash_attn_compat.core.compilation import OptionallyCompiled
+from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.kernel_layout import ready
+from flash_attn_compat.core.mask import ByDistance, Range
+from flash_attn_compat.core.varlen import Block, lse_dtype
 
 _BMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.backends import small_trial
+from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.one_launch import FLASH_LACKS, FlashBackend, Launched, window_arguments
-from flash_attn_compat.engine.call import AttentionCall, Gradients
-from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.backends.external import FLASH_LACKS, FlashBackend, Launched, window_arguments
+from flash_attn_compat.core.call import AttentionCall, Gradients
+from flash_attn_compat.core.features import Feature, Traits
 
 
 class Official(FlashBackend):
@@ -56,7 +56,7 @@ class Official(FlashBackend):
 
     def late_reasons(self, traits: Traits) -> list[str]:
         loaded = _load(installed.location())
-        wrong = loaded if isinstance(loaded, str) else small_trial.wrong_answer(self, loaded, traits)
+        wrong = loaded if isinstance(loaded, str) else smoke_test.wrong_answer(self, loaded, traits)
         return [wrong] if wrong else []
 
     def launch_forward(self, call: AttentionCall) -> Launched:

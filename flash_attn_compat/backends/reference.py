@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
-from flash_attn_compat.engine.call import AttentionCall, Upstream
-from flash_attn_compat.engine.features import Feature
-from flash_attn_compat.engine.layout import Block
-from flash_attn_compat.engine.mask import Range
-from flash_attn_compat.engine.probabilities import scores_of
+from flash_attn_compat.core.call import AttentionCall, Upstream
+from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.mask import Range
+from flash_attn_compat.core.scores import scores_of
+from flash_attn_compat.core.varlen import Block
 
 
 class Reference(BlockwiseBackend):

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends import small_trial
+from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, arguments_of, operator
-from flash_attn_compat.engine import alibi, alignment, capture
-from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
-from flash_attn_compat.engine.features import Feature, Traits, split
-from flash_attn_compat.engine.layout import Block, lse_dtype
-from flash_attn_compat.engine.mask import ByDistance, Mask, Range
+from flash_attn_compat.core import alibi, cuda_capture, kernel_layout
+from flash_attn_compat.core.call import AttentionCall, Result, Upstream
+from flash_attn_compat.core.features import Feature, Traits, split
+from flash_attn_compat.core.mask import ByDistance, Mask, Range
+from flash_attn_compat.core.varlen import Block, lse_dtype
 
 _LACKS = (
     Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
@@ -65,12 +65,12 @@ class Sdpa(BlockwiseBackend):
     def late_reasons(self, traits: Traits) -> list[str]:
         if traits.device_type != "cuda":
             return []
-        if capture.is_capturing(capture.current_device() or 0):
+        if cuda_capture.is_capturing(cuda_capture.current_device() or 0):
             return ["cannot be tried while a graph is captured"]
         if not _has_fused_kernel(traits):
             return ["PyTorch has no fused kernel for this here; its plain formula keeps the whole score matrix"]
         lengths = _CAUSAL_TRIAL if traits.features & Feature.CAUSAL else _FULL_TRIAL
-        wrong = small_trial.wrong_answer(self, torch.__version__, traits, lengths)
+        wrong = smoke_test.wrong_answer(self, torch.__version__, traits, lengths)
         return [wrong] if wrong else []
 
     def forward(self, call: AttentionCall) -> Result:
@@ -145,7 +145,7 @@ def _has_fused_kernel(traits: Traits) -> bool:
     """Whether scaled_dot_product_attention computes such calls without the whole score matrix, by its own word."""
     cuda: Any = torch.backends.cuda  # its stubs know one of two signatures
     q = torch.empty(
-        1, 1, 8, traits.head_dim, dtype=traits.dtype, device=small_trial.device_of(traits.capability),
+        1, 1, 8, traits.head_dim, dtype=traits.dtype, device=smoke_test.device_of(traits.capability),
         requires_grad=traits.needs_backward,
     )  # fmt: skip
     given = [q, q, q, None, 0.0, bool(traits.features & Feature.CAUSAL)]
@@ -244,7 +244,7 @@ def _by_head(tensor: Tensor) -> Tensor:
     On AMD's GPUs it gets its memory laid out as the trial's is.
     """
     if tensor.is_cuda:
-        return alignment.ready(tensor.contiguous()).transpose(1, 2)
+        return kernel_layout.ready(tensor.contiguous()).transpose(1, 2)
     has_contiguous_channels = tensor.stride(-1) == 1 or tensor.is_contiguous()
     return (tensor if has_contiguous_channels else tensor.contiguous()).transpose(1, 2)
 

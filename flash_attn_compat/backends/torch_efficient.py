@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Capabilities, lacking, operator
-from flash_attn_compat.backends.one_launch import Launched, OneLaunch
-from flash_attn_compat.engine.call import AttentionCall, Gradients
-from flash_attn_compat.engine.decided import as_decided
-from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.outside import packed_lse, padded_lse, token_places
+from flash_attn_compat.backends.external import Launched, OneLaunch
+from flash_attn_compat.core.call import AttentionCall, Gradients
+from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.core.reentry import as_decided
+from flash_attn_compat.core.unwritten import packed_lse, padded_lse, token_places
 
 _SERVES = (
     Feature.CAUSAL | Feature.DROPOUT | Feature.GQA | Feature.VALUE_HEAD_DIM | Feature.VARLEN | Feature.LSE

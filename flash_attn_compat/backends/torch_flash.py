@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, lacking, operator
-from flash_attn_compat.backends.one_launch import FLASH_LACKS, FlashBackend, Launched, window_arguments
-from flash_attn_compat.engine import callers_state
-from flash_attn_compat.engine.call import AttentionCall, Gradients
-from flash_attn_compat.engine.features import Feature
-from flash_attn_compat.engine.outside import packed_lse, padded_lse
+from flash_attn_compat.backends.external import FLASH_LACKS, FlashBackend, Launched, window_arguments
+from flash_attn_compat.core import torch_state
+from flash_attn_compat.core.call import AttentionCall, Gradients
+from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.unwritten import packed_lse, padded_lse
 
 # PyTorch builds its kernels without slopes, whatever the operator's schema says. Deterministic gradients depend on a
 # switch of the whole process.
@@ -44,7 +44,7 @@ class TorchFlash(FlashBackend):
         is_built = getattr(torch.backends.cuda, "is_flash_attention_available", None)
         if torch.version.cuda is not None and is_built is not None and not is_built():
             return ["this PyTorch was built without its flash kernels"]
-        other = callers_state.flash_implementation()
+        other = torch_state.flash_implementation()
         if other is not None:
             return [f"{other} was activated in place of PyTorch's own flash kernels"]
         return lacking(_ARGUMENTS)

@@ -445,7 +445,7 @@ DEVICE void write_rows(float (&c)[N][M][4], const float (&factor)[M][2], u32 pla
 // Half of what tanh(x) is below 1, (1 - tanh(x)) / 2 = 1 / (exp(2 x) + 1), good to 1e-7: doubled is 2 x log2(e).
 DEVICE float half_below_one(float doubled) { return reciprocal_approx(exp2_approx(doubled) + 1.f); }
 
-// ---- Dropout: the words of engine/dropout.py. A probability is dropped when its word is above p.dropout_limit.
+// ---- Dropout: the words of core/dropout.py. A probability is dropped when its word is above p.dropout_limit.
 #define MULTIPLIER_A 0x7FEB352Du
 #define MULTIPLIER_B 0x846CA68Bu
 DEVICE u32 mix(u32 x) {

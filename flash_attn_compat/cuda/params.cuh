@@ -65,7 +65,7 @@ struct Params {
   int rotate_rows_apart;                    // q row i stands at seqused_k + i (else all at seqused_k)
   int lse_has_position;                     // reported LSE = true LSE + slope * row position
   int bias_key, bias_batch, bias_head, bias_rows, bias_bands, bias_chunks;   // elements between keys; heads' masks from one sequence and head to the next; their sizes
-  int dropout_limit;                        // a word above it drops its probability (engine/dropout.py)
+  int dropout_limit;                        // a word above it drops its probability (core/dropout.py)
   float dropout_scale;                      // 1 / (1 - dropout_p)
   float softmax_scale, softcap;
   int converts_rows;                        // to_half: q and dout, else k and v

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn_compat.engine.callers_state import autocasts
+from flash_attn_compat.core.torch_state import autocasts
 from flash_attn_compat.utils.distributed import (
     all_gather,
     all_gather_raw,

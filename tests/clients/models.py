@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from flash_attn_compat.naming import hub_kernels
+from flash_attn_compat.dropin import hub_kernels
 
 VOCABULARY = 97
 NAMED, REGISTERED, SINKS = "flash_attention_2", "fa2_compat", "fa2_compat_sinks"

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from flash_attn_compat.backends.fused import loader
+from flash_attn_compat.backends.fused import nvrtc
 from tests import fused_on_cpu
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -56,7 +56,7 @@ class OfOurs:
 def step(patched, monkeypatch):
     """Calls of the last decoding step of a greedy generation."""
     fused_on_cpu.record(monkeypatch, number=75)
-    monkeypatch.setattr(loader.driver(), "launch", lambda *what: None)
+    monkeypatch.setattr(nvrtc.driver(), "launch", lambda *what: None)
     model = build("llama", "flash_attention_2", torch.float16)
     model.generation_config.eos_token_id = None
     if not hasattr(utilities, "_flash_varlen_fn"):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import flash_attn_compat
-from flash_attn_compat.naming import attention_function
+from flash_attn_compat.dropin import attention_function
+from tests.dropin.environment import Environment
 from tests.interpreters import forked, forked_child, fresh
-from tests.naming.environment import Environment
 from tests.support import UNSEEN
 
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flash_attn_compat.backends.fused import loader
+from flash_attn_compat.backends.fused import nvrtc
 from flash_attn_compat.backends.fused.grids import Gpu
-from flash_attn_compat.backends.fused.loader import Compiler
+from flash_attn_compat.backends.fused.nvrtc import Compiler
 from flash_attn_compat.backends.fused.variants import Variant
 
 FOLDERS = "NVRTC_FOLDERS"
@@ -78,12 +78,12 @@ def compilers() -> dict[str, Compiler]:
     Those that are installed, and those that lie anywhere below the folders in the environment variable NVRTC_FOLDERS.
     """
     folders = filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
-    paths = [path for major in ("13", "12", "11") for path in loader.nvrtc_paths(major)]
+    paths = [path for major in ("13", "12", "11") for path in nvrtc.nvrtc_paths(major)]
     paths += [str(path) for folder in folders for path in sorted(Path(folder).rglob("libnvrtc.so.*"))]
     found: dict[tuple[int, int], Compiler] = {}
     for path in paths:
         with contextlib.suppress(OSError, AttributeError):  # not there, or too old to have what is asked of it
-            compiler = Compiler(loader.opened(path))
+            compiler = Compiler(nvrtc.opened(path))
             found.setdefault(compiler.version, compiler)
     return {f"{major}.{minor}": found[major, minor] for major, minor in sorted(found)}
 
@@ -103,7 +103,7 @@ def compiled(compiler: Compiler, variant: Variant, architecture: str) -> Compile
 
     # Beside a driver, NVRTC from 12.9 on keeps results on disk, and the assembler says nothing of one taken from there.
     anew = ("--no-cache",) if compiler.version >= (12, 9) else ()
-    cubin = Telling().compile(variant.source, (*loader.options(variant, architecture), "--ptxas-options=-v", *anew))
+    cubin = Telling().compile(variant.source, (*nvrtc.options(variant, architecture), "--ptxas-options=-v", *anew))
     used, spilled, static = _USED.search(log[0]), _SPILLED.search(log[0]), _STATIC.search(log[0])
     assert used is not None and spilled is not None, log[0]
     stack, stores, loads = map(int, spilled.groups())

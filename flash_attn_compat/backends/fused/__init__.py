@@ -9,10 +9,10 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
-from flash_attn_compat.backends.fused import backward, forward, loader, masks, tensor_cores, verdicts
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
-from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, alike_to
+from flash_attn_compat.backends.fused import backward, forward, masks, nvrtc, tensor_cores, tuned
+from flash_attn_compat.core.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, alike_to
 
 # What a call with a dense mask may ask for besides.
 _WITH_BIAS = (
@@ -45,7 +45,7 @@ class Fused(Backend):
         return -1 if max(traits.head_dim, traits.head_dim_v) <= 64 or features & Feature.WINDOW_LEFT else 0
 
     def times(self, traits: Traits) -> Mapping[str, float] | None:
-        found = verdicts.times_of(traits)
+        found = tuned.times_of(traits)
         return tensor_cores.assumed_times(traits) if found is None else found.milliseconds
 
     def unavailable_reasons(self) -> list[str]:
@@ -59,7 +59,7 @@ class Fused(Backend):
         return []
 
     def late_reasons(self, traits: Traits) -> list[str]:
-        lacking = loader.why_not()
+        lacking = nvrtc.why_not()
         return [] if lacking is None else [lacking]
 
     def prepare(self, alike: Alike) -> Run:

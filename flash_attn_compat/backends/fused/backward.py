@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import grids, launcher, masks, trial, variants
+from flash_attn_compat.backends.fused import grids, launcher, masks, self_test, variants
 from flash_attn_compat.backends.fused.launcher import Plan
-from flash_attn_compat.backends.fused.launches import Launches, with_copies
+from flash_attn_compat.backends.fused.plan_builder import Launches, with_copies
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.engine import alignment
-from flash_attn_compat.engine.call import AttentionCall, Derived, Gradients, Upstream
-from flash_attn_compat.engine.callers_state import note_written
-from flash_attn_compat.engine.memory import BackwardRun, Tensors
+from flash_attn_compat.core import kernel_layout
+from flash_attn_compat.core.call import AttentionCall, Derived, Gradients, Upstream
+from flash_attn_compat.core.prepared import BackwardRun, Tensors
+from flash_attn_compat.core.torch_state import note_written
 
 _KERNELS = "delta", "dkdv", "dq"
 
@@ -46,13 +46,13 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
         _launch(_plan(call, upstream, targets, kind, 2, in_seats), call.tensors, upstream, targets)
         return targets
 
-    trial.check(kernels, device, lambda watch: trial.of_backward(kind, call.q.device, run_tiny, watch))
+    self_test.check(kernels, device, lambda watch: self_test.of_backward(kind, call.q.device, run_tiny, watch))
 
     def run(tensors: Tensors, upstream: Upstream, into: Gradients | None) -> Derived:
         readable, upstream, targets = read(tensors, upstream, into)
         delta = _launch(plan, readable, upstream, targets)
         if copies:
-            targets = Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(targets, tensors)))
+            targets = Gradients(*(kernel_layout.narrowed(one, x.shape[-1]) for one, x in zip(targets, tensors)))
         if into is None:
             return Derived(targets, delta)
         for place, gradient in zip(into, targets):

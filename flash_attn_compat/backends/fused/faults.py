@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import cache
-from flash_attn_compat.backends.fused.loader import ContextLost
+from flash_attn_compat.backends.fused.nvrtc import ContextLost
 
 _FOLDER = "trials"
 # What a mark begins with: the trial goes on, or is known to have broken the GPU's context, whoever still holds a lock.

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import Negated
-from flash_attn_compat.backends.fused import grids, launcher, masks, tensor_cores, trial, variants
-from flash_attn_compat.backends.fused.launches import Launches, kind_of_append, with_copies
+from flash_attn_compat.backends.fused import grids, launcher, masks, self_test, tensor_cores, variants
+from flash_attn_compat.backends.fused.plan_builder import Launches, kind_of_append, with_copies
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.engine import alignment, dropout
-from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import NO_TENSORS, RNG_STATE, TENSORS, AttentionCall, Result
-from flash_attn_compat.engine.callers_state import note_written
-from flash_attn_compat.engine.memory import Alike, Run, Tensors
+from flash_attn_compat.core import dropout, kernel_layout
+from flash_attn_compat.core.append import Append
+from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, TENSORS, AttentionCall, Result
+from flash_attn_compat.core.prepared import Alike, Run, Tensors
+from flash_attn_compat.core.torch_state import note_written
 
 # Each block that sees new keys writes them all.
 _MOST_NEW = 16
@@ -67,7 +67,7 @@ def prepare(alike: Alike) -> Run | None:
 
     def run(tensors: Tensors, length: int | None) -> Result:
         result = attention.run(_copied(tensors, copies), length)
-        return result._replace(out=alignment.narrowed(result.out, width))
+        return result._replace(out=kernel_layout.narrowed(result.out, width))
 
     return run
 
@@ -86,10 +86,10 @@ def try_append(call: AttentionCall, new: Append) -> None:
         made = launches.plan(new).run((*call.tensors, *new[:4]))
         return {"q": made.get("q_rotated", call.q)}
 
-    def wrong(watch: trial.Watch) -> str | None:
-        return trial.of_forward(kind, place, run_tiny, few_rows=True, appends=True, watch=watch)
+    def wrong(watch: self_test.Watch) -> str | None:
+        return self_test.of_forward(kind, place, run_tiny, few_rows=True, appends=True, watch=watch)
 
-    trial.check((variants.append(kind),), call.q.get_device(), wrong)
+    self_test.check((variants.append(kind),), call.q.get_device(), wrong)
 
 
 class Attention:
@@ -149,10 +149,10 @@ class Attention:
             return {"out": result.out, "softmax_lse": result.lse}
 
         asked = kind, plan.place, run_tiny, self.is_decode, appends
-        trial.check(plan.variants[-1:], plan.device, lambda watch: trial.of_forward(*asked, watch))
+        self_test.check(plan.variants[-1:], plan.device, lambda watch: self_test.of_forward(*asked, watch))
 
     def run(self, tensors: Sequence[Any], length: int | None = None) -> Result:
-        """As Run of engine/memory.py."""
+        """As Run of core/prepared.py."""
         rng_state = None
         if self.drops:
             if any([x.is_neg() for x in tensors[:3]]):  # before a random number is taken

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import Negated
-from flash_attn_compat.backends.fused import grids, loader, masks, params, variants, verdicts
+from flash_attn_compat.backends.fused import grids, masks, nvrtc, params, tuned, variants
 from flash_attn_compat.backends.fused.variants import Kind, Variant
-from flash_attn_compat.engine import alignment, capture, dropout
-from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import TENSORS, AttentionCall
-from flash_attn_compat.engine.callers_state import note_written
+from flash_attn_compat.core import cuda_capture, dropout, kernel_layout
+from flash_attn_compat.core.append import Append
+from flash_attn_compat.core.call import TENSORS, AttentionCall
+from flash_attn_compat.core.torch_state import note_written
 
 _LARGEST_INT = 2**31 - 1
 _MOST_BLOCKS = 2**31 - 1
@@ -89,7 +89,7 @@ class Plan:
         """others: whatever else calls give, by its name in struct Params; workspace: bytes that splits need"""
         most = max(launches, key=lambda launch: launch.blocks, default=None)
         if most is not None and most.blocks > _MOST_BLOCKS:
-            raise loader.TooManyBlocks(
+            raise nvrtc.TooManyBlocks(
                 f"{most.variant.entry} would need {most.blocks} blocks, a launch has {_MOST_BLOCKS} at most: batch "
                 f"{call.batch}, {call.nheads} heads, sequences of up to {longest_rows(call)} rows and "
                 f"{longest_keys(call)} keys"
@@ -118,12 +118,12 @@ class Plan:
         given = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
         self._given = [*given, "counters", "parts"] if workspace else given
         self._head = params.head(self._given)
-        loader.load_together(self.variants, self.device)
-        self._launch = loader.driver().launch
+        nvrtc.load_together(self.variants, self.device)
+        self._launch = nvrtc.driver().launch
         at = self._given.index
         self._launches = [
             (
-                loader.kernel(variant, self.device),
+                nvrtc.kernel(variant, self.device),
                 blocks,
                 params.rest(fields),
                 [(at(name), at(output), behind) for name, (output, behind) in instead.items()],
@@ -181,9 +181,9 @@ class Plan:
                 else:
                     self._launch(kernel, blocks, self.device, head + rest)
                 launched += 1
-        except loader.ContextLost as error:
-            raise loader.ContextLost(f"launching {self.variants[launched].entry}: {error}") from None
-        except loader.KernelError as error:
+        except nvrtc.ContextLost as error:
+            raise nvrtc.ContextLost(f"launching {self.variants[launched].entry}: {error}") from None
+        except nvrtc.KernelError as error:
             if launched and self._appends_first:
                 note_written(tensors[1:3])
                 error.appended = made.get("q_rotated", q)
@@ -206,7 +206,7 @@ def run_alone(variant: Variant, blocks: int, numbers: Tensor) -> None:
     """A kernel that takes nothing; it writes fp32 ``numbers``, which it knows as lse."""
     head = params.head(["lse"]).pack(numbers.data_ptr(), 0)
     device = numbers.get_device()
-    loader.driver().launch(loader.kernel(variant, device), blocks, device, head + params.rest({}))
+    nvrtc.driver().launch(nvrtc.kernel(variant, device), blocks, device, head + params.rest({}))
 
 
 def reach(tensor: Tensor | None) -> int:
@@ -266,7 +266,7 @@ def aligned(tensor: Tensor) -> Tensor:
     """``tensor``, or a copy whose channels are padded with 0 to a multiple of 8 and whose rows are on 16 bytes."""
     if not is_readable(tensor):
         tensor = tensor.contiguous()
-    return tensor if is_aligned(tensor) else alignment.padded(tensor)
+    return tensor if is_aligned(tensor) else kernel_layout.padded(tensor)
 
 
 def untidy(tensors: Sequence[Any]) -> list[int]:
@@ -296,7 +296,7 @@ def kind_of(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     """decodes: whether the decode kernel, which refuses longer sequences, may rely on rows being one a sequence."""
     left, right = call.mask
     is_alone = longest_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
-    device, number = call.q.device, loader.target(call.q.get_device()).number
+    device, number = call.q.device, nvrtc.target(call.q.get_device()).number
     half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
     kind = Kind(
         number=number,
@@ -316,7 +316,7 @@ def kind_of(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
         bias=masks.kind(call.bias),
         bias_pairs=masks.has_pairs(call.bias),
     )
-    return kind._replace(tiles=verdicts.tiles_of(settings.gpu(device), number, kind.size, call.q.dtype))
+    return kind._replace(tiles=tuned.tiles_of(settings.gpu(device), number, kind.size, call.q.dtype))
 
 
 def described(call: AttentionCall) -> dict[str, params.Value]:
@@ -427,7 +427,7 @@ def head_splits_of(call: AttentionCall, variant: Variant, blocks: int) -> int:
 
 def gpu_of(call: AttentionCall) -> grids.Gpu:
     device = call.q.get_device()
-    return grids.Gpu(processors(device), loader.target(device).number)
+    return grids.Gpu(processors(device), nvrtc.target(device).number)
 
 
 # By device, stream and, on the per-thread default stream (handle 2 in every thread), thread.
@@ -442,9 +442,9 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
     Launches on one stream follow one another, and share it. What is captured has its own, for a graph's replays follow
     nobody.
     """
-    if capture.is_capturing(device):
+    if cuda_capture.is_capturing(device):
         return _cleared(size, place)
-    stream = loader.stream(device)
+    stream = nvrtc.stream(device)
     key = device, stream, threading.get_ident() if stream == 2 else 0
     found = _workspaces.get(key)
     if found is None or found.numel() < size:

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import cache, faults, launcher, loader, variants, verdicts
+from flash_attn_compat.backends.fused import cache, faults, launcher, nvrtc, tuned, variants
 from flash_attn_compat.backends.fused.variants import Variant
-from flash_attn_compat.engine import arithmetic, capture
-from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.core import arithmetic, cuda_capture
+from flash_attn_compat.core.features import Feature, Traits
 
 _DOUBTFUL = (7, 5)
 # Cycles of a product: 8 or 16 with tensor cores, 32 and more without.
@@ -30,27 +30,27 @@ VARIANT = Variant("tensor_cores", "tensor_cores.cu", (("TYPE", variants.FP16),),
 
 def exist(device: int) -> bool:
     """True too where it cannot be found out, or not now."""
-    if loader.own_capability(device) != _DOUBTFUL:
+    if nvrtc.own_capability(device) != _DOUBTFUL:
         return True
-    if capture.is_capturing(device):
+    if cuda_capture.is_capturing(device):
         return True
     if settings.fused() is False and cache.read(_file(device)) is None:  # nothing of ours is to be launched
         return True
-    found = _exist(loader.device_name(device), device)
+    found = _exist(nvrtc.device_name(device), device)
     arithmetic.note_tensor_cores(device, found)
     return found
 
 
 def known(device: int) -> bool | None:
     """As ``exist``, of what is kept already: nothing is launched. None where nothing is."""
-    if loader.own_capability(device) != _DOUBTFUL:
+    if nvrtc.own_capability(device) != _DOUBTFUL:
         return True
     return None if cache.read(_file(device)) is None else exist(device)
 
 
 def measure_again(device: int) -> bool:
     """``exist``, measured now where only time tells; the new figure replaces the one that was kept."""
-    if loader.own_capability(device) == _DOUBTFUL:
+    if nvrtc.own_capability(device) == _DOUBTFUL:
         cache.write(_file(device), f"{_cycles_apart(device):.1f}".encode())
         _exist.cache_clear()
     return exist(device)
@@ -65,7 +65,7 @@ def assumed_times(traits: Traits) -> Mapping[str, float] | None:
     if traits.capability != _DOUBTFUL or traits.gpu is None or settings.fused() or traits.features & _OVER_CACHE:
         return None
     indices = range(torch.cuda.device_count()) or (-1,)
-    device = next((index for index in indices if loader.device_name(index) == traits.gpu), None)
+    device = next((index for index in indices if nvrtc.device_name(index) == traits.gpu), None)
     if device is None or exist(device):
         return None
     warn_where_missing(device, traits.gpu)
@@ -74,7 +74,7 @@ def assumed_times(traits: Traits) -> Mapping[str, float] | None:
 
 def warn_where_missing(device: int, gpu: str | None) -> None:
     """Once, where a GPU without them was not tuned: who is the fastest there does not follow from others."""
-    if gpu is not None and not exist(device) and verdicts.of(gpu) is None:
+    if gpu is not None and not exist(device) and tuned.of(gpu) is None:
         _warn(gpu)
 
 
@@ -97,28 +97,28 @@ def _exist(name: str, device: int) -> bool:
         if kept is None:
             kept = cache.keep_first(file, f"{_cycles_apart(device):.1f}".encode())
         return float(kept) <= _MOST
-    except loader.ContextLost:
+    except nvrtc.ContextLost:
         raise
     except Exception:  # noqa: BLE001  no user's call fails for this
         return True
 
 
 def _file(device: int) -> str:
-    return cache.name_of("tensor-cores", loader.device_name(device))
+    return cache.name_of("tensor-cores", nvrtc.device_name(device))
 
 
 def _cycles_apart(device: int) -> float:
     """By a thread of its own, under none of the caller's modes. Raises KernelError where this has ended a process."""
     refused = faults.reason_against(_file(device))
     if refused is not None:
-        raise loader.KernelError(refused)
+        raise nvrtc.KernelError(refused)
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(cycles, device).result()
 
 
 def cycles(device: int) -> float:
     """Of one product of the tensor cores, in a quarter of a multiprocessor; waits for the GPU."""
-    place, driver = torch.device("cuda", device) if device >= 0 else torch.device("cpu"), loader.driver()
+    place, driver = torch.device("cuda", device) if device >= 0 else torch.device("cpu"), nvrtc.driver()
     with faults.watched(_file(device), VARIANT.entry, lambda: driver.broken(device)):
         launches = [torch.empty(_BLOCKS, dtype=torch.float32, device=place) for _ in range(_LAUNCHES)]
         for numbers in launches:

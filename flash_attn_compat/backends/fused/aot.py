@@ -1,0 +1,78 @@
+"""Kernels compiled before anything calls them, with or without a GPU at hand: for container images, say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+from flash_attn_compat.backends.fused import cache, nvrtc, variants
+from flash_attn_compat.backends.fused.nvrtc import KernelError
+from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
+
+_OLDEST = 75
+_USUAL = 32, 64, 80, 96, 128, 256
+
+
+def architecture_number(architecture: str) -> int:
+    """90 of sm_90 or compute_90; raises KernelError for what the NVRTC at hand, or this package, has no kernels for."""
+    known: list[int] = [one for one in nvrtc.compiler().architectures if one >= _OLDEST]
+    numbers = {f"{kind}_{one}": one for kind in ("sm", "compute") for one in known}
+    if architecture not in numbers:
+        names = ", ".join(f"sm_{one}" for one in known)
+        raise KernelError(f"unknown architecture {architecture!r}; choose from {names}")
+    return numbers[architecture]
+
+
+def usual_kinds(
+    number: int, head_dims: Collection[int], dtypes: Collection[str], masks: bool = False
+) -> Iterator[Kind]:
+    """What models ask for: rows on 16 bytes, and at most one of ALiBi, softcap, dropout and a dense mask.
+
+    head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
+    masks: whether those with a dense mask too, of booleans or biases in the dtype: PyTorch's operators bring them
+    """
+    sizes = set(map(variants.size_of, head_dims or _USUAL))
+    for kind in variants.kinds(number):
+        name = "float16" if kind.type == FP16 else "bfloat16"
+        is_usual = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
+        is_usual = is_usual and (not kind.bias or (masks and kind.bias != variants.FLOAT_BIAS))
+        if is_usual and kind.D in sizes and (name in dtypes or not dtypes):
+            yield kind
+
+
+def compile_all(
+    wanted: Iterable[tuple[Variant, str]],
+    watched: Callable[[list[Future[bool]]], Iterable[Future[bool]]] = iter,
+    pool: Executor | None = None,
+) -> tuple[int, list[str]]:
+    """Compile variants, each for an architecture, into the cache.
+
+    Args:
+        watched: yields the jobs in order, to show progress
+        pool: runs the jobs and is shut down; threads by default
+
+    Returns:
+        the number of kernels that were not in the cache yet, and the errors
+    """
+    made, errors = 0, []
+    pool = pool or ThreadPoolExecutor(os.cpu_count())
+    try:
+        for job in watched([pool.submit(_compile, *one) for one in wanted]):
+            try:
+                made += job.result()
+            except KernelError as error:
+                errors.append(str(error))
+    finally:  # whoever interrupts it waits for what is being compiled, not for all
+        pool.shutdown(cancel_futures=True)
+    return made, errors
+
+
+def _compile(variant: Variant, architecture: str) -> bool:
+    """Whether the kernel was not in the cache yet."""
+    name = nvrtc.cache_name(variant, architecture)
+    if cache.read(name) is not None:
+        return False
+    if not cache.write(name, nvrtc.binary(variant, architecture)):
+        raise KernelError(f"{cache.described()} cannot be written")
+    return True

@@ -1,0 +1,230 @@
+"""What `flash-attn-compat tune` found on a GPU model: how fast each backend is at usual calls, and with which tiles.
+
+This user's verdicts lie beside the compiled kernels; those that others have sent are the rows of cards.jsonl. Nothing
+is timed here. Whatever is wrong with a file, it holds no verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends.fused import cache, candidates, nvrtc, variants
+from flash_attn_compat.backends.fused.variants import Tile
+from flash_attn_compat.core.features import Feature, Traits, dtype_name
+
+_SHIPPED = Path(__file__).with_name("cards.jsonl")
+# Of several, the first decides how a call is taken: its kernels are made for it.
+_CASES = {
+    "pages": Feature.PAGED,
+    "decode": Feature.SEQUSED_K | Feature.APPEND,
+    "ALiBi": Feature.ALIBI,
+    "softcap": Feature.SOFTCAP,
+    "window": Feature.WINDOW_LEFT,
+    "causal": Feature.CAUSAL,
+}
+CASES = ("full", *reversed(_CASES))
+
+
+class Times(NamedTuple):
+    """Milliseconds of a usual problem by every backend that computes it. training: with gradients"""
+
+    case: str
+    head_dim: int
+    dtype: str
+    training: bool
+    milliseconds: dict[str, float]
+
+    def __str__(self) -> str:
+        ordered = sorted(self.milliseconds.items(), key=lambda one: one[1])
+        listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
+        return f"{self.case}, head_dim {self.head_dim}, {self.dtype}{', training' * self.training}: {listed}"
+
+
+class Chosen(NamedTuple):
+    """The tile that a kernel takes instead of the table's."""
+
+    entry: str
+    head_dim: int
+    dtype: str
+    tile: Tile
+
+    def __str__(self) -> str:
+        rows, step = (self.tile.step, self.tile.rows) if self.entry == "dkdv" else (self.tile.rows, self.tile.step)
+        return f"{self.entry} of head_dim {self.head_dim}, {self.dtype}: {rows} rows, {step} keys, {self.tile.NW} warps"
+
+
+class Card(NamedTuple):
+    """One GPU model. made_with: versions, for whoever reads it"""
+
+    gpu: str
+    made_with: str
+    times: tuple[Times, ...] = ()
+    tiles: tuple[Chosen, ...] = ()
+
+    def updated(self, newer: Card) -> Card:
+        """With what is newer in the place of what was known of the same."""
+        times = {one[:4]: one for one in (*self.times, *newer.times)}
+        tiles = {one[:3]: one for one in (*self.tiles, *newer.tiles)}
+        return newer._replace(times=tuple(times.values()), tiles=tuple(tiles.values()))
+
+
+def to_row(card: Card) -> str:
+    """One line of JSON, as cards.jsonl has them."""
+    return json.dumps(
+        {**card._asdict(), "times": [one._asdict() for one in card.times], "tiles": [list(one) for one in card.tiles]}
+    )
+
+
+def from_row(row: str) -> Card:
+    """The card of one line of JSON; raises ValueError for every other text."""
+    try:
+        given: dict[str, Any] = json.loads(row)
+        times = tuple(_times(**one) for one in given["times"])
+        tiles = tuple(_chosen(*one) for one in given["tiles"])
+        return Card(_words(given["gpu"]), _words(given["made_with"]), times, tiles)
+    # Of another shape, too deep for the parser, or with numbers that no float holds.
+    except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"no card: {type(error).__name__}: {error}") from error
+
+
+def _times(case: str, head_dim: int, dtype: str, training: bool, milliseconds: dict[str, float]) -> Times:
+    figures = {_words(name): float(_number(ms)) for name, ms in milliseconds.items()}
+    if "fused" not in figures or not all(0 < ms < math.inf for ms in figures.values()):
+        raise ValueError(f"no times: {milliseconds!r:.200}")
+    if not isinstance(training, bool):
+        raise TypeError(f"neither true nor false: {training!r:.200}")
+    return Times(_words(case), _whole(head_dim), _words(dtype), training, figures)
+
+
+def _chosen(entry: str, head_dim: int, dtype: str, tile: list[int]) -> Chosen:
+    parts: list[Any] = [part if isinstance(part, bool) else _whole(part) for part in tile]
+    return Chosen(_words(entry), _whole(head_dim), _words(dtype), Tile(*parts))
+
+
+def _words(value: Any) -> str:
+    """Text that a terminal shows and does not obey."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise TypeError(f"no words: {value!r:.200}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"no number: {value!r:.200}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise TypeError(f"no whole number of this size: {value!r:.200}")
+    return value
+
+
+_cards: dict[str, Card | None] = {}
+
+
+def of(gpu: str | None) -> Card | None:
+    """What is known of a GPU model; a process looks once."""
+    if gpu is None:
+        return None
+    if gpu not in _cards:
+        shipped, kept = _shipped().get(gpu), _kept(gpu)
+        _cards[gpu] = shipped.updated(kept) if shipped and kept else kept or shipped
+    return _cards[gpu]
+
+
+def keep(card: Card) -> bool:
+    """Add to what is kept of its GPU model; False where the folder cannot be written, and it counts in this process."""
+    kept = _kept(card.gpu)
+    card = kept.updated(card) if kept else card
+    written = cache.write(_file(card.gpu), to_row(card).encode())
+    _cards.pop(card.gpu, None)
+    if not written:
+        _cards[card.gpu] = card
+    return written
+
+
+@contextlib.contextmanager
+def assuming(card: Card) -> Iterator[None]:
+    """In this process, ``card`` is all that is known of its GPU model."""
+    before = dict(_cards)
+    _cards[card.gpu] = card
+    try:
+        yield
+    finally:
+        _cards.clear()
+        _cards.update(before)
+
+
+def times_of(traits: Traits) -> Times | None:
+    """What was timed for calls of such traits, unless the user wants our kernels whatever they take."""
+    card = of(traits.gpu)
+    if card is None or settings.fused() or traits.features & Feature.WINDOW_RIGHT:  # which was not timed
+        return None
+    case = next((case for case, feature in _CASES.items() if traits.features & feature), "full")
+    largest = max(traits.head_dim, traits.head_dim_v)
+    size = next((size for size in variants.HEAD_DIMS if largest <= size), None)
+    wanted = case, size, dtype_name(traits.dtype), traits.needs_backward
+    return next((one for one in card.times if one[:4] == wanted), None)
+
+
+def tiles_of(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[tuple[str, Tile], ...]:
+    """Tiles by entry, to be taken instead of the table's: of candidates alone, which fit, whatever was kept or sent."""
+    card = of(gpu)
+    if card is None:
+        return ()
+    wanted = D, dtype_name(dtype)
+    return tuple(
+        (entry, tile) for entry, *of_what, tile in card.tiles
+        if tuple(of_what) == wanted and tile in candidates.tiles(entry, number, D)
+    )  # fmt: skip
+
+
+def summary(gpu: str) -> list[str]:
+    """A line for each verdict on a GPU model, or what there is instead."""
+    card = of(gpu)
+    if card is None:
+        return ["not tuned: the order of backends is that of an H200 (flash-attn-compat tune times them here)"]
+    return [f"tuned with {card.made_with}", *lines(card)]
+
+
+def lines(card: Card) -> list[str]:
+    """What was timed, in two columns."""
+    rows = [str(one).split(": ", 1) for one in (*card.times, *card.tiles)]
+    width = max((len(of_what) for of_what, _ in rows), default=0)
+    return [f"{of_what:{width}}  {found}" for of_what, found in rows]
+
+
+def _kept(gpu: str) -> Card | None:
+    return _read([(cache.read(_file(gpu)) or b"").decode(errors="replace")]).get(gpu)
+
+
+@functools.cache
+def _shipped() -> dict[str, Card]:
+    return _read(_SHIPPED.read_text(encoding="utf-8").splitlines())
+
+
+def _read(rows: Iterable[str]) -> dict[str, Card]:
+    cards = {}
+    for row in rows:
+        try:
+            card = from_row(row)
+        except ValueError:  # of another version, say
+            continue
+        cards[card.gpu] = card
+    return cards
+
+
+def _file(gpu: str) -> str:
+    """Other kernels and another PyTorch are timed anew."""
+    sources = sorted(path.name for path in nvrtc.SOURCES.glob("*.cu*"))
+    return cache.name_of("tuned", gpu, torch.__version__, *map(nvrtc.source, sources))

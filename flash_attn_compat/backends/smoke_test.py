@@ -1,0 +1,98 @@
+"""A small call of each kind before the first real one: does somebody else's kernel compute it right on this GPU?
+
+flash-attn can be built with fewer head dims or features, and then gives wrong answers silently; a binary
+for another GPU raises; what PyTorch runs on AMD's GPUs we have never seen. The reference backend is the judge.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat import installed
+from flash_attn_compat.backends.base import Backend
+from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.core import cuda_capture, torch_state
+from flash_attn_compat.core.arguments import Options, Purpose, call_of
+from flash_attn_compat.core.call import AttentionCall, Upstream
+from flash_attn_compat.core.features import Feature, Traits
+
+Lengths = tuple[int, int]  # of queries and keys
+_LENGTHS: Lengths = 20, 33
+# What separate kernels are compiled for, and what lays their memory out in another way.
+_VARIANTS = (
+    Feature.CAUSAL | Feature.WINDOW_LEFT | Feature.WINDOW_RIGHT | Feature.SOFTCAP | Feature.ALIBI | Feature.DROPOUT
+    | Feature.GQA | Feature.BACKWARD | Feature.GIVEN_LSE
+)  # fmt: skip
+_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def wrong_answer(backend: Backend, binary: object, traits: Traits, lengths: Lengths = _LENGTHS) -> str | None:
+    """Why ``backend`` is not to be trusted with calls of these traits; remembered per ``binary`` and kind of call."""
+    device = device_of(traits.capability)
+    if device.type == "cuda" and cuda_capture.is_capturing(device.index):
+        return None  # a capture allows no look at results
+    head_dim = traits.head_dim + -traits.head_dim % 8
+    kind = traits._replace(head_dim=head_dim, head_dim_v=head_dim, sq_vs_sk="<", features=traits.features & _VARIANTS)
+    return _tried(backend, binary, kind, lengths)
+
+
+@functools.cache
+def _tried(backend: Backend, binary: object, kind: Traits, lengths: Lengths) -> str | None:
+    try:
+        with torch_state.set_aside(device_of(kind.capability)):
+            if _is_right(backend, kind, lengths):
+                return None
+    except Exception as error:  # noqa: BLE001  a build for other GPUs raises anything
+        return f"calling it raises {installed.error_line(error)}"
+    return f"its build gives a wrong answer for head_dim {kind.head_dim} with these features on this GPU"
+
+
+def _is_right(backend: Backend, kind: Traits, lengths: Lengths) -> bool:
+    call, dout = _problem(kind, lengths)
+    found, expected = (_results(one, call, dout) for one in (backend, Reference()))
+    tolerance = _TOLERANCE[kind.dtype]
+    right = all(torch.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(found, expected))
+    return right and (not kind.features & Feature.DROPOUT or _drops(backend, call))
+
+
+def _results(backend: Backend, call: AttentionCall, dout: Tensor) -> list[Tensor]:
+    """out, and dq, dk, dv where they are asked for."""
+    result = backend.forward(call)
+    if not call.needs_grad:
+        return [result.out]
+    upstream = Upstream(dout, result.out, result.softmax_lse, None, result.saved)
+    return [result.out, *backend.backward(call, upstream, None)]
+
+
+def _drops(backend: Backend, call: AttentionCall) -> bool:
+    """Whether dropout changes sums of probabilities, which are 1 without it."""
+    devices = [call.q.device] if call.q.is_cuda else []
+    with torch.random.fork_rng(devices):
+        out = backend.forward(call._replace(v=torch.ones_like(call.v), dropout_p=0.5)).out
+    return bool((out - 1).abs().max() > 0.1)
+
+
+def _problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor]:
+    """A small call of that kind, and a gradient of its result."""
+    device, features = device_of(kind.capability), kind.features
+    rows, keys = (lengths[0], 2), (lengths[1], 1 if features & Feature.GQA else 2)
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    q, k, v, dout = (draw(1, *shape, kind.head_dim).to(device, kind.dtype) for shape in (rows, keys, keys, rows))
+    options = Options(
+        causal=bool(features & Feature.CAUSAL),
+        window_size=(5 if features & Feature.WINDOW_LEFT else -1, 3 if features & Feature.WINDOW_RIGHT else -1),
+        softcap=2.0 if features & Feature.SOFTCAP else 0.0,
+        alibi_slopes=torch.tensor([0.3, 0.1], dtype=torch.float32, device=device) if features & Feature.ALIBI else None,
+    )
+    return call_of(q, k, v, options, Purpose(needs_grad=kind.needs_backward)), dout
+
+
+def device_of(capability: tuple[int, int] | None) -> torch.device:
+    """A GPU for which the same binary is loaded: the current one if it is such a one, or none is."""
+    current = torch.device("cuda", torch.cuda.current_device())
+    others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    alike = (device for device in (current, *others) if torch.cuda.get_device_capability(device) == capability)
+    return next(alike, current)

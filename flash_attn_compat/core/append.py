@@ -1,0 +1,77 @@
+"""New keys and values on their way into a cache: what is appended, and how plain PyTorch operators do it.
+
+Everything has been checked before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.ops.triton.rotary import apply_rotary
+
+
+class Append(NamedTuple):
+    """What a call over a cache writes into the cache before it attends.
+
+    k, v: (batch, seqlen_new, nheads_k, head_dim), v with its own head_dim; written behind ``cache_seqlens`` of each
+        sequence, counted from its first slot
+    rotary_cos, rotary_sin: (at least the capacity, rotary_dim / 2) in q's dtype, or None; k is rotated at its slots
+    rotary_interleaved: channels (0, 1), (2, 3), ... are rotated rather than the two halves
+    cache_seqlens: an int for all sequences, or (batch,) int32
+    rows_have_own_position: q's row i is rotated at cache_seqlens + i, else every row at cache_seqlens
+    """
+
+    k: Tensor
+    v: Tensor
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    cache_seqlens: int | Tensor
+    rows_have_own_position: bool
+
+
+def by_operators(call: AttentionCall, new: Append) -> Tensor:
+    """Write ``new`` into call.k and call.v in place; returns q, rotated (a new tensor) where that was asked for."""
+    q, k = call.q, new.k
+    if new.rotary_cos is not None:
+        k = _rotated(k, new)
+        if new.rows_have_own_position:
+            q = _rotated(q, new)
+        else:
+            # All rows stand at the same position: rotate them as further heads of one row.
+            q = _rotated(q.flatten(1, 2).unsqueeze(1), new).view(q.shape)
+    _write(call, new, k)
+    return q
+
+
+def _rotated(x: Tensor, new: Append) -> Tensor:
+    starts, cos = new.cache_seqlens, new.rotary_cos
+    assert cos is not None and new.rotary_sin is not None
+    if isinstance(starts, int) and starts + x.shape[1] > cos.shape[0]:
+        # Rows behind the table stay as they are, which apply_rotary allows with a tensor only.
+        starts = torch.full((x.shape[0],), starts, dtype=torch.int32, device=x.device)
+    return apply_rotary(x, cos, new.rotary_sin, starts, interleaved=new.rotary_interleaved)
+
+
+def _write(call: AttentionCall, new: Append, k: Tensor) -> None:
+    """k: new.k, rotated."""
+    starts, table, (batch, seqlen_new) = new.cache_seqlens, call.block_table, k.shape[:2]
+    if isinstance(starts, int) and table is None:
+        call.k[:, starts : starts + seqlen_new] = k
+        call.v[:, starts : starts + seqlen_new] = new.v
+        return
+    if isinstance(starts, int):
+        slots = torch.arange(starts, starts + seqlen_new, device=k.device).expand(batch, seqlen_new)
+    else:
+        slots = starts.long().unsqueeze(1) + torch.arange(seqlen_new, device=k.device)
+    if table is None:
+        rows = torch.arange(batch, device=k.device).unsqueeze(1)
+    else:
+        page = call.k.shape[1]
+        rows, slots = table.long().gather(1, slots // page), slots % page
+    call.k.index_put_((rows, slots), k)
+    call.v.index_put_((rows, slots), new.v)

@@ -1,0 +1,407 @@
+"""Rejecting malformed calls before anything is computed or written.
+
+First lines are worded as flash-attn 2.8 words them, since people search and test for those; what was
+given and what was expected follows. What we accept beyond flash-attn is simply not checked.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat import settings
+from flash_attn_compat.core import cuda_capture
+from flash_attn_compat.core.call import AttentionCall, Upstream
+from flash_attn_compat.core.torch_state import numbers_of
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_DENSE = {"q": "(batch_size, seqlen_q, num_heads, head_size)", "k": "(batch_size, seqlen_k, num_heads_k, head_size)"}
+_PACKED = {"q": "(total_q, num_heads, head_size)", "k": "(total_k, num_heads_k, head_size)"}
+_PAGED = {"k": "(num_blocks, page_block_size, num_heads_k, head_size)"}
+
+
+def wrong_type(name: str, expected: str, value: object, hint: str = "") -> RuntimeError:
+    """PyTorch's message for an argument of a wrong type: flash-attn's functions are custom operators."""
+    found = type(value).__name__
+    return RuntimeError(
+        f"Expected a value of type '{expected}' for argument '{name}' but instead found type '{found}'{hint}"
+    )
+
+
+def causal(value: object) -> bool:
+    """A bool as flash-attn's operators take it: a number, None, or a tensor of one element, too."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Tensor) and value.numel() != 1:
+        hint = f" of shape {tuple(value.shape)}: no mask is taken; see causal, window_size and cu_seqlens"
+        raise wrong_type("causal", "bool", value, hint)
+    if not hasattr(value, "__bool__") or not _is_one(value):
+        raise wrong_type("causal", "bool", value, f": {value!r}")
+    return bool(value)
+
+
+def number(name: str, value: Any) -> float:
+    """A float as flash-attn's operators take it: an int, or a tensor of one element, too."""
+    if type(value) is float:
+        return value
+    if not hasattr(value, "__float__") or not _is_one(value):
+        raise wrong_type(name, "float", value, "" if isinstance(value, Tensor) else f": {value!r}")
+    return float(value)
+
+
+def two_bounds(value: Any) -> tuple[Any, Any]:
+    """The two bounds of a window, of whatever type."""
+    try:
+        left, right = value
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be two integers (left, right), got {value!r}") from None
+    return left, right
+
+
+def dropout(dropout_p: object) -> float:
+    """A probability below 1."""
+    found = number("dropout_p", dropout_p)
+    if found >= 1.0:
+        raise RuntimeError(f"Expected p_dropout < 1.f to be true, but got {found}")
+    if not found >= 0.0:
+        raise RuntimeError(f"dropout_p must be a probability, at least 0 and below 1, got {found}")
+    return found
+
+
+def softcap(value: object) -> float:
+    """0.0 for none, which some callers write as None or -1."""
+    found = 0.0 if value is None else number("softcap", value)
+    if not (0.0 <= found < math.inf or found == -1.0):
+        raise RuntimeError(f"softcap must be positive, or 0 for none, got {found}")
+    return max(found, 0.0)
+
+
+def _is_one(value: object) -> bool:
+    """Whether a tensor, or an array, is a single number."""
+    count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
+    return bool(count == 1)
+
+
+def is_tensor(name: str, value: object) -> None:
+    """A dense tensor in memory of its own."""
+    if not isinstance(value, Tensor):
+        raise wrong_type(name, "Tensor", value)
+    if value.is_nested:
+        raise RuntimeError(
+            f"{name} must be a dense tensor, got a nested one: pass its values, and its offsets as cu_seqlens, to "
+            "flash_attn_varlen_func"
+        )
+    if value.layout != torch.strided:
+        raise RuntimeError(f"{name} must be a dense tensor, got layout {value.layout}: call {name}.to_dense()")
+
+
+def are_dense(given: Mapping[str, object]) -> None:
+    """For a call that PyTorch dispatches before anything else looks at it."""
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            is_tensor(name, value)
+
+
+def are_tensors(q: object, k: object, v: object) -> None:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        is_tensor(name, value)
+
+
+def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """One floating dtype and one device."""
+    dtype, device = q.dtype, q.device
+    if dtype == k.dtype == v.dtype and device == k.device == v.device and dtype in _DTYPES:
+        return
+    if q.dtype != k.dtype:
+        raise _error("query and key must have the same dtype", q, k, v)
+    if q.dtype != v.dtype:
+        raise _error("query and value must have the same dtype", q, k, v)
+    if dtype not in _DTYPES:
+        raise _error("FlashAttention only support fp16 and bf16 data type (and here fp32 and fp64)", q, k, v)
+    raise _error(_must_be_on("k" if device != k.device else "v", device), q, k, v)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k, v of shapes (batch, seqlen, heads, head_dim)."""
+    are_tensors(q, k, v)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        raise _rank_error(next(tensor for tensor in (q, k, v) if tensor.dim() != 4), q, k, v)
+    tensors(q, k, v)
+    batch, head_dim = q_shape[0], q_shape[3]
+    if batch == 0:
+        raise _error("batch size must be positive", q, k, v)
+    if k_shape[0] != batch or k_shape[3] != head_dim:
+        raise _error(f"k must have shape {_DENSE['k']}", q, k, v)
+    if v_shape != k_shape and v_shape[:3] != k_shape[:3]:  # cutting shapes is slow
+        raise _error(f"v must have shape {_DENSE['k']}", q, k, v)
+    heads(q, k, v)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """q, k, v of shapes (total, heads, head_dim) with (batch + 1,) int32 starts."""
+    are_tensors(q, k, v)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != 3:
+        raise _packed_rank_error(q, k, v)
+    tensors(q, k, v)
+    if len(k_shape) != 3 or k_shape[2] != q_shape[2]:
+        raise _error(f"k must have shape {_PACKED['k']}", q, k, v)
+    if v_shape != k_shape and (len(v_shape) != 3 or v_shape[:2] != k_shape[:2]):
+        raise _error(f"v must have shape {_PACKED['k']}", q, k, v)
+    heads(q, k, v)
+    starts(q, cu_seqlens_q, cu_seqlens_k)
+
+
+def packed_over_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor
+) -> None:
+    """Packed q over k, v of shape (num_blocks, page_size, heads, head_dim)."""
+    are_tensors(q, k, v)
+    if q.dim() != 3:
+        raise _packed_rank_error(q, k, v)
+    tensors(q, k, v)
+    starts(q, cu_seqlens_q, cu_seqlens_k)
+    pages(q, k, v, block_table, cu_seqlens_q.shape[0] - 1)
+
+
+def starts(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    int32("cu_seqlens_q", cu_seqlens_q, q.device)
+    if cu_seqlens_k is not cu_seqlens_q:
+        int32("cu_seqlens_k", cu_seqlens_k, q.device)
+    if cu_seqlens_q.dim() != 1:
+        raise RuntimeError(f"cu_seqlens_q must have shape (batch_size + 1), got {tuple(cu_seqlens_q.shape)}")
+    if cu_seqlens_q.shape[0] < 2:
+        raise RuntimeError(f"batch size must be positive\n  cu_seqlens_q: {tuple(cu_seqlens_q.shape)}")
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise RuntimeError(
+            "cu_seqlens_k must have shape (batch_size + 1)\n"
+            f"  cu_seqlens_q: {tuple(cu_seqlens_q.shape)}\n  cu_seqlens_k: {tuple(cu_seqlens_k.shape)}"
+        )
+
+
+def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> None:
+    """Paged keys and values, and the (batch, max_blocks) int32 table that finds them."""
+    is_tensor("block_table", block_table)
+    if block_table.dtype != torch.int32:
+        raise RuntimeError(f"block_table must have dtype torch.int32, got {block_table.dtype}")
+    is_on("block_table", block_table, q.device)
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        shape = tuple(block_table.shape)
+        raise RuntimeError(
+            f"block_table must have shape (batch_size, max_num_blocks_per_seq), got {shape}, batch {batch}"
+        )
+    if k.dim() != 4 or k.shape[3] != q.shape[-1]:
+        raise _error(f"k must have shape {_PAGED['k']}", q, k, v)
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise _error(f"v must have shape {_PAGED['k']}", q, k, v)
+    heads(q, k, v)
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Whether its values are to be checked: on the host, where looking is free, and anywhere while debugging."""
+    if tensor.is_cpu:
+        return tensor.numel() > 0
+    return settings.debugs() and tensor.is_cuda and not cuda_capture.is_capturing(tensor.get_device())
+
+
+def values_of_starts(
+    starts_q: Tensor, starts_k: Tensor, total_q: int, total_k: int | None, longest_q: int, longest_k: int,
+    used: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Packed sequences lie one behind the other, from the first token on, and none is longer than the caller says.
+
+    Args:
+        total_k: None where keys lie in pages
+        used: (batch,), how many of a sequence's keys count, where not all do
+    """
+    found = _values_of_starts("cu_seqlens_q", starts_q, "q", total_q)
+    _check_longest("max_seqlen_q", longest_q, map(operator.sub, found[1:], found))
+    if starts_k is not starts_q or (total_k is not None and total_k < total_q):
+        found = _values_of_starts("cu_seqlens_k", starts_k, "k", total_k)
+    elif longest_q <= longest_k and used is None:
+        return
+    _check_longest("max_seqlen_k", longest_k, map(operator.sub, found[1:], found) if used is None else numbers_of(used))
+
+
+def _check_longest(name: str, longest: int, lengths: Iterable[int]) -> None:
+    """Kernels have no blocks for rows that lie behind."""
+    found = max(lengths, default=0)
+    if found > longest:
+        raise RuntimeError(f"{name} must be at least the longest sequence's length, which is {found}, got {longest}")
+
+
+def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None) -> list[int]:
+    found = numbers_of(starts)
+    if found[0] != 0:
+        raise RuntimeError(
+            f"{name} must start with 0, got {_first_of(found)}: it holds where each sequence starts and where the last "
+            "one ends; of lengths it is torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
+        )
+    if any(map(operator.gt, found, found[1:])):
+        raise RuntimeError(f"{name} must not decrease, got {_first_of(found)}")
+    if total is not None and found[-1] > total:
+        raise RuntimeError(f"{name} must end within the {total} tokens of {tensor}, got {_first_of(found)}")
+    return found
+
+
+def values_of_pages(k: Tensor, block_table: Tensor, lengths: Tensor | int) -> None:
+    """Pages that hold the first ``lengths`` (batch,) keys of each sequence exist. Others may have any number."""
+    pages, page_size, columns = k.shape[0], k.shape[1], block_table.shape[1]
+    needed = torch.as_tensor(lengths, dtype=torch.int64, device=block_table.device).reshape(-1, 1)
+    needed = needed.add(page_size - 1) // max(page_size, 1)
+    if bool((needed > columns).any()):
+        raise RuntimeError(
+            f"sequences need up to {int(needed.max())} pages of {page_size} keys, block_table of shape "
+            f"{tuple(block_table.shape)} names {columns}"
+        )
+    is_used = torch.arange(columns, device=block_table.device) < needed
+    wrong = (is_used & ((block_table < 0) | (block_table >= pages))).nonzero()
+    if wrong.numel():
+        row, column = wrong[0].tolist()
+        raise RuntimeError(
+            f"block_table[{row}, {column}] must be one of the {pages} pages of k, got {int(block_table[row, column])}"
+        )
+
+
+def values_of_rows(k_cache: Tensor, cache_batch_idx: Tensor) -> None:
+    """Rows that exist in the cache."""
+    rows = k_cache.shape[0]
+    if bool(((cache_batch_idx < 0) | (cache_batch_idx >= rows)).any()):
+        raise RuntimeError(f"cache_batch_idx must be below the kcache's {rows} rows, got {cache_batch_idx.tolist()}")
+
+
+def values_of_leftpad(name: str, leftpad: Tensor) -> None:
+    """How many slots are skipped: fewer than none would be another sequence's, or no memory of the tensor's."""
+    if bool((leftpad < 0).any()):
+        raise RuntimeError(f"{name} must not be negative, got {_first_of(leftpad.tolist())}")
+
+
+def _first_of(found: list[int]) -> str:
+    return str(found) if len(found) <= 8 else f"[{', '.join(map(str, found[:8]))}, ...]"
+
+
+def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
+    """(nheads,) or (batch, nheads) fp32."""
+    is_tensor("alibi_slopes", slopes)
+    if slopes.dtype != torch.float32:
+        raise RuntimeError(f"ALiBi slopes must have dtype fp32, got {slopes.dtype}")
+    is_on("alibi_slopes", slopes, q.device)
+    nheads = q.shape[-2]
+    if slopes.shape not in ((nheads,), (batch, nheads)):
+        raise RuntimeError(
+            f"Expected alibi_slopes.sizes() == ({nheads},) or ({batch}, {nheads}), that is (num_heads,) or "
+            f"(batch_size, num_heads), got {tuple(slopes.shape)}"
+        )
+
+
+def upstream_memory(given: Upstream, *gradients: Tensor | None) -> None:
+    """Of what ``upstream`` looks at: that there are tensors, and memory for what is to be written."""
+    for name in ("dout", "out", "softmax_lse"):
+        is_tensor(name, getattr(given, name))
+    for name, gradient in zip("qkv", gradients):
+        try:
+            _ = gradient is None or gradient.as_strided(gradient.shape, gradient.stride())
+        except RuntimeError as error:
+            raise RuntimeError(f"d{name} reaches beyond its memory: {error}") from error
+
+
+def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) -> None:
+    """A backward's dout, out and softmax_lse, and the dq, dk, dv it is to write (each may be None), as they lie."""
+    expected = ("dout", given.dout, call.out_shape), ("out", given.out, call.out_shape)
+    for name, tensor, shape in (*expected, ("softmax_lse", given.lse, call.lse_shape)):
+        if name != "softmax_lse" and tensor.dtype != call.q.dtype:
+            raise RuntimeError(f"query and {name} must have the same dtype, got {call.q.dtype} and {tensor.dtype}")
+        if tensor.shape != shape:
+            raise RuntimeError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        is_on(name, tensor, call.q.device)
+    # Kernels read it through its address, as fp32.
+    lse_dtypes = {torch.float32, torch.float64 if call.q.dtype == torch.float64 else torch.float32}
+    if given.lse.dtype not in lse_dtypes:
+        raise RuntimeError(f"softmax_lse must have dtype fp32, got {given.lse.dtype}")
+    for name, gradient, source in zip("qkv", gradients, (call.q, call.k, call.v)):
+        if gradient is None:
+            continue
+        if gradient.dtype != source.dtype:
+            raise RuntimeError(f"d{name} must have the same dtype as q, got {gradient.dtype} for {source.dtype}")
+        if gradient.shape != source.shape:
+            raise RuntimeError(f"d{name} must have shape {tuple(source.shape)}, got {tuple(gradient.shape)}")
+    if call.dropout_p and given.rng_state is None:
+        raise RuntimeError("rng_state must be given when dropout_p > 0: it holds the forward's dropout mask")
+
+
+def is_int32(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Indices beside the data."""
+    is_tensor(name, tensor)
+    if tensor.dtype != torch.int32:
+        raise RuntimeError(f"{name} must have dtype int32, got {str(tensor.dtype).removeprefix('torch.')}")
+    is_on(name, tensor, device)
+
+
+def int32(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Indices as CUDA kernels read them: contiguous, too."""
+    is_int32(name, tensor, device)
+    if not tensor.is_contiguous():
+        raise RuntimeError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def per_sequence(name: str, tensor: Tensor, batch: int, device: torch.device) -> None:
+    """A (batch,) int32 tensor."""
+    int32(name, tensor, device)
+    if tensor.shape != (batch,):
+        raise RuntimeError(f"{name} must have shape (batch_size), got {tuple(tensor.shape)} for batch size {batch}")
+
+
+def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Query heads in groups of one size, heads of at least one channel; the last two dimensions are (heads, dim)."""
+    nheads, nheads_k = q.shape[-2], k.shape[-2]
+    if nheads_k == 0 or nheads % nheads_k:
+        hint = ""
+        # Swapped axes: heads that divide, and fewer of them than rows.
+        is_swapped = 0 < k.shape[-3] < nheads_k and q.shape[-3] % k.shape[-3] == 0
+        if q.dim() == k.dim() and is_swapped:
+            hint = "\n  These look like (batch_size, num_heads, seqlen, head_size): transpose(1, 2) them"
+            hint = hint if q.dim() == 4 else "\n  These look like (num_heads, total, head_size): transpose(0, 1) them"
+        expected = "(batch_size, seqlen, num_heads, head_size), or packed (total, num_heads, head_size)"
+        message = "Number of heads in key/value must divide number of heads in query"
+        raise _error(f"{message}, got {nheads_k} and {nheads} of tensors {expected}{hint}", q, k, v)
+    if not (q.shape[-1] and v.shape[-1]):
+        raise _error("head_size must be at least 1", q, k, v)
+
+
+def is_on(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise RuntimeError(_must_be_on(name, device))
+
+
+def _must_be_on(name: str, device: torch.device) -> str:
+    where = "CUDA" if device.type == "cuda" else device.type
+    return f"{name} must be on {where}, the device of q ({device})"
+
+
+def _rank_error(tensor: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Exception:
+    if tensor.dim() > 4:
+        return _error(f"q, k and v must have 4 dimensions, as q: {_DENSE['q']}", q, k, v)
+    last = tensor.dim() - 1
+    message = f"Dimension out of range (expected to be in range of [{-last - 1}, {last}], but got 3)"
+    return IndexError(_with_shapes(f"{message}: q must have shape {_DENSE['q']}", q, k, v))
+
+
+def _packed_rank_error(q: Tensor, k: Tensor, v: Tensor) -> RuntimeError:
+    hint = "\n  This looks like a batch: pack it by bert_padding.unpad_input, or by flatten(0, 1) if nothing is padded"
+    message = f"q must have shape {_PACKED['q']} when cu_seqlens_q is given"
+    return _error(message + (hint if q.dim() == 4 else ""), q, k, v)
+
+
+def _error(message: str, q: Tensor, k: Tensor, v: Tensor) -> RuntimeError:
+    return RuntimeError(_with_shapes(message, q, k, v))
+
+
+def _with_shapes(message: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    lines = [f"  {name}: {tuple(t.shape)} {t.dtype} {t.device}" for name, t in (("q", q), ("k", k), ("v", v))]
+    return "\n".join([message, *lines])

@@ -1,0 +1,105 @@
+"""Scores written out, and S_dmask: probabilities of a call with dropout, signed by whether dropout kept them.
+
+flash-attn writes them as its kernel meets them: exp(score - m) with m the row's maximum over the key
+blocks seen so far, blocks being visited from the last to the first. Tests and tools undo exactly that,
+so it is reproduced here, at the cost of a materialised matrix that the caller asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.core import alibi, torch_state
+from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.mask import Range
+from flash_attn_compat.core.traced_lengths import has_hidden_lengths
+from flash_attn_compat.core.varlen import Block, Layout
+
+
+def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tensor:
+    """(batch, nheads, max_seqlen_q, max_seqlen_k rounded up to 128) in q's dtype: kept >= 0, dropped negative.
+
+    Each sequence starts at [0, 0] of its own matrix; everything outside what a row sees is 0.
+    """
+    shape = (call.batch, call.nheads, round_up(call.max_seqlen_q, 128), round_up(call.max_seqlen_k, 128))
+    signed = call.q.new_zeros(shape)
+    if call.is_empty or call.q.is_meta:
+        return signed
+    if has_hidden_lengths(call):
+        raise RuntimeError(
+            "S_dmask of packed sequences needs their lengths, which cannot be read in a traced graph or under vmap: "
+            "use return_attn_probs=False, or dropout_p=0"
+        )
+    layout = Layout(call)
+    with torch_state.without_autocast(call.q.device):
+        for block, _, _ in layout.blocks(layout.alone()):
+            tile = _signed_tile(call, block, rng_state)[0]
+            rows, keys = min(tile.shape[1], shape[2]), min(tile.shape[2], shape[3])
+            signed[block.sequences[0], :, :rows, :keys] = tile[:, :rows, :keys]
+    return signed
+
+
+def round_up(number: int, multiple: int) -> int:
+    return (number + multiple - 1) // multiple * multiple
+
+
+def key_block_size(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """The key block of flash-attn 2.8's forward kernel for this head_dim.
+
+    On CUDA it depends on the GPU at head dims 97 to 128; other devices count as the common kind.
+    """
+    assert head_dim <= 256
+    if head_dim <= 32:
+        return 128
+    if head_dim <= 64:
+        return 64 if is_dropout else 128
+    if not 96 < head_dim <= 128:
+        return 64
+    is_small = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 6), (8, 9))
+    return 64 if not is_dropout and (is_causal or not is_small) else 32
+
+
+def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scores (n, nheads, seqlen_q, seqlen_k), -inf where unseen; the softcap's derivative beside them.
+
+    q, k: the block's, in the dtype to compute in, with a key head for every query head
+    """
+    rows, keys = Range(0, q.shape[1]), Range(0, k.shape[1])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * call.softmax_scale
+    softcap_slope = None
+    if call.softcap:
+        capped = torch.tanh(scores / call.softcap)
+        scores, softcap_slope = call.softcap * capped, 1 - capped**2
+    if block.slopes is not None:
+        scores = alibi.add_bias(scores, block.slopes, rows, keys, block.offset)
+    if call.bias is not None:  # of a dense call, which is one block
+        is_boolean = call.bias.dtype == torch.bool
+        scores = scores.masked_fill(~call.bias, -torch.inf) if is_boolean else scores + call.bias
+    hidden = call.mask.hidden(rows, keys, block.offset, q.device)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    padding = block.padding(keys)
+    if padding is not None:
+        scores = scores.masked_fill(padding, -torch.inf)
+    return scores, softcap_slope
+
+
+def _signed_tile(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor:
+    rows, keys = Range(0, block.q.shape[1]), Range(0, block.k.shape[1])
+    group = call.nheads // call.nheads_k
+    scores, _ = scores_of(call, block, block.q.float(), block.k.float().repeat_interleave(group, dim=2))
+    weights = torch.exp(scores - _running_maxima(call, scores))
+    kept = block.kept(rng_state, call.dropout_p, Range(0, call.nheads), rows, keys)
+    return torch.where(kept, weights, -weights)
+
+
+def _running_maxima(call: AttentionCall, scores: Tensor) -> Tensor:
+    """Per element, the row's maximum over its own key block and all later ones; 0 while nothing was seen."""
+    seqlen_k = scores.shape[-1]
+    head_dim = min(call.q.shape[-1], 256)
+    size = key_block_size(scores.device, head_dim, True, call.mask.right == 0)
+    blocks = [scores[..., start : start + size].amax(-1) for start in range(0, seqlen_k, size)]
+    running = torch.stack(blocks, -1).flip(-1).cummax(-1).values.flip(-1)
+    running = running.masked_fill(running == -torch.inf, 0.0)
+    return running.repeat_interleave(size, dim=-1)[..., :seqlen_k]

@@ -1,0 +1,367 @@
+"""How sequences lie in a call's tensors, and which of them are computed together.
+
+Backends without a kernel for packed or paged data work on blocks: dense tensors of sequences that are
+equally long, or nearly so. Where a block pads, it pads on the left, so that one offset aligns all its
+rows with all its keys and every mask and bias applies unchanged. Lengths are read by the host here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.core import alibi, cuda_capture, dropout
+from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.mask import Range
+from flash_attn_compat.core.torch_state import numbers_of
+
+
+class Joining(NamedTuple):
+    """When sequences that lie apart, or have different lengths, are copied into one block.
+
+    padding: floating-point operations that may be wasted to have one more
+    elements: of q, or of k with as many heads, in such a block at most
+    few: fewer views than this are faster alone
+    """
+
+    padding: float
+    elements: int
+    few: int
+
+
+# Sequences of more work than so much padding gain nothing from company.
+_LONG = 16
+# Fresh memory is what costs a CPU, and launches are what cost an accelerator (benchmarks/cpu.py).
+_CPU = Joining(padding=1e6, elements=2**18, few=12)
+_ACCELERATOR = Joining(padding=2e9, elements=2**26, few=2)
+
+
+class Spans(NamedTuple):
+    """Where the sequences of one tensor lie: first slot and length of each, in host integers.
+
+    size: slots in a row of the tensor, which is a sequence's or a page; None where all are packed in one row
+    table: the pages of each, where it has pages; starts count from the first one then
+    """
+
+    starts: list[int]
+    lengths: list[int]
+    size: int | None = None
+    table: Tensor | None = None
+
+    def adjoins(self, index: int) -> bool:
+        """Whether a sequence is as long as the one before it, and lies one step behind: a view can hold both."""
+        start, length = self.starts[index], self.lengths[index]
+        step = length if self.size is None else 0
+        return self.table is None and (self.starts[index - 1] + step, self.lengths[index - 1]) == (start, length)
+
+
+class BlockPlan(NamedTuple):
+    """Sequences to compute together, all ``seqlen_q`` rows and ``seqlen_k`` keys long after padding."""
+
+    sequences: list[int]
+    seqlen_q: int
+    seqlen_k: int
+
+    @property
+    def pairs(self) -> int:
+        """(row, key) pairs that are computed."""
+        return len(self.sequences) * self.seqlen_q * self.seqlen_k
+
+    @property
+    def tokens(self) -> int:
+        """Rows, or keys where these are more."""
+        return len(self.sequences) * max(self.seqlen_q, self.seqlen_k)
+
+    def join(self, other: BlockPlan) -> BlockPlan:
+        return BlockPlan(self.sequences + other.sequences, *map(max, self[1:], other[1:]))
+
+
+class Block(NamedTuple):
+    """Dense tensors of one plan.
+
+    q: (n, seqlen_q, nheads, head_dim), k and v: (n, seqlen_k, nheads_k, ...), views where possible
+    slopes: (n, nheads) or None; sequences: their indices in the call
+    first_row, first_key: (n,) int64, how many rows and keys of padding precede each sequence, or None
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor | None
+    sequences: Sequence[int]
+    first_row: Tensor | None = None
+    first_key: Tensor | None = None
+
+    @property
+    def offset(self) -> int:
+        return self.k.shape[1] - self.q.shape[1]
+
+    def narrow(self, n: slice) -> Block:
+        """The same for some of the sequences."""
+        per_sequence = (self.slopes, self.first_row, self.first_key)
+        slopes, first_row, first_key = (None if tensor is None else tensor[n] for tensor in per_sequence)
+        return Block(self.q[n], self.k[n], self.v[n], slopes, self.sequences[n], first_row, first_key)
+
+    def padding(self, keys: Range) -> Tensor | None:
+        """(n, 1, 1, keys) bool, True where a key is padding; None where none is."""
+        if self.first_key is None:
+            return None
+        return (_indices(keys, self.first_key, self.k.device) < 0)[:, None, None]
+
+    def kept(self, rng_state: Tensor | None, dropout_p: float, heads: Range, rows: Range, keys: Range) -> Tensor:
+        """(n, heads, rows, keys) bool, which probabilities survive dropout; heads: query heads."""
+        device = self.q.device
+        return dropout.keep_tile(
+            rng_state,
+            dropout_p,
+            torch.tensor(list(self.sequences), dtype=torch.int64, device=device),
+            torch.arange(heads.start, heads.stop, device=device),
+            _indices(rows, self.first_row, device),
+            _indices(keys, self.first_key, device),
+        )
+
+
+def whole_block(call: AttentionCall) -> Block | None:
+    """A dense call's own tensors as one block; None where sequences have lengths of their own."""
+    if not call.is_dense:
+        return None
+    batch = call.q.shape[0]
+    slopes = None if call.alibi_slopes is None else alibi.slopes_per_sequence(call.alibi_slopes, batch)
+    return Block(call.q, call.k, call.v, slopes, range(batch))
+
+
+def _indices(tokens: Range, first: Tensor | None, device: torch.device) -> Tensor:
+    """(tokens,) or (n, tokens): each one's index in its own sequence, negative in padding."""
+    indices = torch.arange(tokens.start, tokens.stop, device=device)
+    return indices if first is None else indices - first[:, None]
+
+
+class Places:
+    """Where the rows, or the keys, of a block lie in the call's tensors; on the left is what padding is needed."""
+
+    def __init__(self, spans: Spans, sequences: list[int], seqlen: int, device: torch.device) -> None:
+        self.spans, self.sequences, self.seqlen, self.device = spans, sequences, seqlen, device
+        first, *others = sequences
+        self._are_even = spans.table is None and spans.lengths[first] == seqlen
+        if others and self._are_even:
+            self._are_even = all(index == first + n and spans.adjoins(index) for n, index in enumerate(others, 1))
+        # (n,) int64, by how much each sequence is shorter than seqlen; None where none is.
+        self.missing: Tensor | None = None
+        missing = [] if self._are_even else [seqlen - spans.lengths[index] for index in sequences]
+        if any(missing):
+            self.missing = self._ints(missing)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """(n, seqlen, heads, head_dim), a view where the sequences lie evenly.
+
+        Padding repeats its sequence's first token: infinities, which a weight of 0 would not undo, stay its own.
+        """
+        if self._are_even:
+            return self._view(tensor)
+        size = self.spans.size
+        if size is None or tensor.stride(0) == size * tensor.stride(1):
+            # Whole tokens at a time, several times as fast as indexing.
+            tokens = tensor if size is None else tensor.flatten(0, 1)
+            return torch.unflatten(tokens.index_select(0, self._slots.flatten()), 0, self._slots.shape)
+        return tensor[self._slots // size, self._slots % size]
+
+    def scatter(self, target: Tensor, values: Tensor) -> None:
+        """Write (n, seqlen, heads, head_dim) values to their slots in ``target``."""
+        if self._are_even:
+            self._view(target).copy_(values)
+            return
+        slots, values = self._slots.flatten(), values.flatten(0, 1)
+        if self.missing is not None:
+            tokens = (_indices(Range(0, self.seqlen), self.missing, slots.device) >= 0).flatten().nonzero().squeeze(1)
+            slots, values = slots[tokens], values.index_select(0, tokens)
+        size = self.spans.size
+        where = (slots,) if size is None else (slots // size, slots % size)
+        # Sequences may share pages, whose gradients add up.
+        target.index_put_(where, values.to(target.dtype), accumulate=self.spans.table is not None)
+
+    def gather_lse(self, source: Tensor, fill: float = torch.inf) -> Tensor:
+        """(n, nheads, seqlen) of a call.lse_shape; in padding +inf, by which probabilities are 0, or ``fill``."""
+        return self.with_padding(self.gather(self._by_token(source)), fill).squeeze(-1).transpose(1, 2)
+
+    def with_padding(self, gathered: Tensor, fill: float) -> Tensor:
+        """What ``gather`` gave, with ``fill`` in padding."""
+        if self.missing is None:
+            return gathered
+        padding = _indices(Range(0, self.seqlen), self.missing, gathered.device) < 0
+        return gathered.masked_fill(padding[..., None, None], fill)
+
+    def scatter_lse(self, target: Tensor, lse: Tensor) -> None:
+        """Write (n, nheads, seqlen) to ``target`` of call.lse_shape."""
+        self.scatter(self._by_token(target), lse.transpose(1, 2).unsqueeze(-1))
+
+    def _by_token(self, lse: Tensor) -> Tensor:
+        """An LSE of call.lse_shape as other tensors are: each head has one channel."""
+        return (lse.t() if self.spans.size is None else lse.transpose(1, 2)).unsqueeze(-1)
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        """Sequences that lie evenly, as a view of ``tensor``."""
+        first, count = self.sequences[0], len(self.sequences)
+        start = self.spans.starts[first]
+        if self.spans.size is not None:
+            return tensor[first : first + count, start : start + self.seqlen]
+        if count == 1:
+            return tensor[None, start : start + self.seqlen]
+        return torch.unflatten(tensor[start : start + count * self.seqlen], 0, (count, self.seqlen))
+
+    def _ints(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    @functools.cached_property
+    def _slots(self) -> Tensor:
+        """(n, seqlen) int64, slots counted through all rows of the tensor; padding's is its sequence's first."""
+        spans, sequences = self.spans, self._ints(self.sequences)[:, None]
+        starts = self._ints([spans.starts[index] for index in self.sequences])[:, None]
+        indices = _indices(Range(0, self.seqlen), self.missing, sequences.device)
+        slots = starts + (indices if self.missing is None else indices.clamp_min_(0))
+        if spans.size is None:
+            return slots
+        rows = sequences
+        if spans.table is not None:
+            rows = spans.table[self._ints(self.sequences)].long().gather(1, slots // spans.size)
+            slots = slots % spans.size
+        return rows * spans.size + slots
+
+
+class Layout:
+    """The blocks of one call, and the way back from a block's results to the call's tensors."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.call = call
+        self.rows = _row_spans(call)
+        self.keys = _key_spans(call)
+
+    def alone(self) -> list[BlockPlan]:
+        """A plan for each sequence that has rows and keys."""
+        lengths = enumerate(zip(self.rows.lengths, self.keys.lengths))
+        return [BlockPlan([index], *seqlens) for index, seqlens in lengths if all(seqlens)]
+
+    def plans(self) -> list[BlockPlan]:
+        """Neighbours of one length as they lie, and short sequences of like length together."""
+        call = self.call
+        runs: list[BlockPlan] = []
+        for plan in self.alone():
+            index = plan.sequences[0]
+            is_next = bool(runs) and runs[-1].sequences[-1] == index - 1
+            if is_next and self.rows.adjoins(index) and self.keys.adjoins(index):
+                runs[-1].sequences.append(index)
+            else:
+                runs.append(plan)
+        joining = _CPU if call.q.is_cpu else _ACCELERATOR
+        if len(runs) < joining.few:
+            return runs
+        padding = joining.padding / (2 * call.nheads * (call.q.shape[-1] + call.head_dim_v))
+        most_tokens = joining.elements // (call.nheads * call.q.shape[-1])
+        short: list[BlockPlan] = []
+        others: list[BlockPlan] = []
+        for run in runs:
+            # Rows of a padded block that see no key are to be padding, whatever is computed for them.
+            sees_keys = call.mask.rows_with_keys(run.seqlen_q, run.seqlen_k).size == run.seqlen_q
+            (short if sees_keys and run.seqlen_q * run.seqlen_k <= _LONG * padding else others).append(run)
+        return others + _joined(short, padding, most_tokens, joining.few)
+
+    def blocks(self, plans: list[BlockPlan]) -> Iterator[tuple[Block, Places, Places]]:
+        """The block of each plan, and where its rows and keys lie."""
+        call, device = self.call, self.call.q.device
+        for sequences, seqlen_q, seqlen_k in plans:
+            rows = Places(self.rows, sequences, seqlen_q, device)
+            keys = Places(self.keys, sequences, seqlen_k, device)
+            slopes = call.alibi_slopes
+            if slopes is not None:
+                shared = slopes.dim() == 1
+                slopes = alibi.slopes_per_sequence(slopes, len(sequences)) if shared else slopes[sequences]
+            q, k, v = rows.gather(call.q), keys.gather(call.k), keys.gather(call.v)
+            yield Block(q, k, v, slopes, sequences, rows.missing, keys.missing), rows, keys
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor) -> Tensor:
+        """Zeros to scatter into; under a transform with every axis that vmap hides in the call, or in ``others``."""
+        like = self.call.q
+        if self.call.transformed:
+            given = (*self.call.tensors, *others)
+            like = sum((x.new_zeros(()) for x in given if x is not None), like.new_zeros(()))
+        return like.new_zeros(shape, dtype=dtype)
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """``out`` and ``softmax_lse`` to scatter into: 0 and +inf where a sequence has no keys."""
+        call = self.call
+        out, lse = self.zeros(call.out_shape, call.q.dtype), self.zeros(call.lse_shape, lse_dtype(call.q.dtype))
+        for index, (start, seqlen_q) in enumerate(zip(self.rows.starts, self.rows.lengths)):
+            if not self.keys.lengths[index]:
+                (lse[:, start : start + seqlen_q] if self.rows.size is None else lse[index]).fill_(torch.inf)
+        return out, lse
+
+
+def _joined(runs: list[BlockPlan], padding: float, most_tokens: int, few: int) -> list[BlockPlan]:
+    """Runs of like length together: sorted by length, the padding that one more adds is smallest."""
+    groups: list[tuple[BlockPlan, list[BlockPlan]]] = []
+    for run in sorted(runs, key=lambda run: (run.seqlen_k, run.seqlen_q)):
+        if groups:
+            joined, members = groups[-1]
+            both = joined.join(run)
+            if both.tokens <= most_tokens and both.pairs - joined.pairs - run.pairs <= padding:
+                groups[-1] = both, [*members, run]
+                continue
+        groups.append((run, [run]))
+    plans: list[BlockPlan] = []
+    for joined, members in groups:
+        plans += members if len(members) < few else [joined._replace(sequences=sorted(joined.sequences))]
+    return plans
+
+
+def _row_spans(call: AttentionCall) -> Spans:
+    if call.cu_seqlens_q is None:
+        batch, seqlen_q = call.q.shape[:2]
+        return Spans([0] * batch, [seqlen_q] * batch, seqlen_q)
+    return Spans(*_packed_spans("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0]))
+
+
+def _key_spans(call: AttentionCall) -> Spans:
+    table = call.block_table
+    cu_seqlens = call.cu_seqlens_k if table is None else None
+    if cu_seqlens is not None:
+        starts, lengths = _packed_spans("cu_seqlens_k", cu_seqlens, call.k.shape[0])
+        capacity = lengths
+    else:
+        slots = call.k.shape[1] * (1 if table is None else table.shape[1])
+        starts, capacity = [0] * call.batch, [slots] * call.batch
+        lengths = capacity
+    if call.seqused_k is not None:
+        lengths = _numbers("seqused_k", call.seqused_k)
+        if any(not 0 <= used <= most for used, most in zip(lengths, capacity)):
+            raise RuntimeError(f"seqused_k must lie between 0 and the keys each sequence has: {lengths} of {capacity}")
+    if call.leftpad_k is not None:
+        leftpad = [max(0, skipped) for skipped in _numbers("leftpad_k", call.leftpad_k)]  # as our kernels read them
+        starts = [start + skipped for start, skipped in zip(starts, leftpad)]
+        lengths = [max(0, length - skipped) for length, skipped in zip(lengths, leftpad)]
+    return Spans(starts, lengths, None if cu_seqlens is not None else call.k.shape[1], table)
+
+
+def _packed_spans(name: str, cu_seqlens: Tensor, total: int) -> tuple[list[int], list[int]]:
+    bounds = _numbers(name, cu_seqlens)
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+    if bounds[0] < 0 or bounds[-1] > total or any(length < 0 for length in lengths):
+        raise RuntimeError(f"{name} must rise from 0 to at most the {total} tokens of its tensor, got {bounds}")
+    return bounds[:-1], lengths
+
+
+def _numbers(name: str, lengths: Tensor) -> list[int]:
+    if lengths.is_cuda and cuda_capture.is_capturing(lengths.get_device()):
+        raise RuntimeError(
+            f"{name} is on the GPU and must be read here, which the capture of a CUDA graph forbids: "
+            "explain() says why the backends that need not read it do not serve"
+        )
+    return numbers_of(lengths)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """softmax_lse is fp32, except that fp64 problems keep theirs in fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,236 @@
+"""From a call to its outputs, with gradients where they are wanted: one autograd Function for every backend.
+
+Packed inputs enter the graph whole, so that their gradient is one packed tensor written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flash_attn_compat import settings
+from flash_attn_compat.core import checks, torch_state
+from flash_attn_compat.core.arguments import FORWARD, RECORDED, RECORDED_WITH_SLOPES, TRANSFORMED, Purpose
+from flash_attn_compat.core.call import RNG_STATE, AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.core.prepared import Known, Request, Tensors
+from flash_attn_compat.core.torch_state import transforms_are_on
+from flash_attn_compat.dispatch import at_exit, choice
+from flash_attn_compat.dispatch.op_derivatives import have_tangents
+from flash_attn_compat.dispatch.serve import backward_tensors, dmask, gradients, run
+
+
+def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as views of what the caller gave: (q, k, v), (q, kv) or (qkv,).
+
+    Packed tensors hold them along their third axis from the end.
+    """
+    *alone, packed = inputs
+    if len(alone) < 2:
+        _check_packed(packed, 3 - len(alone))
+        q, k, v = (*alone, *[packed.select(-3, index) for index in range(3 - len(alone))])
+        return q, k, v
+    q, k, v = inputs
+    return q, k, v
+
+
+def _check_packed(packed: Tensor, expected: int) -> None:
+    name = {2: "kv", 3: "qkv"}[expected]
+    checks.is_tensor(name, packed)
+    axis = packed.dim() - 3
+    if axis < 0:
+        raise IndexError(f"Dimension out of range: {name} must have at least 4 dimensions, got {tuple(packed.shape)}")
+    size = packed.shape[axis]
+    if size < expected:
+        raise IndexError(
+            f"index {expected - 1} is out of bounds for dimension {axis} with size {size}: {name} of shape "
+            f"{tuple(packed.shape)} must hold {expected} tensors along its third axis from the end"
+        )
+    if size > expected:
+        raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")
+
+
+# out, softmax_lse, S_dmask. Any, because what the call does not ask for is None, and what it asks for is not.
+Outputs = tuple[Tensor, Any, Any]
+
+
+def purpose(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> Purpose:
+    """Whether autograd records a call of ``inputs``, or a transform of torch.func or forward-mode AD looks on."""
+    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
+        return TRANSFORMED
+    if torch.is_grad_enabled():
+        if are_trained(slopes):
+            return RECORDED_WITH_SLOPES
+        try:
+            for tensor in inputs:
+                if tensor.requires_grad:
+                    return RECORDED
+        except AttributeError:  # of what is no tensor, which the checks refuse by name
+            pass
+    return FORWARD
+
+
+def are_trained(slopes: object) -> bool:
+    """Whether ALiBi slopes want a gradient where autograd records."""
+    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
+
+
+def with_scale_in_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """A call whose softmax_scale is a tensor to differentiate by, as one whose queries are multiplied by it.
+
+    Kernels take a number. They get the usual one, head_dim ** -0.5, and the queries the rest, which is about 1.
+    inputs, options: as a public function has them; they are returned unchanged where the scale wants no derivative
+    """
+    scale, queries = options[1], inputs[0]
+    wants_gradient = scale.requires_grad and torch.is_grad_enabled()
+    is_traced = torch.compiler.is_compiling() or torch_state.tracing_state() is not None
+    if not (wants_gradient or is_traced or are_transformed((scale,))):
+        return inputs, options
+    if scale.numel() != 1 or not isinstance(queries, Tensor):
+        return inputs, options  # the checks say what is wrong
+    q, *others = inputs if len(inputs) > 1 else unpack(inputs)
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))  # in which the scale's gradient is summed
+    return ((wide * (scale.reshape(()) * q.shape[-1] ** 0.5)).to(q.dtype), *others), (options[0], None, *options[2:])
+
+
+def are_transformed(inputs: tuple[object, ...]) -> bool:
+    """Within a transform of torch.func or forward-mode AD: whether it looks on, which no kernel can serve."""
+    return transforms_are_on() or have_tangents(inputs)
+
+
+def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Outputs:
+    """(out, softmax_lse, S_dmask) of a request over views of ``inputs``; recorded for autograd if the call needs_grad.
+
+    S_dmask is None unless the call asks for it, softmax_lse may be None unless it asks for that.
+    """
+    if known.call.needs_grad:
+        slopes = unwrapped(request.tensors[3]) if known.call.slopes_gradient else None
+        outputs: Outputs = _record(known, request, slopes, *map(unwrapped, inputs))
+        return outputs
+    known, result = run(known, request)
+    return _outputs(known, request.tensors, result) if known.call.return_lse else (result.out, None, None)
+
+
+def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
+    """As kernels take it. The LSE of a row without keys depends on nothing, whatever a loss makes of its infinity."""
+    return None if dlse is None or lse is None else dlse.masked_fill(lse.isinf(), 0.0).resolve_neg()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, known: Known, request: Request, slopes: Tensor | None, *inputs: Tensor) -> Outputs:
+        ctx.known, result = run(known, request)
+        ctx.used, ctx.inputs = settings.used_backend(), len(inputs)
+        others = request.tensors[3:RNG_STATE]
+        ctx.others = len(others)
+        ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
+        ctx.set_materialize_grads(False)
+        return _outputs(ctx.known, request.tensors, result) if ctx.known.call.return_lse else (result.out, None, None)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
+        if settings.used_backend() != ctx.used:  # on a GPU this is autograd's own thread
+            with settings.using_backend(ctx.used):
+                return _Attention.backward(ctx, dout, dlse, _)
+        saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at the first look only
+        inputs, (out, lse, rng_state, *rest) = saved[: ctx.inputs], saved[ctx.inputs :]
+        if dout is None and dlse is None:
+            return (None,) * (3 + len(inputs))
+        if dout is not None and type(dout) is not Tensor:
+            dout = dout.clone()  # of a pending collective, that is its result
+        tensors = backward_tensors((*unpack(inputs), *rest[: ctx.others]), rng_state)
+        if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):
+            call = ctx.known.call.with_tensors(*tensors)
+            leaves = (call.alibi_slopes, *inputs)
+            return None, None, *differentiable_gradients(leaves, ctx.needs_input_grad[2:], call, dout, dlse)
+        of_slopes = None
+        if ctx.needs_input_grad[2]:
+            of_slopes = gradient_of_slopes(ctx.known.call.with_tensors(*tensors), dout, dlse)
+        dout = torch.zeros_like(out) if dout is None else dout
+        upstream = Upstream(dout, out, lse, rng_state, tuple(rest[ctx.others :]), gradient_of_lse(dlse, lse))
+        if len(inputs) == 3:
+            return None, None, of_slopes, *gradients(ctx.known, tensors, upstream)[1].gradients
+        packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
+        gradients(ctx.known, tensors, upstream, into=Gradients(*unpack(packed)))
+        return None, None, of_slopes, *packed
+
+
+def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
+    """In the shape of ``call.alibi_slopes``: the forward once more in differentiable operations."""
+    q, k, v, slopes = call.q.detach(), call.k.detach(), call.v.detach(), call.alibi_slopes
+    assert slopes is not None
+    leaf = slopes.detach().requires_grad_()
+    wanted = True, False, False, False
+    found, *_ = differentiable_gradients((leaf, q, k, v), wanted, call._replace(given_lse=False), dout, dlse)
+    assert found is not None  # it was wanted
+    return found
+
+
+def is_wrapped(gradient: Tensor | None) -> bool:
+    """Whether a transform of torch.func or is_grads_batched=True looks on: what they give has no memory to read."""
+    return gradient is not None and (_is_transformed(gradient) or _is_batched(gradient))
+
+
+# Function.apply does this in Python, and looks for transforms of torch.func, under which nothing is recorded.
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+_record, unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C._functorch.unwrap_if_dead
+# Its backward, for other functions: of a context with the same fields, and the gradients of its three results.
+differentiate = _Attention.backward
+
+
+def differentiable_gradients(
+    inputs: tuple[Tensor | None, ...],
+    wanted: tuple[bool, ...],
+    call: AttentionCall,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> list[Tensor | None]:
+    """Gradients to differentiate again, or that are transformed: the forward once more in differentiable operations.
+
+    inputs: the call's slopes, and its tensors as unpack takes them; wanted: whose gradients are
+    """
+    create_graph = torch.is_grad_enabled()
+    if call.dropout_p and call.rng_state is None:
+        raise RuntimeError(
+            "create_graph=True needs a dropout mask that can be drawn again, as is_grads_batched=True does, and the "
+            "kernel that served this call keeps its own: use dropout_p=0, or compute the forward under "
+            'flash_attn_compat.use_backend("chunked")'
+        )
+    at_exit.wait_for_autograd(call.q)
+    with torch.enable_grad(), torch_state.without_autocast(call.q.device):
+        # Views, of which none was computed from another: flash_attn_func(x, x, x) has three gradients in x.
+        slopes = None if inputs[0] is None else inputs[0].view_as(inputs[0])
+        tensors = tuple([tensor.view_as(tensor) for tensor in inputs[1:] if tensor is not None])
+        (q, k, v), inputs = unpack(tensors), (slopes, *tensors)
+        leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted and tensor is not None]
+        again = choice.in_differentiable_operators(call._replace(q=q, k=k, v=v, alibi_slopes=slopes))
+        result = choice.choose_whoever_is_named(again).forward(again)
+        if dlse is not None and result.softmax_lse is not None:
+            dlse = dlse.masked_fill(result.softmax_lse.isinf(), 0.0)
+        given = [
+            (output, gradient)
+            for output, gradient in ((result.out, dout), (result.softmax_lse, dlse))
+            if output is not None and gradient is not None and output.requires_grad
+        ]
+        outputs, upstreams = [output for output, _ in given], [gradient for _, gradient in given]
+        options = {"create_graph": create_graph, "allow_unused": True}
+        found = torch.autograd.grad(outputs, leaves, upstreams, **options) if given else ()
+        gradients = iter(found or [None] * len(leaves))
+        return [
+            _or_zeros(next(gradients), tensor) if is_wanted and tensor is not None else None
+            for tensor, is_wanted in zip(inputs, wanted)
+        ]
+
+
+def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
+    """The gradient, or zeros that can be differentiated too: no row sees a key."""
+    if gradient is not None:
+        return gradient
+    return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
+
+
+def _outputs(known: Known, tensors: Tensors, result: Result) -> Outputs:
+    return result.out, result.lse.contiguous(), dmask(known, tensors, result.rng_state)

@@ -1,0 +1,215 @@
+"""Which backend serves a call, why, and how often each one has.
+
+A decision depends on a call's traits and its surroundings only, so it is remembered by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends import BACKENDS, Backend, CallRefused
+from flash_attn_compat.core import cuda_capture, prepared
+from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.features import Traits, split
+
+
+class BackendNotSupported(RuntimeError):
+    """No backend, or not the one that was asked for, can serve a call. The message holds every reason."""
+
+
+# How many calls each has served, by name: a backend, or whoever one was left to that could have been ours. Every call
+# counts; a Counter takes six times as long.
+served: defaultdict[str, int] = defaultdict(int)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call would get, and what speaks against each (an empty list: it could serve).
+
+    slopes_gradient: the backend whose differentiable operators compute the gradient of alibi_slopes; None where nobody
+        asks for it
+    """
+
+    backend: str | None
+    reasons: dict[str, list[str]]
+    slopes_gradient: str | None = None
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.reasons)
+        lines = []
+        for name, reasons in self.reasons.items():
+            chosen = "serves the call" if name == self.backend else "could serve it too"
+            also = "; computes the gradient of alibi_slopes, in PyTorch's operators" * (name == self.slopes_gradient)
+            lines.append(f"{name:{width}}  {'; '.join(reasons) or chosen}{also}")
+        return "\n".join(lines)
+
+
+class Explained(BaseException):
+    """Carries an explanation out of the call it was asked about, past any ``except Exception``."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        self.explanation = explanation
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Let only the backend ``name`` serve calls of this thread or task; a call it can't serve raises.
+
+    Gradients are computed by the backend that served the forward, wherever and in whichever thread the backward runs.
+    Some cannot compute gradients of softmax_lse, or any that can be differentiated again (create_graph=True): those
+    come from the first backend that can. Raises ValueError for unknown names.
+    """
+    _find(name)
+    with settings.using_backend(name):
+        yield
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend ``function(*args, **kwargs)`` would get and why not the others; nothing is computed.
+
+    ``function`` is one of flash_attn's, or anything that calls one: then its first attention call counts.
+    Raises ValueError if no attention was called.
+    """
+    try:
+        with settings.explaining():
+            function(*args, **kwargs)
+    except Explained as found:
+        return found.explanation
+    raise ValueError(
+        f"{function!r} made no attention call to explain, or PyTorch alone computes it: calls of "
+        "F.scaled_dot_product_attention are asked about on CUDA GPUs only, while sdpa is switched on"
+    )
+
+
+def backend_counts() -> dict[str, int]:
+    """Calls served since the start or the last reset, per backend; a forward and its backward count once."""
+    return dict(served)
+
+
+def reset_backend_counts() -> None:
+    served.clear()
+
+
+def choose(call: AttentionCall) -> Backend | None:
+    """The first backend that can serve ``call`` exactly, or the forced one; None where nothing is to be computed.
+
+    That is where there are no rows or no keys, or tensors on the meta device, but under a transform, whose zeros have
+    derivatives. Raises BackendNotSupported with every backend's reasons.
+    """
+    if settings.explains():
+        _check_settings()
+        explanation = _explain(call.traits(), settings.named_backend())
+        if call.slopes_gradient:
+            other = _first_able(in_differentiable_operators(call).traits(), None)
+            explanation = replace(explanation, slopes_gradient=None if other is None else other.name)
+        raise Explained(explanation)
+    if (call.is_empty or call.q.is_meta) and not call.transformed:
+        return None
+    return _decide(call)
+
+
+def choose_besides(refusing: Backend, call: AttentionCall, refusal: CallRefused) -> Backend:
+    """Another one than ``refusing``, which serves calls of these traits, but for this one's sizes."""
+    other = _first_able(call.traits(), settings.named_backend(), besides=refusing)
+    if other is None:
+        raise refusal
+    return other
+
+
+def choose_whoever_is_named(call: AttentionCall) -> Backend:
+    """As ``choose``, for gradients that the backend which is named, and has served the call, may lack.
+
+    They are those that can be differentiated again, and those of softmax_lse.
+    """
+    return _decide(call, heeds_name=False)
+
+
+def in_differentiable_operators(call: AttentionCall) -> AttentionCall:
+    """``call``, of which every operator is differentiated on its own."""
+    return call._replace(transformed=True, needs_grad=False)
+
+
+def _check_settings() -> None:
+    settings.check()
+    name = settings.backend_variable()
+    if name is not None and name not in _names():
+        raise ValueError(f"{settings.BACKEND} must be one of {', '.join(_names())}, got {name!r}")
+
+
+def reasons_against(name: str, call: AttentionCall) -> list[str]:
+    """Why the backend ``name`` would not serve ``call``: its own reasons, or who goes first."""
+    explanation = _explain(call.traits(), settings.named_backend())
+    if explanation.backend == name:
+        return []
+    first = f"{explanation.backend} goes first" if explanation.backend else "another backend was named"
+    return explanation.reasons[name] or [first]
+
+
+def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
+    traits, current = call.traits(), prepared.current()
+    key = traits, heeds_name, prepared.surroundings(call.q)
+    found: Backend | None = current.decisions.get(key)
+    if found is not None:
+        return found
+    _check_settings()
+    named = settings.named_backend() if heeds_name else None
+    backend = _first_able(traits, named)
+    if backend is None:
+        raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
+    if not cuda_capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
+        prepared.keep(current.decisions, key, backend)
+    return backend
+
+
+def _first_able(traits: Traits, forced: str | None, besides: Backend | None = None) -> Backend | None:
+    """Stops at the first that can: those behind it may load libraries before they give reasons, which takes seconds."""
+    candidates = [_find(forced)] if forced is not None else _ordered(traits)
+    return next((backend for backend in candidates if backend is not besides and not backend.reasons(traits)), None)
+
+
+def _ordered(traits: Traits) -> list[Backend]:
+    ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
+    for backend in BACKENDS:
+        times = backend.times(traits)
+        if times is not None:
+            _sort_timed(ordered, times)
+    return ordered
+
+
+def _sort_timed(ordered: list[Backend], times: Mapping[str, float]) -> None:
+    """Sort the timed backends by their times, in the places that they have; those that were not timed stay."""
+    places = [place for place, backend in enumerate(ordered) if backend.name in times]
+    by_time = sorted((ordered[place] for place in places), key=lambda backend: times[backend.name])
+    for place, backend in zip(places, by_time):
+        ordered[place] = backend
+
+
+def _explain(traits: Traits, forced: str | None) -> Explanation:
+    reasons = {backend.name: backend.reasons(traits) for backend in _ordered(traits)}
+    if forced is not None:
+        _find(forced)
+        return Explanation(forced if not reasons[forced] else None, reasons)
+    able = [name for name, against in reasons.items() if not against]
+    return Explanation(able[0] if able else None, reasons)
+
+
+def _refusal(traits: Traits, explanation: Explanation, forced: str | None) -> str:
+    asked = ", ".join(feature.description for feature in split(traits.features)) or "dense attention"
+    head = f"backend {forced!r} cannot serve this call" if forced else "no backend can serve this call"
+    return f"{head}: {traits.dtype} on {traits.device_type}, head_dim {traits.head_dim}, {asked}\n{explanation}"
+
+
+def _find(name: str) -> Backend:
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    raise ValueError(f"unknown backend {name!r}; choose from {', '.join(_names())}")
+
+
+def _names() -> list[str]:
+    return [backend.name for backend in BACKENDS]

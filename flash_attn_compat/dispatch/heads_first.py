@@ -1,0 +1,103 @@
+"""Attention over (batch, heads, seqlen, head_dim), recorded as PyTorch's own operators are: out is a tensor of its own.
+
+It is no view, its version is 0, and it may be written to before its backward; so may a mask of booleans.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat import settings
+from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, TENSORS
+from flash_attn_compat.core.prepared import Known, Request
+from flash_attn_compat.dispatch.autograd import differentiate, is_wrapped, unwrapped
+from flash_attn_compat.dispatch.serve import find, run
+
+_MASK = TENSORS.index("bias") - 3  # its place among the tensors behind q, k and v, the last one
+
+
+def record(known: Known, request: Request) -> Tensor:
+    """out of a request, with its second and third axes swapped, recorded for autograd."""
+    out: Tensor = _record(known, request, None, *map(unwrapped, request.tensors[:3]))
+    return out
+
+
+def as_own(out: Tensor) -> Tensor:
+    """(batch, seqlen, heads, head_dim) with its axes swapped, as a tensor that is no view."""
+    return out.contiguous().transpose(1, 2).data
+
+
+class _HeadsFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, known: Known, request: Request, slopes: None, *inputs: Tensor) -> Tensor:
+        ctx.known, result = run(known, request)
+        ctx.used, ctx.asked = settings.used_backend(), (request.kind, request.values)
+        # ``out`` has another version than result.out, whose memory it shares: writing to it does not end the graph.
+        out = as_own(result.out)
+        ctx.out_version, ctx.mask_version = _version(out), None
+        others = request.tensors[3:RNG_STATE]
+        if len(others) > _MASK and others[_MASK].dtype is torch.bool:
+            mask = others[_MASK]
+            ctx.mask_version, ctx.mask_was = _version(mask), mask._version
+            others = (*others[:_MASK], mask.data)
+        ctx.others = len(others)
+        ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * 6
+        saved, others = ctx.saved_tensors, slice(6, 6 + ctx.others)  # once, as in autograd.py
+        if ctx.mask_version is not None and ctx.mask_version._version != ctx.mask_was:
+            place = others.start + _MASK
+            mask = _kept_mask(ctx.known, saved[place], saved[others.stop :])
+            saved = (*saved[:place], mask, *saved[place + 1 :])
+        if ctx.out_version._version and not (torch.is_grad_enabled() or is_wrapped(dout)):  # which make their own
+            saved = (*saved[:3], _again(ctx, (*saved[:3], *saved[others]), saved[5]), *saved[4:])
+        state = SimpleNamespace(
+            known=ctx.known, used=ctx.used, inputs=3, others=ctx.others, needs_input_grad=ctx.needs_input_grad,
+            saved_tensors=saved,
+        )  # fmt: skip
+        return differentiate(state, dout.transpose(1, 2), None, None)
+
+
+_record = super(torch.autograd.Function, _HeadsFirst).apply  # as in autograd.py
+
+
+def _version(tensor: Tensor) -> Tensor:
+    """A tensor without elements whose version is that of ``tensor``, now and later."""
+    alias = tensor.detach()
+    alias.data = _nothing(tensor.dtype, tensor.device)
+    return alias
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def _kept_mask(known: Known, mask: Tensor, saved: tuple[Any, ...]) -> Tensor:
+    """The mask of booleans as the forward saw it."""
+    found: Tensor | None = known.backend.kept_mask(mask, saved)
+    if found is None:
+        raise RuntimeError(
+            "attn_mask is needed for gradients, and has been modified by an inplace operation since the forward. The "
+            f"backend {known.backend.name} kept no copy of it: give the forward a copy"
+        )
+    return found
+
+
+def _again(ctx: Any, tensors: tuple[Any, ...], rng_state: Tensor | None) -> Tensor:
+    """The forward's out once more: the caller has written to the first one. Hooks may have laid tensors elsewhere."""
+    kind, values = ctx.asked
+    request = Request(kind, (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state), values)
+    with settings.using_backend(ctx.used):
+        return run(find(request), request)[1].out

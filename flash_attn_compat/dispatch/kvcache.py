@@ -1,0 +1,357 @@
+"""Attention over a cache: the new keys and values are appended and rotated, then attended to.
+
+Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.core import checks
+from flash_attn_compat.core.append import Append
+from flash_attn_compat.core.arguments import cache_call, integer, plain
+from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.prepared import Alike, Request, RequestKind, Tensors
+from flash_attn_compat.core.varlen import lse_dtype
+from flash_attn_compat.dispatch import op_derivatives, ops
+from flash_attn_compat.dispatch.serve import find, run
+
+_CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
+
+
+def attend(
+    given: tuple[Any, ...],
+    lengths: int | Tensor | None,
+    rows: Tensor | None,
+    leftpad: Tensor | None,
+    table: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int],
+    softcap: float,
+    rotary_interleaved: bool,
+    num_splits: int,
+    return_lse: bool,
+    within_operator: bool = False,
+) -> tuple[Tensor, Any]:
+    """(out, softmax_lse, or what is nothing if not asked for); arguments as in flash_attn_with_kvcache.
+
+    given: q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin; lengths to table: cache_seqlens,
+    cache_batch_idx, cache_leftpad, block_table; within_operator: as that asks, which hides who looks on
+    """
+    q, k_cache, v_cache, slopes, k, v, cos, sin = given
+    length = None  # one that is a number is no value of a request: it differs in each step
+    if lengths is not None and not isinstance(lengths, Tensor):
+        lengths, length = None, integer("cache_seqlens", lengths)
+    if not within_operator and ops.are_asked_for_without_derivatives(q, k_cache, v_cache, k, v):
+        left, right = checks.two_bounds(window_size)
+        arguments = (
+            q, k_cache, v_cache, k, v, cos, sin, lengths, rows, leftpad, table, slopes, softmax_scale, causal, left,
+            right, softcap, rotary_interleaved, num_splits,
+        )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            checks.are_dense(dict(zip(_Arguments._fields, arguments)))
+        found: tuple[Tensor, Tensor] = _kvcache_op(*arguments, length, return_lse)
+        return found
+    values = plain(0.0, softmax_scale, causal, window_size, softcap, False, return_lse)
+    if rows is not None and table is not None:
+        raise RuntimeError("Paged KVcache does not support cache_batch_idx")
+    if type(num_splits) is not int:
+        num_splits = integer("num_splits", num_splits)
+    cu_seqlens_q = cu_seqlens_k = bias = rng_state = None
+    tensors = (
+        q, k_cache, v_cache, slopes, cu_seqlens_q, cu_seqlens_k, lengths, leftpad, table if rows is None else rows,
+        bias, rng_state, k, v, cos, sin,
+    )  # fmt: skip
+    side = None if length is None else _side_of_rows(q, k, length)
+    others = values, bool(rotary_interleaved), num_splits, rows is not None, length is not None, side
+    request = Request(OVER_CACHE, tensors, others, length)
+    known, result = run(find(request), request)
+    return result.out, result.lse.contiguous() if known.call.return_lse else None
+
+
+class _Arguments(NamedTuple):
+    """The function's arguments: tensors first."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    alibi_slopes: Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    softcap: float
+    rotary_interleaved: bool
+    num_splits: int
+
+    @property
+    def capacity(self) -> int:
+        """Slots that one sequence can address."""
+        page = self.k_cache.shape[1]
+        return page if self.block_table is None else page * self.block_table.shape[1]
+
+    @property
+    def seqlen_new(self) -> int:
+        return 0 if self.k is None or self.k.is_nested else self.k.shape[1]  # the checks name what is nested
+
+
+def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
+    """Whether there are fewer (-1), as many (0) or more (1) keys than rows, on which the backend depends; or none."""
+    try:
+        keys, rows = length + (0 if k is None else k.shape[1]), q.shape[1]
+    except (AttributeError, IndexError, RuntimeError):
+        return None  # the checks say it better
+    return (keys > rows) - (keys < rows) if keys > 0 else None
+
+
+def _arguments(request: Request) -> _Arguments:
+    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, _, _, k, v, cos, sin = request.tensors
+    (_, scale, causal, left, right, softcap, _, _), interleaved, num_splits, has_rows, has_length, _ = request.values
+    rows, table = (pages, None) if has_rows else (None, pages)
+    return _Arguments(
+        q, k_cache, v_cache, k, v, cos, sin, request.length if has_length else lengths, rows, leftpad, table, slopes,
+        scale, causal, left, right, softcap, interleaved, num_splits,
+    )  # fmt: skip
+
+
+def _build(request: Request) -> Alike:
+    kind, values = request.kind, request.values
+    given = _arguments(request)
+    _check(given)
+
+    def bind(tensors: Tensors, length: int | None) -> tuple[AttentionCall, Append | None]:
+        arguments = _arguments(Request(kind, tensors, values, length))
+        call = _call(arguments, values[0])
+        return call, _new_keys(arguments, call)
+
+    call, new = bind(request.tensors, request.length)
+    whole = call if request.length is None else _call(given._replace(cache_seqlens=None), values[0])
+    return Alike(call, whole, new, bind, True, _number_check(given))
+
+
+def _call(arguments: _Arguments, values: tuple[Any, ...]) -> AttentionCall:
+    q, k_cache, v_cache, _, _, _, _, lengths, rows, leftpad, table, slopes, *_ = arguments
+    return cache_call(q, k_cache, v_cache, lengths, arguments.seqlen_new, rows, leftpad, table, slopes, values)
+
+
+def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:
+    if arguments.k is None:
+        return None
+    assert arguments.v is not None and arguments.cache_seqlens is not None
+    cos, sin = arguments.rotary_cos, arguments.rotary_sin
+    # flash-attn looks at no sin without cos, and rotates row i at its own position only if the mask is banded.
+    return Append(
+        arguments.k, arguments.v, cos, None if cos is None else sin, arguments.rotary_interleaved,
+        arguments.cache_seqlens, not call.mask.is_full,
+    )  # fmt: skip
+
+
+def _check(arguments: _Arguments) -> None:
+    q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.is_tensor(name, tensor)
+    checks.tensors(q, k_cache, v_cache)
+    q_shape, k_shape, v_shape = q.shape, k_cache.shape, v_cache.shape
+    if len(q_shape) != 4 or len(k_shape) != 4:
+        raise RuntimeError(
+            "q must have shape (batch_size, seqlen_q, num_heads, head_size) and kcache must have shape "
+            f"{_CACHE_SHAPE}, got {tuple(q_shape)} and {tuple(k_shape)}"
+        )
+    batch, head_dim = q_shape[0], q_shape[3]
+    if batch == 0:
+        raise RuntimeError(f"batch size must be positive, got q of shape {tuple(q_shape)}")
+    if arguments.num_splits > 128:
+        raise RuntimeError(f"num_splits > 128 not supported, got {arguments.num_splits}")
+    _check_addressing(arguments)
+    if k_shape[3] != head_dim:
+        raise RuntimeError(f"kcache must have shape {_CACHE_SHAPE}, got {tuple(k_shape)} for q {tuple(q_shape)}")
+    if v_shape != k_shape and (len(v_shape) != 4 or v_shape[:3] != k_shape[:3]):
+        raise RuntimeError(f"vcache must have shape {_CACHE_SHAPE}, got {tuple(v_shape)}")
+    checks.heads(q, k_cache, v_cache)
+    if k_cache.stride(3) != 1 and k_cache.numel():
+        raise AssertionError("k_cache must have contiguous last dimension")
+    if v_cache.stride(3) != 1 and v_cache.numel():
+        raise AssertionError("v_cache must have contiguous last dimension")
+    if isinstance(arguments.cache_seqlens, Tensor):
+        checks.per_sequence("seqlens_k", arguments.cache_seqlens, batch, q.device)
+    if arguments.cache_leftpad is not None:
+        checks.is_tensor("cache_leftpad", arguments.cache_leftpad)
+        checks.per_sequence("leftpad_k", arguments.cache_leftpad, batch, q.device)
+    _check_new_keys(arguments)
+    _check_rotary(arguments)
+
+
+def _check_addressing(arguments: _Arguments) -> None:
+    q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
+    batch, index, table = q.shape[0], arguments.cache_batch_idx, arguments.block_table
+    if table is not None:
+        if arguments.cache_leftpad is not None:
+            raise RuntimeError("We don't support Paged KV and leftpad_k running at the same time yet")
+        checks.pages(q, k_cache, v_cache, table, batch)
+    elif index is not None:
+        checks.is_int32("cache_batch_idx", index, q.device)
+        if index.shape != (batch,):
+            raise RuntimeError(f"cache_batch_idx must have shape (batch_size), got {tuple(index.shape)}, batch {batch}")
+    elif k_cache.shape[0] < batch:
+        raise RuntimeError(
+            f"kcache must have shape {_CACHE_SHAPE} with at least batch_size = {batch} rows, got {tuple(k_cache.shape)}"
+        )
+
+
+def _check_new_keys(arguments: _Arguments) -> None:
+    q, k, v, lengths = arguments.q, arguments.k, arguments.v, arguments.cache_seqlens
+    if k is None:
+        if v is not None:
+            raise RuntimeError("If value is supplied, key must also be passed in")
+        return
+    if v is None:
+        raise RuntimeError("If key is supplied, value must also be passed in")
+    if lengths is None:
+        raise RuntimeError("If key is supplied, seqlens_k must also be passed in")
+    checks.is_tensor("k", k)
+    checks.is_tensor("v", v)
+    if k.dtype != q.dtype:
+        raise RuntimeError(f"Key must have the same dtype as query, got {k.dtype} and {q.dtype}")
+    if v.dtype != q.dtype:
+        raise RuntimeError(f"Value must have the same dtype as query, got {v.dtype} and {q.dtype}")
+    batch, nheads_k = q.shape[0], arguments.k_cache.shape[2]
+    for name, new, cache in (("k", k, arguments.k_cache), ("v", v, arguments.v_cache)):
+        expected = (batch, k.shape[1] if k.dim() > 1 else 0, nheads_k, cache.shape[3])
+        if tuple(new.shape) != expected:
+            raise RuntimeError(
+                f"{name} must have shape (batch_size, seqlen_knew, num_heads_k, head_size) = {expected}, "
+                f"got {tuple(new.shape)}"
+            )
+        checks.is_on(name, new, q.device)
+
+
+def _number_check(given: _Arguments) -> Callable[[Request], None] | None:
+    """New keys must fit, pages and rows exist. Only what the host knows, or can read for free, is checked here."""
+    numbers = given.cache_seqlens, given.cache_batch_idx, given.block_table, given.cache_leftpad
+    if any([isinstance(x, Tensor) and checks.may_read(x) for x in numbers]):
+        return _check_numbers
+    if not isinstance(given.cache_seqlens, int):
+        return None
+    most = given.capacity - given.seqlen_new
+
+    def check_length(request: Request) -> None:
+        if request.length is None or not 0 <= request.length <= most:
+            _check_numbers(request)
+
+    return check_length
+
+
+def _check_numbers(request: Request) -> None:
+    arguments = _arguments(request)
+    lengths, rows, pages = arguments.cache_seqlens, arguments.cache_batch_idx, arguments.block_table
+    if lengths is not None and (isinstance(lengths, int) or checks.may_read(lengths)):
+        _check_capacity(arguments, lengths)
+    if rows is not None and checks.may_read(rows):
+        checks.values_of_rows(arguments.k_cache, rows)
+    leftpad = arguments.cache_leftpad
+    if leftpad is not None and checks.may_read(leftpad):
+        checks.values_of_leftpad("cache_leftpad", leftpad)
+    if pages is not None and checks.may_read(pages):
+        keys = arguments.capacity if lengths is None else lengths + arguments.seqlen_new
+        checks.values_of_pages(arguments.k_cache, pages, keys)
+
+
+def _appended(request: Request, q: Tensor) -> Request:
+    """What is left to do once the new keys are in the cache."""
+    _, *others, lengths, leftpad, pages, bias, rng_state, k, _, _, _ = request.tensors
+    length = None if request.length is None else request.length + k.shape[1]
+    lengths = None if lengths is None else lengths + k.shape[1]
+    tensors = q, *others, lengths, leftpad, pages, bias, rng_state, None, None, None, None
+    return replace(request, tensors=tensors, length=length)
+
+
+OVER_CACHE = RequestKind("cache", _build, _appended)
+
+
+def _check_capacity(arguments: _Arguments, lengths: int | Tensor) -> None:
+    if isinstance(lengths, int):
+        shortest = longest = lengths
+    else:
+        shortest, longest = int(lengths.min()), int(lengths.max())
+    longest += arguments.seqlen_new
+    if shortest < 0 or longest > arguments.capacity:
+        where = "the kcache" if arguments.block_table is None else "block_table and its pages"
+        given = lengths if isinstance(lengths, int) else lengths.tolist()
+        raise RuntimeError(
+            f"KV cache: max(seqlens_k) + seqlen_knew (= {longest}) exceeds the capacity addressable by {where} "
+            f"(= {arguments.capacity}), or a length is negative: cache_seqlens is {given}"
+        )
+
+
+def _check_rotary(arguments: _Arguments) -> None:
+    cos, sin, q = arguments.rotary_cos, arguments.rotary_sin, arguments.q
+    if cos is None:
+        return
+    if arguments.k is None:
+        raise RuntimeError(
+            "If rotary cos/sin are provided, new key / value to be appended to KV cache must also be provided"
+        )
+    if sin is None:
+        raise RuntimeError("If rotary cos is provided, rotary sin must also be provided")
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        checks.is_tensor(name, table)
+        if table.dim() != 2:
+            raise RuntimeError(f"{name} must have shape (seqlen_ro, rotary_dim / 2), got {tuple(table.shape)}")
+        checks.is_on(name, table, q.device)
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim > q.shape[-1]:
+        raise RuntimeError(f"rotary_dim must be <= headdim, got {rotary_dim} and {q.shape[-1]}")
+    if rotary_dim % 16:
+        raise RuntimeError(f"Only rotary dimensions divisible by 16 are currently supported, got {rotary_dim}")
+    if cos.shape[0] < arguments.capacity:
+        raise RuntimeError(
+            f"cos/sin seqlen must be at least the seqlen of KV cache, got {cos.shape[0]} and {arguments.capacity}"
+        )
+    if sin.shape != cos.shape:
+        raise RuntimeError(f"rotary_sin must have shape {tuple(cos.shape)}, got {tuple(sin.shape)}")
+    if cos.dtype != q.dtype or sin.dtype != q.dtype:
+        raise RuntimeError(f"rotary_cos must have the same dtype as query, got {cos.dtype}, {sin.dtype}, {q.dtype}")
+
+
+_SCHEMA = ops.schema(_Arguments).replace("Tensor k_cache, Tensor v_cache", "Tensor(a!) k_cache, Tensor(b!) v_cache")
+
+
+@torch.library.custom_op(
+    "flash_attn_compat::kvcache",
+    mutates_args=("k_cache", "v_cache"),
+    schema=f"({_SCHEMA}, SymInt? cache_seqlen, bool return_softmax_lse) -> (Tensor, Tensor)",
+)
+def _kvcache_op(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *rest, cache_seqlen, return_softmax_lse = others
+    x = _Arguments(q, *rest)
+    out, lse = attend(
+        (q, x.k_cache, x.v_cache, x.alibi_slopes, x.k, x.v, x.rotary_cos, x.rotary_sin),
+        x.cache_seqlens if cache_seqlen is None else cache_seqlen, x.cache_batch_idx, x.cache_leftpad, x.block_table,
+        x.softmax_scale, x.causal, (x.window_size_left, x.window_size_right), x.softcap, x.rotary_interleaved,
+        x.num_splits, return_softmax_lse, within_operator=True,
+    )  # fmt: skip
+    return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse
+
+
+@_kvcache_op.register_fake
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, nheads, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, nheads, v_cache.shape[-1]))
+    *_, return_softmax_lse = arguments
+    lse_shape = (batch, nheads, seqlen_q) if return_softmax_lse else (0,)
+    return out, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
+
+
+op_derivatives.refuse_derivatives(_kvcache_op, op_derivatives.refuse_private)

@@ -1,0 +1,86 @@
+"""What torch.func transforms and forward-mode derivatives make of a custom operator: plain operators, or an error.
+
+PyTorch gives operators written in Python neither: a transform would fail in PyTorch's words, a tangent would be lost
+without any. A graph holds the operator for good, so it is here that compiled, traced and exported calls meet both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._library.autograd import make_autograd_impl
+from torch.autograd import forward_ad
+
+from flash_attn_compat.core.torch_state import is_fake_mode_on, transforms_are_on
+
+# Whether a graph was traced within a dual level. It may enter one by itself, which forward_ad does not hear of.
+_graphs_hold_levels = False
+
+# More specific than Autograd, which torch.library.custom_op takes for itself.
+_AUTOGRAD = [f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "Meta", "PrivateUse1")]
+
+
+def serve_transforms(operator: Any, plain: Callable[..., Any]) -> None:
+    """Let ``plain``, of the same arguments and results, compute where a transform or a tangent meets ``operator``."""
+    _before_autograd(operator, _have_tangents, plain)
+    operator._lib.impl(operator._name, plain, "FuncTorchDynamicLayerFrontMode")
+
+
+def refuse_derivatives(
+    operator: Any, refuse: Callable[..., NoReturn], under_vmap: Callable[..., Any] | None = None
+) -> None:
+    """Let ``refuse`` raise where torch.func or a tangent would differentiate ``operator``.
+
+    under_vmap: computes under vmap alone; None for an operator that refuses that too
+    """
+    _before_autograd(operator, lambda arguments: _is_recorded(arguments) or _have_tangents(arguments), refuse)
+    operator._lib.impl(operator._name, under_vmap or refuse, "FuncTorchBatched")
+
+
+def _before_autograd(operator: Any, is_met: Callable[[tuple[object, ...]], bool], instead: Callable[..., Any]) -> None:
+    as_registered = make_autograd_impl(operator._opoverload, operator)
+
+    def autograd(keyset: Any, *arguments: Any, **named: Any) -> Any:
+        if is_met(arguments):
+            return instead(*arguments, **named)
+        return as_registered(keyset, *arguments, **named)
+
+    for key in _AUTOGRAD:
+        operator._lib.impl(operator._name, autograd, key, with_keyset=True)
+
+
+def _is_recorded(arguments: tuple[object, ...]) -> bool:
+    """Whether a transform of torch.func records what is computed of them, as torch.func.grad does."""
+    recording = transforms_are_on() and torch.is_grad_enabled()
+    return recording and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+def _have_tangents(arguments: tuple[object, ...]) -> bool:
+    """As have_tangents, at no cost where no dual level can be open: looking takes as long as a small operator."""
+    global _graphs_hold_levels  # noqa: PLW0603
+    if forward_ad._current_level >= 0:
+        _graphs_hold_levels = _graphs_hold_levels or is_fake_mode_on()
+    elif not _graphs_hold_levels:
+        return False
+    return have_tangents(arguments)
+
+
+def have_tangents(values: tuple[object, ...]) -> bool:
+    """Whether a tensor is dual, at the one level there is: compiled graphs enter it unseen by PyTorch's Python."""
+    with torch._C._DisableTorchDispatch():  # looking is no operator that a mode or trace should see
+        return any(
+            isinstance(x, Tensor) and x.is_floating_point() and forward_ad.unpack_dual(x, level=0).tangent is not None
+            for x in values
+        )
+
+
+def refuse_private(*arguments: Any, **named: Any) -> NoReturn:
+    """Of functions outside autograd."""
+    raise RuntimeError(
+        "flash_attn_with_kvcache and the functions whose names begin with an underscore cannot be combined with "
+        "forward-mode derivatives or torch.func transforms, since no autograd formula was registered for them: "
+        "call flash_attn_func or another public function"
+    )

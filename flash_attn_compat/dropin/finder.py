@@ -1,0 +1,97 @@
+"""The finder that makes flash_attn's submodules the very modules of flash_attn_compat.
+
+The package flash_attn itself is a file in site/; what lies below it is found here. The files beside it are for tools
+that look for files. Finding a module imports nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from flash_attn_compat.dropin.mirror import MIRRORED, give_flash_attns_names, source_name
+from flash_attn_compat.dropin.undo import remove
+
+
+class MirrorFinder(importlib.abc.MetaPathFinder):
+    """Finds flash_attn.X.Y where flash_attn_compat.X.Y exists, while flash_attn is our stand-in."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        package, _, below = fullname.partition(".")
+        if package != "flash_attn" or not is_stand_in(sys.modules.get("flash_attn")):
+            return None
+        if below == "models":
+            # Its parent says why before anything below it is looked for.
+            raise ModuleNotFoundError(
+                "flash_attn.models (whole models: GPT, BERT, ...) is not part of flash_attn_compat, which has the "
+                "attention functions, layers, losses, modules, ops and utils of flash-attn; take the model from "
+                "transformers, or from a checkout of flash-attn",
+                name="flash_attn_compat.models",
+            )
+        if below.partition(".")[0] not in MIRRORED:
+            return None
+        source = importlib.util.find_spec(source_name(below, stand_in_api()))
+        if source is None:
+            return None
+        folders = source.submodule_search_locations
+        loader = MirrorLoader(source.name)
+        spec = importlib.machinery.ModuleSpec(fullname, loader, origin=source.origin, is_package=folders is not None)
+        spec.has_location = source.has_location
+        if folders is not None:
+            spec.submodule_search_locations = list(folders)
+        return spec
+
+
+class MirrorLoader(importlib.abc.Loader):
+    """Loads a module by putting the one of another name into sys.modules, its own __spec__ untouched."""
+
+    def __init__(self, source_name: str) -> None:
+        self.source_name = source_name
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system returns what sys.modules holds once this returns.
+        put_in_place(module.__name__, self.source_name)
+
+
+def put_in_place(name: str, source: str | None = None) -> None:
+    """Let the module `name` be our module `source`, its classes and functions pickled under flash_attn's names.
+
+    source: by default the module of ours that stands for flash_attn.X, or for the raw extension
+    """
+    if source is None:
+        source = source_name(name.removeprefix("flash_attn."), stand_in_api())
+    sys.modules[name] = importlib.import_module(source)
+    give_flash_attns_names(stand_in_api())
+
+
+_FINDER = MirrorFinder()
+
+
+def add_to_meta_path() -> bool:
+    """Put the finder first, before the one that would load a second copy from the parent package's __path__."""
+    if _FINDER in sys.meta_path:
+        return False
+    sys.meta_path.insert(0, _FINDER)
+    return True
+
+
+def remove_from_meta_path() -> None:
+    remove(sys.meta_path, _FINDER)
+
+
+def stand_in_api() -> str:
+    """The interface of the stand-in under the name flash_attn."""
+    api: str = getattr(sys.modules.get("flash_attn"), "_flash_attn_compat_api", "2.8")
+    return api
+
+
+def is_stand_in(module: ModuleType | None) -> bool:
+    """Whether a module named flash_attn is ours: it holds the startup module of site/."""
+    return module is not None and hasattr(module, "_flash_attn_compat_startup")

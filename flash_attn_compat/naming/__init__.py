@@ -1,9 +1,0 @@
-"""Make `import flash_attn` find this package: in a process, in an environment, or in transformers alone.
-
-Importable without torch. How attention is computed stays out.
-"""
-
-from flash_attn_compat.naming.patch import patch, patched, unpatch
-from flash_attn_compat.naming.transformers import register_with_transformers
-
-__all__ = ["patch", "patched", "register_with_transformers", "unpatch"]

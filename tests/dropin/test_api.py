@@ -1,0 +1,193 @@
+"""The interface of flash-attn 2.6 under the name: unpad_input, private functions, version, metadata."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_interface as current
+from flash_attn_compat.dropin import patch, patched, unpatch
+from tests.dropin.environment import write_package
+from tests.interpreters import forked, forked_each
+from tests.support import cumulative, qkv, randn
+
+VARIABLE = "FLASH_ATTN_COMPAT_API"
+
+
+@pytest.fixture
+def old() -> Any:
+    patch(api="2.6")
+    return lambda name: importlib.import_module(f"flash_attn.{name}")
+
+
+def test_unpad_input_returns_four_values(old: Any) -> None:
+    hidden, mask = randn(2, 3, 4), torch.tensor([[True, True, False], [True, False, False]])
+    tokens, indices, cu_seqlens, max_seqlen = old("bert_padding").unpad_input(hidden, mask)
+    assert torch.equal(tokens, hidden[mask]) and indices.tolist() == [0, 1, 3]
+    assert cu_seqlens.tolist() == [0, 2, 3] and max_seqlen == 2
+    assert len(flash_attn_compat.bert_padding.unpad_input(hidden, mask)) == 5
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_private_functions_have_their_old_shapes_and_todays_values(old: Any, packed: bool, dropout_p: float) -> None:
+    q, k, v = (t.flatten(0, 1)[:7] for t in qkv()) if packed else qkv()
+    kind = "_flash_attn_varlen" if packed else "_flash_attn"
+    lengths = (cumulative(3, 4), cumulative(3, 4), 4, 4) if packed else ()
+    interface = old("flash_attn_interface")
+    torch.manual_seed(0)
+    out, *inputs, padded, lse, dmask, rng_state = getattr(interface, f"{kind}_forward")(
+        q, k, v, *lengths, dropout_p, 0.3, True, (4, 0), 0.0, None, dropout_p > 0
+    )
+    torch.manual_seed(0)
+    expected = getattr(current, f"{kind}_forward")(
+        q, k, v, *lengths, dropout_p, 0.3, True, 4, 0, 0.0, None, dropout_p > 0
+    )
+    for found, right in zip((out, lse, dmask, rng_state, padded, *inputs), (*expected, expected[0], q, k, v)):
+        assert torch.equal(found, right)
+
+    dout, grads = randn(*out.shape, seed=9), [torch.zeros_like(t) for t in (q, k, v)]
+    tail = (0.0, None, False, rng_state)
+    dq, dk, dv, softmax_d = getattr(interface, f"{kind}_backward")(
+        dout, q, k, v, out, lse, *grads, *lengths, dropout_p, 0.3, True, (4, 0), *tail
+    )
+    assert all(found is given for found, given in zip((dq, dk, dv), grads))
+    again = [torch.zeros_like(t) for t in grads]
+    right_d = getattr(current, f"{kind}_backward")(
+        dout, q, k, v, out, lse, *again, *lengths, dropout_p, 0.3, True, 4, 0, *tail
+    )
+    assert torch.equal(softmax_d, right_d) and all(torch.equal(a, b) for a, b in zip(grads, again))
+
+
+def test_positional_arguments_land_where_2_6_had_them(old: Any) -> None:
+    x, weight = randn(3, 8), randn(8)
+    found = old("ops.triton.layer_norm").layer_norm_fn(
+        x, weight, None, None, None, None, None, 1e-6, 0.0, None, False, False, True
+    )
+    torch.testing.assert_close(found, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight)
+    logits, labels = randn(3, 8), torch.tensor([1, 7, 2])
+    losses, _ = old("ops.triton.cross_entropy").cross_entropy_loss(logits, labels, 0.1)
+    expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+    torch.testing.assert_close(losses, expected)
+    assert old("layers.rotary").RotaryEmbedding(8, 10000.0, False, None, True, "cpu").inv_freq.device.type == "cpu"
+    norm = old("ops.triton.layer_norm").RMSNorm(8, 1e-5, 0.0, "cpu", torch.float16)
+    assert norm.weight.dtype == torch.float16
+
+
+def test_what_is_the_same_in_both_is_the_same_object_and_our_own_modules_are_untouched(old: Any) -> None:
+    import flash_attn
+
+    assert flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
+    assert old("modules.mha") is importlib.import_module("flash_attn_compat.modules.mha")
+    for package, module, is_old in (
+        ("layers", "rotary", True), ("layers", "patch_embed", False), ("ops", "activations", False),
+        ("ops.triton", "layer_norm", True), ("ops.triton", "mlp", False),
+    ):  # fmt: skip
+        ours = importlib.import_module(f"flash_attn_compat.{package}.{module}")
+        assert ours.__name__ == f"flash_attn_compat.{package}.{module}"
+        found = getattr(old(package), module)  # as `from flash_attn.layers import rotary` does
+        assert found.__name__ == ours.__name__.replace("compat", "compat.api_2_6") if is_old else found is ours
+    assert flash_attn_compat.layers.rotary.__name__ == "flash_attn_compat.layers.rotary"
+    with pytest.raises(ModuleNotFoundError):
+        old("ops.not_there")
+
+
+def test_the_version_the_metadata_and_the_raw_module_are_those_of_2_6_3_until_unpatch() -> None:
+    patch(api="2.6")
+    assert importlib.import_module("flash_attn").__version__ == "2.6.3"
+    for name in ("flash-attn", "flash_attn", "Flash.Attn"):
+        assert importlib.metadata.version(name) == "2.6.3"
+    assert set(importlib.metadata.packages_distributions()["flash_attn"]) == {"flash-attn"}
+    assert importlib.import_module("flash_attn_2_cuda").__name__ == "flash_attn_compat.api_2_6.flash_attn_2_cuda"
+    unpatch()
+    with patched():
+        assert importlib.import_module("flash_attn").__version__ == importlib.metadata.version("flash-attn") == "2.8.3"
+
+
+def test_the_variable_asks_as_the_argument_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "2.6")
+    for options, version in (({}, "2.6.3"), ({"api": "2.8"}, "2.8.3")):
+        with patched(**options):
+            assert importlib.import_module("flash_attn").__version__ == version
+            assert importlib.metadata.version("flash-attn") == version
+        assert os.environ[VARIABLE] == "2.6"
+
+
+def test_unknown_interfaces_and_changes_of_mind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"api must be 2\.6 or 2\.8, got '2\.5'"):
+        patch(api="2.5")
+    patch(api="2.6")
+    patch(api="2.6")
+    patch()
+    with pytest.raises(RuntimeError, match=r"patched already with the interface of 2\.6"):
+        patch(api="2.8")
+    unpatch()
+    monkeypatch.setenv(VARIABLE, "2.7")
+    with pytest.raises(ValueError, match=rf"{VARIABLE} must be 2\.6 or 2\.8"):
+        patch()
+
+
+WAYS = [
+    "from flash_attn.layers import rotary as m",
+    "import flash_attn.layers as l; m = l.rotary",
+    "import flash_attn.layers.rotary as m",
+    "from flash_attn.ops.triton import layer_norm as m",
+    "import flash_attn.ops as o; m = o.triton.layer_norm",
+    "import flash_attn; from flash_attn import bert_padding as m",
+    "import flash_attn.ops.triton.cross_entropy, flash_attn; m = flash_attn.ops.triton.cross_entropy",
+]
+
+
+def test_every_way_of_importing_finds_the_old_module_in_a_fresh_process() -> None:
+    patching = "import flash_attn_compat as c; c.patch(api='2.6')"
+    for statement, answer in zip(WAYS, forked_each([f"{patching}; {way}; print(m.__name__)" for way in WAYS])):
+        assert answer.stdout.startswith("flash_attn_compat.api_2_6."), (statement, answer.stderr)
+
+
+def test_a_real_package_is_put_aside_for_it(tmp_path: Path) -> None:
+    """One that would serve 2.8 cannot serve this."""
+    write_package(tmp_path, "__version__ = '2.8.3'\nreal = True\n", "2.8.3")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flash_attn as real, flash_attn_compat as c;"
+        "c.patch(api='2.6'); import flash_attn, importlib.metadata as m;"
+        "print(flash_attn.__version__, m.version('flash-attn'));"
+        "c.unpatch(); import flash_attn; print(flash_attn is real)"
+    )
+    answer = forked(code)
+    assert answer.stdout.split() == ["2.6.3", "2.6.3", "True"], answer.stderr
+
+
+def test_who_chooses_it_beside_xformers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "xformers").mkdir()
+    (tmp_path / "xformers/__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match=r"xformers.* accepts flash-attn 2\.7\.1 to 2\.8\.4") as told:
+        patch(api="2.6")
+        patch(api="2.6")
+        unpatch()
+        patch()
+    assert len(told) == 1 and told[0].filename == __file__
+
+
+def test_old_code_alone_can_have_the_old_unpad_input_beside_todays_version(tmp_path: Path) -> None:
+    """As docs/monkeypatching.md says: for libraries that refuse the version 2.6.3, such as xformers."""
+    (tmp_path / "old_code.py").write_text("from flash_attn.bert_padding import unpad_input")
+    answer = forked(f"""
+import sys, torch, flash_attn_compat
+sys.path.insert(0, {str(tmp_path)!r})
+flash_attn_compat.patch()
+import flash_attn, flash_attn.bert_padding, old_code
+from flash_attn_compat.api_2_6.bert_padding import unpad_input
+old_code.unpad_input = unpad_input
+given = torch.ones(2, 3, 4), torch.tensor([[1, 1, 0], [1, 1, 1]])
+assert len(old_code.unpad_input(*given)) == 4 and len(flash_attn.bert_padding.unpad_input(*given)) == 5
+assert tuple(map(int, flash_attn.__version__.split("."))) == (2, 8, 3)  # within xformers' 2.7.1 to 2.8.4
+""")
+    assert answer.returncode == 0, answer.stderr

@@ -1,0 +1,232 @@
+"""Everything that looks for flash-attn finds it while patched, and nothing finds it after unpatch()."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from flash_attn_compat.dropin import patch, unpatch
+from tests.interpreters import child, forked, forked_child, fresh
+
+FA3 = "flash_attn_compat.fa3"
+
+
+def child_of(method: str) -> object:
+    context = multiprocessing.get_context(method)
+    with context.Pool(1) as pool:  # its work is a function that no module of tests has to be imported for
+        return pool.apply(importlib.util.find_spec, ("flash_attn",))
+
+
+def on_disk(name: str) -> bool:
+    """As unsloth asks (import_fixes) before it takes a flash_attn for version 4: a file or folder, nothing imported."""
+    spec = importlib.util.find_spec("flash_attn")
+    places = [os.path.join(place, name) for place in (spec.submodule_search_locations or () if spec else ())]
+    suffixes = importlib.machinery.all_suffixes()
+    return any(os.path.isdir(base) or any(os.path.isfile(base + suffix) for suffix in suffixes) for base in places)
+
+
+def listed() -> set[str]:
+    package = importlib.import_module("flash_attn")
+    return {module.name for module in pkgutil.iter_modules(package.__path__)}
+
+
+def files_that_exist() -> list[str]:
+    files = importlib.metadata.files("flash-attn") or []
+    return [str(file) for file in files if file.locate().is_file()]
+
+
+METHODS = multiprocessing.get_all_start_methods()
+LOOKS: dict[str, Callable[[], object]] = {
+    "find_spec of the package": lambda: importlib.util.find_spec("flash_attn"),
+    "find_spec of a module": lambda: importlib.util.find_spec("flash_attn.bert_padding"),
+    "find_spec of a deep module": lambda: importlib.util.find_spec("flash_attn.ops.triton.rotary"),
+    "find_spec of the extension": lambda: importlib.util.find_spec("flash_attn_2_cuda"),
+    "import": lambda: importlib.import_module("flash_attn"),
+    "metadata flash_attn": lambda: importlib.metadata.version("flash_attn"),
+    "metadata flash-attn": lambda: importlib.metadata.version("flash-attn"),
+    "metadata Flash.Attn": lambda: importlib.metadata.version("Flash.Attn"),
+    "the disk": lambda: on_disk("flash_attn_interface") and on_disk("layers") and not on_disk("cute"),
+    "pkgutil.iter_modules": lambda: "flash_attn_interface" in listed(),
+    "metadata files": lambda: any(name.endswith("flash_attn/flash_attn_interface.py") for name in files_that_exist()),
+    "packages_distributions": lambda: importlib.metadata.packages_distributions().get("flash_attn"),
+    **{method: lambda method=method: child_of(method) for method in ("fork", "spawn") if method in METHODS},
+}
+
+
+def finds(look: Callable[[], object]) -> bool:
+    try:
+        return bool(look())
+    except ImportError:  # a distribution's PackageNotFoundError is one
+        return False
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_look_finds_flash_attn_while_patched_and_nothing_afterwards(look):
+    assert not finds(look)
+    patch()
+    assert finds(look)
+    unpatch()
+    assert not finds(look)
+
+
+def parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3])
+
+
+class Client(NamedTuple):
+    """What a project asks before it uses flash-attn: the versions it accepts, and what it imports then, unguarded."""
+
+    lowest: tuple[int, ...]
+    highest: tuple[int, ...]
+    imports: tuple[str, ...]
+    refuses_2_6: bool = False
+
+
+_PRIVATE = "from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward"
+_PRIVATE_VARLEN = "from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward"
+_ANY = (0,), (9,)
+CLIENTS = {
+    "TransformerEngine": Client(
+        (2, 1, 1), (2, 8, 4),
+        (
+            "from flash_attn_2_cuda import varlen_bwd",
+            "from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func",
+            _PRIVATE, _PRIVATE_VARLEN,
+        ),
+    ),
+    "Megatron-Core": Client(
+        *_ANY,
+        (
+            "from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache",
+            "from flash_attn.layers.rotary import apply_rotary_emb",
+        ),
+    ),
+    "xformers 0.0.35": Client(
+        (2, 7, 1), (2, 8, 4),
+        (
+            "from flash_attn.flash_attn_interface import flash_attn_gpu",
+            "flash_attn_gpu.fwd, flash_attn_gpu.bwd, flash_attn_gpu.varlen_fwd, flash_attn_gpu.varlen_bwd",
+        ),
+        refuses_2_6=True,
+    ),
+    "diffusers 0.42": Client(
+        (2, 6, 3), (9,),
+        ("from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, _wrapped_flash_attn_backward",),
+        refuses_2_6=True,  # not by its version: it has no such functions
+    ),
+    "ring-flash-attn, yunchang": Client((2, 7, 0), (9,), (_PRIVATE, _PRIVATE_VARLEN), refuses_2_6=True),
+    "DeepSpeed's FPDT": Client(*_ANY, (_PRIVATE,)),
+    "SGLang, nano-vllm": Client(
+        *_ANY, ("from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache",)
+    ),
+}  # fmt: skip
+
+
+def accepts(client: Client) -> bool:
+    if not client.lowest <= parts(importlib.metadata.version("flash-attn")) <= client.highest:
+        return False
+    found: dict[str, Any] = {}
+    try:
+        for statement in client.imports:
+            exec(statement, found)
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("api", ["2.6", "2.8"])
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_lines_by_which_a_client_decides_let_it_take_us(name: str, api: str) -> None:
+    patch(api)
+    assert accepts(CLIENTS[name]) == (api == "2.8" or not CLIENTS[name].refuses_2_6)
+    # Those who look for newer ones first find none.
+    assert not any(finds(lambda other=other: importlib.util.find_spec(other)) for other in NEWER)
+
+
+NEWER = "flash_attn_interface", "flash_attn_3", "flash_attn.cute"
+
+
+def test_a_pkg_resources_loaded_before_sees_the_distribution_and_forgets_it():
+    pkg_resources = pytest.importorskip("pkg_resources", reason="setuptools 82 and later have no pkg_resources")
+    patch()
+    assert pkg_resources.get_distribution("flash-attn").version == "2.8.3"
+    assert pkg_resources.require("flash-attn>=2.5")
+    unpatch()
+    with pytest.raises(pkg_resources.DistributionNotFound):
+        pkg_resources.get_distribution("flash-attn")
+
+
+def test_lightning_requirement_cache_is_satisfied():
+    utilities = pytest.importorskip("lightning_utilities.core.imports", reason="lightning-utilities is not installed")
+    assert not utilities.RequirementCache("flash-attn>=2.0.0.post1")
+    patch()
+    assert utilities.RequirementCache("flash-attn>=2.0.0.post1")
+
+
+def test_patching_and_looking_import_neither_torch_nor_what_is_looked_for():
+    alone = fresh(
+        "-c",
+        "import flash_attn_compat.dropin as n, importlib.util as u, sys;"
+        "n.patch(); u.find_spec('flash_attn'); n.unpatch();"
+        "assert 'torch' not in sys.modules and 'flash_attn' not in sys.modules",
+    )
+    submodule = forked(
+        "import flash_attn_compat.dropin as n, importlib.util as u, sys; n.patch();"
+        "assert u.find_spec('flash_attn.losses.cross_entropy').origin.endswith('cross_entropy.py');"
+        "assert 'flash_attn_compat.losses.cross_entropy' not in sys.modules"
+    )
+    assert alone.returncode == submodule.returncode == 0, alone.stderr + submodule.stderr
+
+
+CALL = (
+    "import torch; from torch.nn.attention.varlen import varlen_attn; q = torch.ones(2, 1, 8);"
+    "s = torch.tensor([0, 2], dtype=torch.int32); print(varlen_attn(q, q, q, s, s, 2, 2).sum().item())"
+)
+OF_2_6 = (
+    "import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_compat as c, torch;"
+    "c.patch(); print(flash_attn.__version__, m.version('flash-attn'), b.__name__);"
+    "print(hasattr(torch.ops.flash_attn, '_flash_attn_forward'))"  # which 2.6 did not have
+)
+# options of patch(): what a child does, and prints
+CHILDREN: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "import flash_attn_compat as c, flash_attn; c.patch(); c.unpatch(); print(flash_attn.__version__)", "2.8.3"),
+    ({"api": "2.6"}, OF_2_6, "2.6.3 2.6.3 flash_attn_compat.api_2_6.bert_padding False"),
+    ({"interfaces": ("fa3",)}, "import flash_attn_interface as f; print(f.flash_attn_func.__module__)", FA3),
+    ({"varlen_attn": True}, CALL, "16.0"),
+]
+
+
+@pytest.mark.parametrize(("options", "code", "printed"), CHILDREN, ids=[str(options) for options, *_ in CHILDREN])
+def test_a_child_finds_what_was_asked_for(options: dict[str, Any], code: str, printed: str) -> None:
+    if "varlen_attn" in options:
+        pytest.importorskip("torch.nn.attention.varlen", reason="torch.nn.attention.varlen came with torch 2.10")
+    patch(**options)
+    # torch._dynamo imports torch.nn.attention.varlen in some versions, and so has the copied interpreter.
+    answer = child(code) if "varlen_attn" in options else forked_child(code)
+    assert answer.stdout.split() == printed.split(), answer.stderr
+
+
+def test_a_child_finds_the_package_though_its_own_path_lacks_it_and_runs_the_hidden_sitecustomize(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.theirs_ran = True")
+    patch()
+    ours = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if "naming" in entry]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ours, str(tmp_path)])}
+    code = (
+        "import builtins, sys; print(builtins.theirs_ran, sys.modules['sitecustomize'].__file__);"
+        "import flash_attn, flash_attn.bert_padding; print(flash_attn.bert_padding.__name__)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd="/")
+    expected = ["True", str(tmp_path / "sitecustomize.py"), "flash_attn_compat.bert_padding"]
+    assert answer.stdout.split() == expected, answer.stderr

@@ -1,0 +1,191 @@
+"""A real flash-attn beside ours: left alone where it works, run on our functions where it cannot, replaced at worst."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat.dropin import installed_package, patch, unpatch
+from tests.dropin.environment import write_package
+from tests.interpreters import forked_child
+from tests.plain import attention
+
+INTERFACE = """
+import torch
+import flash_attn_2_cuda as flash_attn_gpu
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return flash_attn_gpu.fwd(q, k, v, None, None, dropout_p, scale, causal, -1, -1, 0.0, False, None)[0]
+"""
+REFUSING = """
+def refuse(*arguments):
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+fwd = varlen_fwd = bwd = varlen_bwd = fwd_kvcache = refuse
+"""
+# name: (an extension that cannot serve here, the reason told against the package)
+EXTENSIONS = {
+    "ImportError": (
+        "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')",
+        "importing it raises ImportError: undefined symbol",
+    ),
+    "OSError": (
+        "raise OSError('libcudart.so.12: cannot open shared object file')",
+        "importing it raises OSError: libcudart.so.12",
+    ),
+    "wrong GPU": (REFUSING, "calling it raises RuntimeError: FlashAttention only supports Ampere"),
+}
+PACKAGES = {
+    "package raises ImportError": "raise ImportError('this build is for another Python')",
+    "package raises OSError": "raise OSError('libc10.so: cannot open shared object file')",
+    "package raises RuntimeError": "raise RuntimeError('no driver')",
+    "functions refuse by themselves": (
+        "__version__ = '2.7.4'\n"
+        "def flash_attn_func(*arguments, **named):\n"
+        "    raise RuntimeError('FlashAttention only supports Ampere GPUs or newer.')\n"
+    ),
+    "version before 2.7": "__version__ = '2.6.3'\nfrom flash_attn.flash_attn_interface import flash_attn_func\n",
+}
+
+
+class Fake:
+    """A flash-attn in a directory at the front of sys.path, with an extension for another GPU."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        top = "__version__ = '2.7.4'\nfrom flash_attn.flash_attn_interface import flash_attn_func\n"
+        self.package = write_package(directory, top, "2.7.4", flash_attn_interface=INTERFACE)
+        self.extension(REFUSING)
+
+    def write(self, name: str, text: str) -> None:
+        (self.package / name).write_text(text)
+        importlib.invalidate_caches()
+
+    def extension(self, text: str) -> None:
+        (self.directory / "flash_attn_2_cuda.py").write_text(text)
+        importlib.invalidate_caches()
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield Fake(tmp_path)
+    unpatch()
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("flash_attn", "flash_attn_2_cuda"):
+            del sys.modules[name]
+
+
+def served(function) -> bool:
+    """Whether a call through `function` gives attention and is counted as ours."""
+    q = torch.randn(1, 6, 2, 16)
+    flash_attn_compat.reset_backend_counts()
+    out = function(q, q, q, causal=True)
+    expected = attention(q, q, q, window=(-1, 0))
+    return torch.allclose(out, expected, atol=1e-5) and sum(flash_attn_compat.backend_counts().values()) == 1
+
+
+@pytest.mark.parametrize("kind", EXTENSIONS)
+def test_a_package_with_an_unusable_extension_runs_on_our_functions_until_unpatch(fake, kind):
+    fake.extension(EXTENSIONS[kind][0])
+    patch()
+    import flash_attn
+
+    assert Path(flash_attn.__file__).parent == fake.package
+    assert served(flash_attn.flash_attn_func)
+    unpatch()
+    assert "flash_attn" not in sys.modules and "flash_attn_2_cuda" not in sys.modules
+    with pytest.raises((ImportError, OSError, RuntimeError)):
+        served(importlib.import_module("flash_attn").flash_attn_func)
+
+
+def test_what_was_imported_before_is_served_while_patched(fake):
+    import flash_attn_2_cuda
+    from flash_attn import flash_attn_func
+
+    before = dict(vars(flash_attn_2_cuda))
+    patch()
+    assert served(flash_attn_func)
+    assert flash_attn_2_cuda.varlen_bwd is importlib.import_module("flash_attn_compat.flash_attn_2_cuda").varlen_bwd
+    unpatch()
+    with pytest.raises(RuntimeError, match="Ampere"):
+        served(flash_attn_func)
+    assert {name: value for name, value in vars(flash_attn_2_cuda).items() if name in before} == before
+
+
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES.keys())
+def test_a_package_that_no_extension_can_mend_is_replaced_by_ours(fake, package):
+    fake.write("__init__.py", package)
+    patch()
+    import flash_attn
+
+    assert "flash_attn_compat" in flash_attn.__file__
+    assert served(flash_attn.flash_attn_func)
+    assert importlib.metadata.version("flash-attn") == flash_attn.__version__ == "2.8.3"
+
+
+def test_a_child_process_is_served_too(fake):
+    fake.extension(EXTENSIONS["OSError"][0])
+    patch()
+    code = "import torch, flash_attn; q = torch.zeros(1, 4, 1, 8); print(flash_attn.flash_attn_func(q, q, q).numel())"
+    answer = forked_child(code)
+    assert answer.stdout.strip() == "32", answer.stderr
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, zeros=torch.zeros, **named: zeros(*shape, **named))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_package_that_works_on_this_gpu_is_left_alone(fake):
+    fake.extension("def fwd(q, *arguments):\n    return [q]\n")
+    path = list(sys.path)
+    patch(api="2.8")  # a variable that unpatch() takes back
+    import flash_attn
+
+    assert Path(flash_attn.__file__).parent == fake.package
+    extension = flash_attn.flash_attn_interface.flash_attn_gpu.__file__
+    assert sys.path == path and extension == str(fake.directory / "flash_attn_2_cuda.py")
+    assert importlib.metadata.version("flash-attn") == "2.7.4"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", EXTENSIONS)
+def test_the_reason_against_a_real_package_says_what_it_raises(fake, kind):
+    extension, reason = EXTENSIONS[kind]
+    fake.extension(extension)
+    found = installed_package.find_real()
+    assert found.unusable_because.startswith(reason)
+    assert (found.location, found.version) == (str(fake.package), "2.7.4")
+    assert "flash_attn" not in sys.modules
+
+
+def test_without_cuda_or_set_aside_by_the_environment_it_is_unusable(fake, monkeypatch):
+    if not torch.cuda.is_available():
+        assert (
+            "no" in installed_package.find_real().unusable_because
+            and "CUDA" in installed_package.find_real().unusable_because
+        )
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "1")
+    assert "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL" in installed_package.find_real().unusable_because
+
+
+def test_neither_a_folder_called_flash_attn_nor_our_stand_in_is_a_real_package(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed_package.find_real() is None
+    patch()
+    importlib.import_module("flash_attn")
+    assert installed_package.find_real() is None

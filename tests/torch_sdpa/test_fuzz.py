@@ -1,0 +1,74 @@
+"""The fuzz of PyTorch's operators, on the emulator; and that it would find what is wrong."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_compat.torch_sdpa import attention, efficient
+from tests.fused_on_cpu import Launches
+from tests.plain import some
+from tests.torch_sdpa import fuzz, originals
+from tests.torch_sdpa.originals import counted
+
+SEEDS = range(16)
+
+
+def test_problems_are_drawn_alike_everywhere_and_of_every_kind() -> None:
+    problems = [fuzz.draw(seed) for seed in range(300)]
+    assert problems == [fuzz.draw(seed) for seed in range(300)]
+    assert {p.operator for p in problems} == {"sdpa", "efficient", "packed"}
+    assert any(keys == 0 for p in problems for _, keys in p.lengths) and any(p.window for p in problems)
+
+
+def test_parts_are_solved_and_failures_told(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "draw", lambda seed, dtype, mixes: original(seed, dtype, longest=12))
+    assert fuzz.solve(range(0, 8, 4), "float16", "cpu", time.time() + 60)[:2] == (2, [])
+    assert fuzz.solve(range(4), None, "cpu", time.time() - 1).problems == 0
+    monkeypatch.setattr(fuzz, "examine", lambda problem, device: [f"{problem.seed} is off"])
+    assert fuzz.solve(range(3), None, "cpu", time.time() + 60).failures[2].endswith("\n  2 is off")
+
+
+original = fuzz.draw
+
+
+@pytest.mark.parametrize("first", some(range(0, len(SEEDS), 4), 4))
+def test_random_problems(first: int, served: Launches) -> None:
+    for seed in SEEDS[first : first + 4]:
+        problem = fuzz.draw(seed, longest=fuzz.SMALL)
+        assert not fuzz.examine(problem, "cpu"), problem
+    assert counted().get("fused", 0) > 2
+
+
+MISTAKES: dict[str, Any] = {
+    "the window stands at the first key": (efficient, "_as_flash", lambda found, p: (
+        *found[:3], found[3]._replace(window_size=(-1, -1)), found[4])),
+    "bottom right for top left": (attention, "_as_flash", lambda found, q, k, v, p, causal, scale: (
+        q, k, v, found[3]._replace(causal=causal))),
+    "the scale is lost": (attention, "_as_flash", lambda found, *_: (
+        *found[:3], found[3]._replace(softmax_scale=None))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_found(mistake: str, served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, change = MISTAKES[mistake]
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *arguments: change(original(*arguments), *arguments))
+    assert any(fuzz.examine(fuzz.draw(seed, longest=fuzz.SMALL)._replace(backward=False), "cpu") for seed in range(200))
+
+
+def test_a_wrong_lse_is_found(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = efficient._padded
+    monkeypatch.setattr(efficient, "_padded", lambda p, lse: original(p, lse + torch.tensor(1e-2)))
+    assert any(fuzz.examine(fuzz.draw(seed, longest=fuzz.SMALL)._replace(backward=False), "cpu") for seed in range(200))
+
+
+def test_the_stand_ins_agree_with_the_plain_formula() -> None:
+    with originals.stand_ins():
+        for seed in range(40):
+            problem = fuzz.draw(seed, longest=20)._replace(backward=False)
+            assert not fuzz.examine(problem, "cpu"), problem
