@@ -96,7 +96,9 @@ def jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[str, 
     rows, keys = shape.lengths
     qkv = made(rows, shape.heads[0]), made(keys, shape.heads[1]), made(keys, shape.heads[1])
     leaves = [x.detach().requires_grad_() for x in qkv]
-    options: dict[str, Any] = {"is_causal": shape.causal, "enable_gqa": shape.heads[0] != shape.heads[1]}
+    options: dict[str, Any] = {"is_causal": shape.causal}
+    if shape.heads[0] != shape.heads[1]:
+        options["enable_gqa"] = True  # which PyTorch has from 2.5 on
     if shape.mask:
         options["attn_mask"] = dense_mask(shape, dtype, device)
 

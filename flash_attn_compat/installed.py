@@ -11,13 +11,13 @@ from pathlib import Path
 
 EXTENSION = "flash_attn_2_cuda"
 # The stand-in: a package and its metadata.
-SITE = str(Path(__file__).resolve().parent / "naming" / "site")
+SITE = str(Path(__file__).resolve().parent / "dropin" / "site")
 # A sitecustomize, for child processes.
-SITE_START = str(Path(__file__).resolve().parent / "naming" / "site_start")
+SITE_START = str(Path(__file__).resolve().parent / "dropin" / "site_start")
 # Metadata of flash-attn 2.6.3 alone: it precedes SITE where that interface is asked for.
-SITE_2_6 = str(Path(__file__).resolve().parent / "naming" / "site_2_6")
+SITE_2_6 = str(Path(__file__).resolve().parent / "dropin" / "site_2_6")
 # FlashAttention-3's name.
-SITE_FA3 = str(Path(__file__).resolve().parent / "naming" / "site_fa3")
+SITE_FA3 = str(Path(__file__).resolve().parent / "dropin" / "site_fa3")
 # What the __init__ of a stand-in, and of no real flash_attn, names.
 _MARK = "flash_attn_compat"
 

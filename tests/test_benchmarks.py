@@ -15,6 +15,7 @@ from benchmarks import cpu, end_to_end, head_dims, host_time, sdpa
 from benchmarks.fine_tuning import furthest_apart
 from benchmarks.runner import Contest, alone, apart, parser, run
 from flash_attn_compat import flash_attn_func
+from tests.torch_sdpa import originals
 from verify.bench_run import Row
 from verify.errors import NotSupported
 from verify.timing import Job, Timing
@@ -120,6 +121,7 @@ def test_each_program_runs_by_every_implementation_and_agrees(tmp_path, monkeypa
         assert row["served_by"] or row["contestant"] != "ours"
 
 
+@originals.needs_grouped_heads
 @pytest.mark.parametrize("name", ["BERT, padded", "Swin", "8 padded prompts, a step"])
 def test_the_operators_shapes_run_with_and_without_our_kernels(name, tmp_path):
     saved = tmp_path / "a.json"

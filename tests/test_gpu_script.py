@@ -113,6 +113,7 @@ def test_the_coverage_launches_every_variant_that_it_compiles(number: int, monke
     assert {launch.variant for launch in launches.seen} == set(variants.made_for(kinds))
 
 
+@originals.needs_grouped_heads
 @pytest.mark.parametrize("number", [75, 90])
 def test_so_it_does_of_masks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.record(monkeypatch, number)
@@ -130,6 +131,7 @@ def test_the_sanitizers_entries_are_all_there_are() -> None:
     assert set(sanitize.ENTRIES.split("|")) >= entries - {"decode_append"}
 
 
+@originals.needs_grouped_heads
 def test_a_wrong_answer_under_a_mask_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.record(monkeypatch)  # where nobody computes anything
     kind = next(iter(fused_coverage.masked_kinds(75)))

@@ -37,7 +37,7 @@ def cross_short_q(monkeypatch):
 def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(cross_short_q, tmp_path, capsys):
     saved, markdown = tmp_path / "a.json", tmp_path / "a.md"
     assert main([*QUICK, "--json", str(saved), "--markdown", str(markdown)]) == 0
-    data = json.loads(saved.read_text())
+    data = json.loads(saved.read_text(encoding="utf-8"))
     rows = {row["contestant"]: row for row in data["rows"]}
     assert {"default", "chunked", "pad_sdpa", "plain"} <= set(rows)
     for name in ("default", "pad_sdpa"):
@@ -46,7 +46,7 @@ def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(cross_sho
         assert row["verdict"]["ok"] and row["memory_mib"] > 0
     assert rows["default"]["served_by"]
     assert {"device cpu", "torch", "date", "dtype"} <= set(data["environment"])
-    for text in (capsys.readouterr().out, markdown.read_text()):
+    for text in (capsys.readouterr().out, markdown.read_text(encoding="utf-8")):
         told = "geometric mean speed-up over the fastest way without flash-attn"
         assert "cross_short_q" in text and "pad_sdpa" in text and told in text
 
@@ -55,7 +55,7 @@ def test_against_names_what_became_slower_and_exits_with_1(cross_short_q, tmp_pa
     saved = tmp_path / "a.json"
     arguments = [*QUICK, "--forward-only", "--rivals", "none"]
     assert main([*arguments, "--json", str(saved)]) == 0
-    data = json.loads(saved.read_text())
+    data = json.loads(saved.read_text(encoding="utf-8"))
     assert main([*arguments, "--against", str(_scaled(data, 1e3, tmp_path))]) == 0
     shown = capsys.readouterr().out
     assert "nothing of ours is slower by more than 10%" in shown and "graph" not in shown  # which a CPU has not

@@ -78,7 +78,7 @@ def test_as_a_program_it_ends_in_one_line_and_exit_code_2_too():
 def test_json_holds_every_check_and_where_it_was_obtained(tmp_path):
     saved = tmp_path / "a.json"
     assert main([*CORRECT, "-k", "kv_rotary", "--json", str(saved)]) == 0
-    data = json.loads(saved.read_text())
+    data = json.loads(saved.read_text(encoding="utf-8"))
     assert data["environment"]["torch"].startswith(torch.__version__)
     assert {"device cpu", "date", "python"} <= set(data["environment"])
     against = {(check["quantity"], check["against"]) for check in data["rows"][0]["checks"]}
@@ -97,15 +97,15 @@ def test_a_disk_that_fills_up_meanwhile_costs_that_file_alone(tmp_path, capsys):
     assert main([*CORRECT, "-k", "mqa_cross", "--json", "/dev/full", "--html", str(page)]) == 2
     out, err = capsys.readouterr()
     assert err == "python -m verify: cannot write /dev/full: No space left on device\n"
-    assert "PASS: 1 of 1 answers right" in out and "PASS: 1 of 1 answers right" in page.read_text()
+    assert "PASS: 1 of 1 answers right" in out and "PASS: 1 of 1 answers right" in page.read_text(encoding="utf-8")
 
 
 def test_markdown_and_html_hold_the_same_rows_as_the_terminal(tmp_path, capsys):
     markdown, page = tmp_path / "a.md", tmp_path / "a.html"
     assert main([*CORRECT, "-v", "-k", "varlen_paged", "--markdown", str(markdown), "--html", str(page)]) == 0
-    for text in (capsys.readouterr().out, markdown.read_text(), page.read_text()):
+    for text in (capsys.readouterr().out, markdown.read_text(encoding="utf-8"), page.read_text(encoding="utf-8")):
         assert "varlen_paged" in text and "tests.mutants:correct" in text and "PASS: 1 of 1 answers right" in text
-    assert "http" not in page.read_text() and "allclose" not in page.read_text()
+    assert "http" not in page.read_text(encoding="utf-8") and "allclose" not in page.read_text(encoding="utf-8")
 
 
 def judged(name: str, cases: str, tmp_path: Path, *more: str) -> tuple[int, dict[str, dict]]:
@@ -113,7 +113,7 @@ def judged(name: str, cases: str, tmp_path: Path, *more: str) -> tuple[int, dict
     saved = tmp_path / "a.json"
     implementation = ["--implementation", f"tests.test_verify_cli:{name}", "-k", cases, "--device", "cpu"]
     code = main(["--quick", *implementation, "--json", str(saved), *more])
-    return code, {row["case"]: row for row in json.loads(saved.read_text())["rows"]}
+    return code, {row["case"]: row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]}
 
 
 def test_a_single_function_stands_for_flash_attn_func_and_the_rest_is_not_supported(tmp_path, capsys):
@@ -179,7 +179,7 @@ def test_no_module_of_verify_imports_itself_in_a_circle():
     imports = {
         path.stem: {
             name
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             if isinstance(node, ast.ImportFrom) and node.level
             for name in ([node.module] if node.module else [alias.name for alias in node.names])
         }
@@ -208,7 +208,7 @@ def test_a_kernel_that_ends_its_process_is_one_wrong_answer_on_a_gpu(on_gpu, ref
     wanted = ["-k", "head_dim 256,head_dim 264" if on_gpu else "head_dim 264", "--json", str(saved)]
     name = "tests.test_verify_cli:ends_its_process"
     code = main(["--quick", "--device", "cpu", "--forward-only", "--implementation", name, *wanted])
-    rows = {row["case"]: row for row in json.loads(saved.read_text())["rows"]}
+    rows = {row["case"]: row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]}
     wrong = [row["note"] for row in rows.values() if row["verdict"] == "FAIL"]
     assert wrong == ["its process ended by SIGKILL"] * on_gpu and code == on_gpu
     assert len(rows) == 1 + on_gpu
@@ -223,5 +223,5 @@ def test_a_kernel_that_its_trial_has_rejected_is_wrong_and_not_declined(monkeypa
         warnings.simplefilter("ignore")
         wanted = ["--quick", "--device", "cpu", "--forward-only", "--backend", "fused"]
         assert main([*wanted, "-k", "head_dim 52", "--json", str(saved)]) == 1
-    (row,) = json.loads(saved.read_text())["rows"]
+    (row,) = json.loads(saved.read_text(encoding="utf-8"))["rows"]
     assert launches.seen and row["verdict"] == "FAIL" and "computes wrong numbers on this GPU" in row["note"]

@@ -196,7 +196,9 @@ def test_what_was_declined_is_counted_with_its_reasons_beside_what_is_wrong(tmp_
     given = ["--implementation", "tests.test_verify_travels:half_only", "--forward-only", "--json", str(saved)]
     assert main([*CASES, *given]) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    verdicts = {row["case"]: (row["verdict"], row["note"]) for row in json.loads(saved.read_text())["rows"]}
+    verdicts = {
+        row["case"]: (row["verdict"], row["note"]) for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]
+    }
     assert verdicts["mqa_cross"][0] == "pass"
     assert verdicts["func causal gqa fp16"] == ("FAIL", "ZeroDivisionError: planted")
     assert verdicts["func causal gqa fp32"] == ("declined", "float32 is not supported")

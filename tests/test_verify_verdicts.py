@@ -44,7 +44,7 @@ def judge(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], cases: 
     saved = tmp_path / "a.json"
     judged = ["--quick", "--device", "cpu", "--implementation", f"{FILE}:{name}", "-k", cases, "--json", str(saved)]
     code = main([*judged, *more])
-    rows = {row["case"]: row for row in json.loads(saved.read_text())["rows"]}
+    rows = {row["case"]: row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]}
     return Judged(code, " ".join(capsys.readouterr().out.split()), rows)
 
 
@@ -163,10 +163,10 @@ def test_the_features_stand_right_under_the_verdict_in_text_markdown_and_page(tm
     markdown, page = tmp_path / "a.md", tmp_path / "a.html"
     judged = judge("plain_squares", tmp_path, capsys, SOME, "--markdown", str(markdown), "--html", str(page))
     assert judged.code == 1 and "TOO LITTLE TO SAY: 2 of 2 answers right" in judged.told
-    for text in (judged.told, markdown.read_text()):
+    for text in (judged.told, markdown.read_text(encoding="utf-8")):
         behind = text.partition("TOO LITTLE TO SAY")[2]
         assert behind.partition("not judged: ")[2].index("What was asked, by feature") < 250
-    html = page.read_text()
+    html = page.read_text(encoding="utf-8")
     assert '<p class="verdict declined">' in html and html.count('class="narrow"') >= 1
     assert (
         html.partition("TOO LITTLE TO SAY")[2]
@@ -338,7 +338,7 @@ def test_bench_times_a_kernel_beside_the_package_and_what_people_write(tmp_path,
         str(saved),
     ]
     assert main(["bench", "--implementation", name, *arguments]) == 0
-    data = json.loads(saved.read_text())
+    data = json.loads(saved.read_text(encoding="utf-8"))
     rows = {(row["workload"], row["contestant"]): row for row in data["rows"]}
     assert {who for _, who in rows} == {name, "default", "pad_sdpa"} and data["subject"] == name
     assert rows["plain_d64", name]["both"]["median_ms"] > 0 and rows["plain_d64", name]["verdict"]["ok"]
@@ -360,7 +360,7 @@ def test_ladder_has_a_kernel_of_somebodys_as_another_step(tmp_path, capsys) -> N
     saved, name = tmp_path / "a.json", f"{FILE}:right"
     arguments = ["--n", "24", "--repeats", "1", "--heads", "1", "--head-dim", "8", "--json", str(saved)]
     assert main(["ladder", "--implementation", name, *arguments]) == 0
-    rows = {row["contestant"]: row for row in json.loads(saved.read_text())["rows"]}
+    rows = {row["contestant"]: row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]}
     assert rows[name]["verdict"]["ok"] and rows[name]["forward"]["median_ms"] > 0 and "PyTorch SDPA" in rows
 
 

@@ -221,7 +221,7 @@ def test_a_child_finds_what_was_asked_for(options: dict[str, Any], code: str, pr
 def test_a_child_finds_the_package_though_its_own_path_lacks_it_and_runs_the_hidden_sitecustomize(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.theirs_ran = True")
     patch()
-    ours = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if "naming" in entry]
+    ours = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if "dropin" in entry]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ours, str(tmp_path)])}
     code = (
         "import builtins, sys; print(builtins.theirs_ran, sys.modules['sitecustomize'].__file__);"

@@ -213,7 +213,7 @@ def test_a_record_cannot_name_files_of_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [install, uninstall])
 def test_this_packages_own_directory_is_no_target(command: object) -> None:
     with pytest.raises(InstallError, match="part of flash_attn_compat itself"):
-        command(Path(flash_attn_compat.__file__).parent / "naming" / "site")  # type: ignore[operator]
+        command(Path(flash_attn_compat.__file__).parent / "dropin" / "site")  # type: ignore[operator]
 
 
 def test_a_single_file_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ print(*(name for *_, names in command.data_files for name in names), sep="\\n")
 
 def test_a_wheel_from_a_used_tree_holds_nothing_compiled(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", "77")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "flash_attn_compat/naming"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "flash_attn_compat/dropin"):
         source, target = REPOSITORY / name, tmp_path / name
         target.parent.mkdir(exist_ok=True)
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)

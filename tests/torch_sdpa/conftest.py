@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
 
 from tests.fused_on_cpu import Launches
 from tests.torch_sdpa import originals
 
+HERE = Path(__file__).parent
 
-@pytest.fixture(autouse=True)
-def _has_grouped_heads() -> None:
-    if "enable_gqa" not in str(torch.ops.aten.scaled_dot_product_attention.default._schema):
-        pytest.skip("before PyTorch 2.5 the operators stay PyTorch's")
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(originals.needs_grouped_heads)
 
 
 @pytest.fixture
