@@ -8,9 +8,11 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ Result = TypeVar("Result")
 MOST_ENDED = 12
 _SAFE_PATH = "PYTHONSAFEPATH"
 _START = "spawn"  # a copy of this process could not use its GPU
+_starting = threading.Lock()  # the environment that a child starts with is this process's own
 
 
 class Ended:
@@ -56,6 +59,34 @@ def in_children(count: int, steps: Callable[..., Iterable[Result]], *arguments: 
         yield NotDone(f"not done: {MOST_ENDED} processes ended before")
 
 
+def side_by_side(iterators: Sequence[Iterator[Result]]) -> list[Iterator[Result]]:
+    """The same iterators, each advanced by a thread of its own, which runs ahead of its reader."""
+
+    def advance(iterator: Iterator[Result], results: SimpleQueue[tuple[bool, Any]]) -> None:
+        try:
+            for result in iterator:
+                results.put((True, result))
+        except BaseException as error:  # noqa: BLE001  the reader raises it
+            results.put((False, error))
+        else:
+            results.put((False, None))
+
+    def read(results: SimpleQueue[tuple[bool, Any]]) -> Iterator[Result]:
+        while True:
+            is_result, value = results.get()
+            if is_result:
+                yield value
+            elif value is None:
+                return
+            else:
+                raise value
+
+    queues: list[SimpleQueue[tuple[bool, Any]]] = [SimpleQueue() for _ in iterators]
+    for iterator, results in zip(iterators, queues):
+        threading.Thread(target=advance, args=(iterator, results), daemon=True).start()
+    return [read(results) for results in queues]
+
+
 def _of_one_child(
     steps: Callable[..., Iterable[Result]], first: int, arguments: tuple[Any, ...]
 ) -> Iterator[Result | Ended]:
@@ -63,7 +94,7 @@ def _of_one_child(
     receiver, sender = context.Pipe(duplex=False)
     asked = pickle.dumps((steps, first, arguments))
     child = context.Process(target=_serve, args=(sender, _home(steps), asked), daemon=True)
-    with _without_current_folder():
+    with _starting, _without_current_folder():
         child.start()
     sender.close()
     try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flash_attn_compat import isolation
-from flash_attn_compat.isolation import Ended, in_children
+from flash_attn_compat.isolation import Ended, in_children, side_by_side
 from tests.interpreters import CAN_FORK
 
 needs_fork = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
@@ -143,3 +143,16 @@ def test_a_gpu_is_lost_where_waiting_for_it_fails(
     assert not isolation._gpu_is_lost(), "nobody used one"
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     assert isolation._gpu_is_lost() == expected
+
+
+def test_iterators_that_advance_side_by_side_give_their_own_results_and_errors_in_order() -> None:
+    def counting(last: int) -> Iterator[int]:
+        yield from range(last)
+        if last == 2:
+            raise ValueError("two")
+
+    first, second, third = side_by_side([counting(last) for last in (3, 2, 0)])
+    assert [next(second), next(first), next(second), next(first)] == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="two"):
+        next(second)
+    assert [*first] == [2] and [*third] == []

@@ -199,6 +199,17 @@ def ends_its_process(q, k, v, causal=False):
     return attention_ref(q, k, v, causal=causal)[0].to(q.dtype)
 
 
+def test_rows_of_several_child_processes_come_in_the_order_of_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "in_children", lambda count, steps, asked: steps(0, asked))
+    found = []
+    for count in (1, 3):
+        monkeypatch.setattr(compare, "children_for", lambda devices, count=count: count)
+        saved = tmp_path / f"{count}.json"
+        main(["--quick", "--device", "cpu", "-k", "gqa", "--backend", "chunked", "--isolate", "--json", str(saved)])
+        found.append(json.loads(saved.read_text(encoding="utf-8"))["rows"])
+    assert len(found[0]) > 6 and found[0] == found[1]
+
+
 @pytest.mark.usefixtures("copied_children")
 @pytest.mark.parametrize(("on_gpu", "refused"), [(True, []), (True, ["dq ended a process"]), (False, [])])
 def test_a_kernel_that_ends_its_process_is_one_wrong_answer_on_a_gpu(on_gpu, refused, tmp_path, monkeypatch, capsys):

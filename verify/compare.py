@@ -7,14 +7,16 @@ near it must come is judge.py's business, and compare_report.py shows it.
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flash_attn_compat.backends.fused import faults
 from flash_attn_compat.card import cap_memory
-from flash_attn_compat.isolation import Ended, NotDone, in_children, may_break
+from flash_attn_compat.isolation import Ended, NotDone, in_children, may_break, side_by_side
 
 from . import implementations as impl
 from .advice import locate_words
@@ -27,6 +29,8 @@ from .native import loads_native_code
 from .output import announce, console, deliver, progress_bar
 from .recorded import ABSENT, recorded_cases
 from .tables import OURS
+
+MOST_CHILDREN = 8  # processes that judge kernels on one GPU at once; each has a CUDA context of its own
 
 
 def run(
@@ -57,6 +61,7 @@ class Asked:
     quick: bool
     texts: Sequence[str]  # in the names of cases
     forward_only: bool
+    share: tuple[int, int] = (0, 1)  # of the cases: every share[1]-th from number share[0] on
 
     @property
     def names(self) -> list[str]:
@@ -69,11 +74,12 @@ class Asked:
 
     @property
     def cases(self) -> list[Case]:
+        first, every = self.share
         return [
             case.forward_only() if self.forward_only else case
             for case in (*plain(self.quick), *recorded_cases(), *generated(self.quick))
             if not self.texts or any(text in f"{case.function} {case.name}" for text in self.texts)
-        ]
+        ][first::every]
 
 
 def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
@@ -91,11 +97,28 @@ def load(first: int, path: str) -> Iterator[bool]:
     yield True
 
 
+def children_for(devices: Sequence[str]) -> int:
+    """How many processes judge at once: on a GPU most of the time goes to compiling and testing kernels."""
+    return min(MOST_CHILDREN, os.cpu_count() or 1) if any(each.startswith("cuda") for each in devices) else 1
+
+
 def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row]:
     """All rows; isolated: made in child processes, so that a kernel that breaks one is named."""
     if not isolated:
         yield from run(asked.judged, asked.devices, cases)
         return
+    count = children_for(asked.devices)
+    shares = [(replace(asked, share=(first, count)), cases[first::count]) for first in range(count)]
+    if count == 1:
+        yield from _isolated_rows(*shares[0])
+        return
+    rows = side_by_side([_isolated_rows(*share) for share in shares])
+    for number in range(len(cases)):
+        yield from itertools.islice(rows[number % count], len(asked.devices) * len(asked.names))
+
+
+def _isolated_rows(asked: Asked, cases: Sequence[Case]) -> Iterator[Row]:
+    """Rows made by one child process after another."""
     places = [(case, name, device) for case in cases for device in asked.devices for name in asked.names]
     for place, found in zip(places, in_children(len(places), steps, asked)):
         if not isinstance(found, Ended):
