@@ -29,7 +29,7 @@ class Options(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """What a call's results are for, beyond what the options say: fields of AttentionCall."""
+    """How a call's results are used: fields of AttentionCall that follow from the caller, not from the options."""
 
     needs_grad: bool = False
     return_lse: bool = False
@@ -71,10 +71,10 @@ def request_of(
     packing: tuple[Any, ...] | None = None,
     bias: Tensor | None = None,
 ) -> Request:
-    """Of (batch, seqlen, heads, head_dim) tensors, with the fields of Options.
+    """Return the request of a dense call, or of a packed or paged one where ``packing`` is given.
 
-    With those of Packing, of (total, heads, head_dim) tensors, or paged k and v with a block table. bias: as
-    AttentionCall has it, of dense tensors; it is not checked
+    q, k, v: (batch, seqlen, heads, head_dim); with packing (total, heads, head_dim), or paged k and v
+    options, packing: the fields of Options and Packing; bias: as in AttentionCall, for dense tensors; not checked here
     """
     dropout_p, scale, causal, window_size, softcap, slopes, deterministic, return_attn_probs = options
     values = plain(dropout_p, scale, causal, window_size, softcap, deterministic, return_attn_probs)
@@ -101,7 +101,7 @@ def request_of(
 def call_of(
     q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD, packing: Packing | None = None
 ) -> AttentionCall:
-    """As request_of; raises as checks.dense and checks.packed do."""
+    """Return the checked call of the same arguments. Raises as checks.dense and checks.packed do."""
     request = request_of(q, k, v, options, purpose, packing)
     return request.kind.build(request).call
 
@@ -109,7 +109,7 @@ def call_of(
 def plain(
     dropout_p: Any, scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any, return_attn_probs: Any
 ) -> tuple[Any, ...]:
-    """Options without their slopes, window_size as two, as values to know a call by: equal ones mean the same."""
+    """Return the options without slopes as hashable values for a cache key, with window_size as two bounds."""
     try:
         left, right = window_size
     except (TypeError, ValueError):
@@ -247,10 +247,10 @@ def _call(
     capacity: int,
     **others: Any,
 ) -> AttentionCall:
-    """The call of checked tensors: the one place that reads ``values``, which are as ``plain`` gives them.
+    """Return the call of checked tensors.
 
-    capacity: the keys that windows are measured against
-    others: the call's bias, or its fields that say how sequences lie in the tensors
+    values: as ``plain`` returns them; capacity: the number of keys that windows are measured against
+    others: further fields of AttentionCall: bias, or how sequences lie in the tensors
     """
     dropout_p, softmax_scale, causal, left, right, softcap, deterministic, return_attn_probs = values
     is_causal = checks.causal(causal)
@@ -281,7 +281,7 @@ _FULL, _CAUSAL = Mask(), Mask(None, 0)
 
 
 def integer(name: str, value: object) -> int:
-    """An int, or what converts to one without loss: a 0-dim tensor of integers, a NumPy integer."""
+    """Return ``value`` as an int; it may be a 0-dim tensor of integers or a NumPy integer."""
     if type(value) is int:
         return value
     if isinstance(value, Tensor) and torch_state.is_hidden(value):
@@ -296,7 +296,7 @@ def integer(name: str, value: object) -> int:
 
 
 def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
-    """Whether the host can see without waiting that both hold the same numbers, as two tensors of a collator may."""
+    """Whether both hold the same numbers, as far as the host can read them without waiting for a GPU."""
     if not isinstance(cu_seqlens_q, Tensor) or not isinstance(cu_seqlens_k, Tensor):
         return False
     if cu_seqlens_q.is_nested or cu_seqlens_k.is_nested:

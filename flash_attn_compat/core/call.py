@@ -93,8 +93,8 @@ class AttentionCall(NamedTuple):
     def features(self) -> int:
         """The combination of Feature values this call asks for."""
         left, right = self.mask
-        # A reentrant checkpoint records its recomputation only, and backends may draw masks of their own: both passes
-        # must go to one backend. Pages have no gradient in any such backend.
+        # A reentrant checkpoint records its recomputation only, and some backends draw masks of their own: both passes
+        # must go to one backend. No such backend computes gradients over pages.
         is_drawn_again = self.dropout_p != 0 and not self.shares_dropout_mask and self.block_table is None
         is_recorded = self.needs_grad or is_drawn_again
         asked = {
@@ -142,19 +142,19 @@ class AttentionCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What with_tensors takes."""
+        """The call's tensors in the order of TENSORS."""
         return *self[:3], *self[9:17]
 
     def with_tensors(self, *tensors: Tensor | None) -> AttentionCall:
-        """The call over other tensors of the same shapes and strides, in that order; over none where there are fewer.
+        """Return the call over other tensors of the same shapes and strides, in the order of TENSORS.
 
-        None at all leave the call's description alone. Those behind as many as TENSORS are no call's.
+        Missing tensors are None: ``with_tensors()`` describes the call alone. Tensors beyond TENSORS are ignored.
         """
         given: tuple[Any, ...] = (*tensors, *NO_TENSORS)
         return AttentionCall._make((*given[:3], *self[3:9], *given[3 : len(TENSORS)], *self[17:]))
 
 
-# The fields of ``tensors``, the dropout's state last. A request's tensors go on behind them with what a cache is given.
+# The call's tensor fields, rng_state last. A request's tensors have those of Append after them.
 TENSORS = AttentionCall._fields[:3] + AttentionCall._fields[9:17]
 NO_TENSORS = (None,) * len(TENSORS)
 RNG_STATE = TENSORS.index("rng_state")
@@ -165,7 +165,7 @@ _BITS = {feature.name: int(feature) for feature in Feature}
 
 
 class Result(NamedTuple):
-    """What a backend's forward hands back.
+    """The results of a backend's forward.
 
     out: call.out_shape, in q's dtype; softmax_lse: call.lse_shape fp32 (None only where neither gradients
     nor return_lse asked for it); rng_state: (2,) int64, meaningful under dropout; saved: whatever else the
@@ -192,7 +192,7 @@ class Gradients(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """What a backward computes.
+    """The results of a backward.
 
     delta: rowsum(dout * out) less the gradient of the LSE and laid out as that, where the backend has it; fp32, 0 for
         rows whose LSE is infinite
@@ -203,7 +203,7 @@ class Derived(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What a backward starts from: dout, and a forward's results.
+    """The inputs of a backward: dout and dlse, and the results of a forward.
 
     softmax_lse may be missing where ``saved`` holds what the backend kept instead.
     dlse: the gradient of softmax_lse as that is laid out, 0 where a row sees no key; None for none. Since an LSE's
@@ -219,7 +219,7 @@ class Upstream(NamedTuple):
 
     @property
     def lse(self) -> Tensor:
-        """softmax_lse, for a backward that cannot do without."""
+        """softmax_lse, for a backward that needs it."""
         return _given(self.softmax_lse)
 
 

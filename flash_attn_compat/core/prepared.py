@@ -1,9 +1,9 @@
-"""What calls that are alike share is found once: a request finds one object that holds all of it.
+"""The cache of prepared calls: a request finds the checked call, its backend and its run by one key.
 
-Alike are requests of one kind for the same values, over tensors of the same shapes, strides, dtypes, devices and
-alignment, in the same surroundings: settings, autocast, what PyTorch has active. Never by identity, address or version:
-``x.data = y`` keeps all three under a new shape. Each call looks at what depends on numbers or on state. Here alone is
-something added and forgotten, the oldest first.
+The key of a request is its kind, its values, the signatures of its tensors (shape, strides, dtype, device, alignment)
+and its context: settings, autocast, PyTorch's active flash implementation. A tensor's identity, address and version are
+not in the key: ``x.data = y`` keeps all three under a new shape. Each call still checks the numbers in its tensors.
+Entries are added and dropped in this file alone, the oldest first.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from flash_attn_compat.core.call import AttentionCall, Derived, Gradients, Resul
 from flash_attn_compat.core.torch_state import transforms_are_on
 
 MOST = 4096
-# Types whose objects have memory of their own, and nothing but what a key holds.
+# Types of tensors that have memory of their own and no property that a key lacks.
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 Key = Hashable
-# q, k and v first, then as AttentionCall.with_tensors takes them; behind those what a cache is given: Append's tensors.
+# q, k, v and the others in the order of AttentionCall.with_tensors; after them, for a cache, the tensors of Append.
 Tensors = tuple[Any, ...]
-# Computes every call that is alike; takes a request's tensors and length.
+# Computes each call of one key, from a request's tensors and length.
 Run = Callable[[Tensors, int | None], Result]
-# The same for gradients, which are written into the last where that is given; tensors[RNG_STATE] is the dropout's.
+# Computes gradients from (tensors, upstream, into), and writes them into the last if that is not None.
 BackwardRun = Callable[[Tensors, Upstream, Gradients | None], Derived]
 
 
 class Alike(NamedTuple):
-    """All calls that are alike, by the one of them that is made.
+    """The properties shared by every call with the same cache key, shown by one such call.
 
-    whole: ``call`` over all of a cache's slots, where its length is a number, which may differ among the calls
-    new: what it appends; bind: makes another one, and what that appends, of a request's tensors and length
-    check: raises for numbers that do not fit; None where the host sees none of them
+    whole: ``call`` over all slots of a cache; it differs from ``call`` where the cache's length is an int, which is in
+        no key
+    new: the keys and values that ``call`` appends, or None
+    bind: returns the call and its Append for other tensors and another length
+    check: raises for numbers (lengths, positions) that do not fit; None where the host can read none of them
     """
 
     call: AttentionCall
@@ -56,17 +58,17 @@ class Alike(NamedTuple):
 
 
 def alike_to(call: AttentionCall, check: Callable[[Request], None] | None = None) -> Alike:
-    """All calls that take tensors like those of ``call``."""
+    """Return the shared properties of calls over tensors with the signatures of ``call``'s."""
     described = call.with_tensors()
     return Alike(call, call, None, lambda tensors, length: (described.with_tensors(*tensors), None), check=check)
 
 
 @dataclass(frozen=True, eq=False)
 class RequestKind:
-    """A function's manner of asking.
+    """How a family of functions (dense, packed, over a cache) turns a request into a call.
 
-    build: checks a request, but for the numbers in its tensors, which the check of what it returns looks at
-    appended: the rest of a request whose new keys have been written, with another q
+    build: checks shapes, dtypes and values and returns the shared properties; numbers in tensors are checked per call
+    appended: returns the request that is left once its new keys are in the cache, with a rotated q
     """
 
     name: str
@@ -76,9 +78,10 @@ class RequestKind:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """What every function makes of its arguments; it is not changed.
+    """The arguments of one function call, immutable.
 
-    values: plain ones, everything that is no tensor; length: a cache's, where the host knows it for all sequences
+    values: hashable arguments that are no tensors
+    length: an int cache_seqlens, which holds for all sequences and is in no key; None otherwise
     """
 
     kind: RequestKind
@@ -89,11 +92,14 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class Known:
-    """All that follows from a request but for the numbers in its tensors.
+    """A prepared call: everything that follows from a cache key.
 
-    call: checked, without its tensors; backend: None where there is nothing to compute; run: None where the call is
-    a backward alone; check: as Alike has it; backward: who computes gradients and how, by the layout of what comes from
-    above; memory: what it is part of, as long as that is the current one
+    call: the checked call without its tensors
+    backend: None where nothing is to be computed
+    run: computes the call; None for a backward alone
+    check: as in Alike
+    memory: the table that holds this entry, while that table is the current one
+    backward: (backend, run) of the backward, by the signatures of the upstream gradients
     """
 
     call: AttentionCall
@@ -105,7 +111,7 @@ class Known:
 
 
 class Memory:
-    """What is known, by requests' keys; and which backend is chosen, by traits, for requests of new shapes."""
+    """Two tables: prepared calls by key, and chosen backends by traits (which many keys share)."""
 
     def __init__(self) -> None:
         self.known: dict[Key, Known] = {}
@@ -122,16 +128,16 @@ def current() -> Memory:
 
 
 def forget() -> None:
-    """Begin anew: what a backend can serve, or how, has changed for a reason that no key shows.
+    """Discard all prepared calls and decisions: a backend's abilities have changed in a way that no key shows.
 
-    What is being prepared meanwhile goes into the memory that nobody asks any more.
+    Entries added concurrently land in the discarded table.
     """
     global _current  # noqa: PLW0603
     _current = Memory()
 
 
 def keep(table: dict[Key, Kept], key: Key, value: Kept, most: int | None = None) -> None:
-    """In a table of what is known, of decisions, or of one call's backwards, of which there are few."""
+    """Add an entry to a table and drop the oldest beyond ``most`` (default MOST) entries."""
     with _adding:
         while len(table) >= (most or MOST):
             del table[next(iter(table))]
@@ -139,19 +145,19 @@ def keep(table: dict[Key, Kept], key: Key, value: Kept, most: int | None = None)
 
 
 def look_up(request: Request) -> tuple[Key | None, Known | None]:
-    """The key of a request, equal for those that are alike, and what is known of them; no key where nothing is kept."""
+    """Return the cache key of a request and its prepared call, or None for each that does not exist."""
     if transforms_are_on():
         return None, None
     tensors = request.tensors
     try:
         key = request.kind, request.values, layouts(tensors), surroundings(tensors[0])
     except (AttributeError, RuntimeError):
-        return None, None  # q is none, or a tensor has no address: the checks say it better
+        return None, None  # q is no tensor, or a tensor has no address: the checks name the argument
     return key, _current.known.get(key)
 
 
 def key_of(tensors: Tensors) -> Key | None:
-    """Of a backward's, behind those of its request; None where nothing is kept."""
+    """Return the cache key of a backward's tensors; None where it cannot be cached."""
     try:
         return layouts(tensors), surroundings(tensors[0])
     except RuntimeError:
@@ -159,9 +165,9 @@ def key_of(tensors: Tensors) -> Key | None:
 
 
 def layouts(tensors: Iterable[Tensor | None]) -> Key:
-    """All of tensors but their numbers, and where beyond 16 bytes they lie. Raises RuntimeError for types not PLAIN.
+    """Return (shape, strides, dtype, device, address modulo 16) of each tensor.
 
-    Strides follow from the shape of what is contiguous, but for those along axes of one element, which lead nowhere.
+    True stands for the strides of a contiguous tensor. Raises RuntimeError for types that are not PLAIN.
     """
     return tuple(
         [
@@ -179,5 +185,5 @@ def _is_plain(x: object) -> bool:
 
 
 def surroundings(tensor: Tensor) -> Key:
-    """What is not a call's own, and decides how it is computed."""
+    """Return the state outside of the arguments that decides how a call is computed."""
     return settings.fingerprint(), torch_state.autocasts(tensor), torch_state.flash_implementation()

@@ -1,6 +1,7 @@
-"""Whether this thread is within a call of which it is decided who computes it: PyTorch's operators in it stay its own.
+"""A flag per thread: PyTorch's operators inside this call stay PyTorch's own.
 
-torch_sdpa/ stands in front of those operators, and would ask about the same call again.
+torch_sdpa/ replaces PyTorch's operators. It sets the flag once a call's backend is chosen, so that operators within the
+call are not replaced again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The caller's state that would change what plain operators compute, above all autocast, and contexts without it.
+"""PyTorch's state around a call (autocast, modes, tracing, transforms): how to read it, and how to compute without it.
 
 Default dtype and default device are not here: every tensor that this package makes names its own.
 """
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-# The name of what torch.nn.attention.activate_flash_attention_impl put in the place of PyTorch's own flash kernels.
+# Returns the name that torch.nn.attention.activate_flash_attention_impl was given; None for PyTorch's own kernels.
 flash_implementation: Callable[[], str | None] = getattr(
     torch.nn.attention, "current_flash_attention_impl", lambda: None
 )
 
-# Looked up once: every call asks. How many modes look on; jit.trace's state or None; whether torch.func transforms.
+# Looked up once, for every call asks: how many dispatch modes; the state of jit.trace; whether torch.func transforms.
 count_modes, tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 transforms_are_on = torch._C._are_functorch_transforms_active
 _is_any_on = torch._C._is_any_autocast_enabled
@@ -27,7 +27,7 @@ _MODES = torch._C._TorchDispatchModeKey
 
 
 def numbers_of(lengths: Tensor) -> list[int]:
-    """The values of integers, wherever they are."""
+    """Return the values of a tensor of integers; waits for its GPU."""
     if transforms_are_on():  # in which tolist() fails before PyTorch 2.5
         return [int(number.item()) for number in lengths.cpu()]
     found: list[int] = lengths.tolist()
@@ -35,7 +35,7 @@ def numbers_of(lengths: Tensor) -> list[int]:
 
 
 def with_autograd() -> contextlib.AbstractContextManager[None]:
-    """Let autograd see operators again inside a custom operator, where compiled graphs hide them from it."""
+    """Return a context in which autograd records inside a custom operator, where compiled graphs turn it off."""
     hidden = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
         hidden = hidden.remove(getattr(torch._C.DispatchKey, key))
@@ -48,7 +48,7 @@ def is_fake_mode_on() -> bool:
 
 
 def is_hidden(tensor: Tensor) -> bool:
-    """Whether nobody can read a tensor's numbers: it is fake, is traced, or has another axis under vmap."""
+    """Whether a tensor's numbers cannot be read: it is fake, traced, or batched by vmap."""
     if tracing_state() is not None or is_fake_mode_on() or _mode_of(_MODES.PROXY) is not None:
         return True
     while _is_wrapped(tensor):
@@ -59,20 +59,20 @@ def is_hidden(tensor: Tensor) -> bool:
 
 
 def autocasts(tensor: torch.Tensor) -> bool:
-    """Whether autocast is on for operators on a tensor's device: it would round the products of what is wider."""
+    """Whether autocast is on for a tensor's device: it would round fp32 products to half precision."""
     if (tensor.is_cuda or tensor.is_cpu) and not _is_any_on():
-        return False  # by far the fastest way to know, for device types that it has always asked
+        return False  # the fastest test, which covers CPU and CUDA
     return _autocasts_on(tensor.device.type)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context in which autocast is off for this kind of device."""
+    """Return a context in which autocast is off for this device type."""
     return torch.autocast(device.type, enabled=False) if _autocasts_on(device.type) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def set_aside(device: torch.device) -> Iterator[None]:
-    """No autocast, gradients or inference mode: for what is computed once and decides about later calls."""
+    """A context without autocast, gradients or inference mode, for self-tests whose results decide later calls."""
     with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
         yield
 
@@ -97,7 +97,7 @@ def _note_each(tensors: Sequence[Tensor]) -> None:
 
 
 def _note_all() -> Callable[[Sequence[Tensor]], None]:
-    """PyTorch's own where it takes several tensors, those of inference mode among them."""
+    """Return PyTorch's increment_version if it takes lists with inference tensors, else a loop over tensors."""
     try:
         with torch.inference_mode():
             torch._C._increment_version((torch.empty(0, dtype=torch.float32, device="cpu"),))
@@ -106,5 +106,5 @@ def _note_all() -> Callable[[Sequence[Tensor]], None]:
     return torch._C._increment_version
 
 
-# Tells autograd, as PyTorch's own operators do, that tensors of the caller's were written in place.
+# Tells autograd, as PyTorch's own operators do, that the caller's tensors were written in place.
 note_written = _note_all()

@@ -1,9 +1,9 @@
-"""Which sequence a token of packed tensors belongs to, and what to do with those that belong to none: set them to 0.
+"""Tokens of packed tensors that a kernel leaves unwritten: outside of all sequences, or beyond max_seqlen.
 
-Kernels of others leave there whatever the memory held. They do so, too, at the tokens of a sequence that is longer than
-the caller said. The pass over the tensor costs a few per cent of the call, and the host some fourteen operators. It is
-left out only where the host sees the numbers of this very call: what was seen before may have been changed through
-``.data``, by a CUDA graph or by somebody's kernel, unseen by PyTorch. Nothing waits for the GPU.
+PyTorch's and flash-attn's kernels leave there whatever the memory held; here such tokens are set to 0. The pass costs a
+few per cent of a call, and some fourteen operators on the host. It is skipped only where the host reads the lengths of
+this very call: lengths seen earlier may have been changed through ``.data``, by a CUDA graph or by another kernel,
+unseen by PyTorch. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def token_places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Each token's sequence and its index there; tokens outside of all sequences count to the nearest one."""
+    """Return each token's sequence and its index in it; tokens outside of all sequences count to the nearest one."""
     tokens = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=cu_seqlens.shape[0] - 2)
     return sequence, (tokens - cu_seqlens[sequence]).clamp_(min=0)
@@ -36,25 +36,25 @@ def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
 
 
 def is_outside(cu_seqlens: Tensor, total: int) -> Tensor:
-    """(total,) bool, True for tokens that lie outside."""
-    # Half a token more than its index divides the token at a sequence's end from the last one within.
+    """Return (total,) bool: True for tokens outside of all sequences."""
+    # Adding half a token keeps the last token of a sequence apart from the first one behind it.
     tokens = torch.arange(0.5, total + 0.5, dtype=torch.float64, device=cu_seqlens.device)
     return tokens.clamp(cu_seqlens[0], cu_seqlens[-1]) != tokens
 
 
 def is_unwritten(cu_seqlens: Tensor, total: int, longest: int) -> Tensor:
-    """(total,) bool, True for tokens that lie outside, and for those of a sequence from its ``longest`` on."""
+    """Return (total,) bool: True outside of all sequences, and for a sequence's tokens from ``longest`` on."""
     if longest >= total:
         return is_outside(cu_seqlens, total)
     starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
-    # Where a sequence's written tokens begin and end, by turns: an even number of bounds up to a token is none of them.
+    # Bounds alternate: written tokens begin, written tokens end. A token behind an even number of bounds is unwritten.
     bounds = torch.stack((starts, torch.minimum(starts + longest, stops)), dim=1).flatten()
     tokens = torch.arange(total, dtype=bounds.dtype, device=bounds.device)
     return torch.searchsorted(bounds, tokens, right=True).bitwise_and_(1) == 0
 
 
 def clear(cu_seqlens: Tensor, tensors: Sequence[Tensor], longest: int) -> None:
-    """Set the tokens of each (total, heads, head_dim) that are unwritten to 0, in place."""
+    """Set the unwritten tokens of each (total, heads, head_dim) tensor to 0, in place."""
     if not tensors:
         return
     total = tensors[0].shape[0]

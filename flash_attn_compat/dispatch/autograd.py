@@ -1,4 +1,4 @@
-"""From a call to its outputs, with gradients where they are wanted: one autograd Function for every backend.
+"""One autograd Function for every backend: from a request to outputs, with gradients where autograd records.
 
 Packed inputs enter the graph whole, so that their gradient is one packed tensor written once.
 """
@@ -23,9 +23,9 @@ from flash_attn_compat.dispatch.serve import backward_tensors, dmask, gradients,
 
 
 def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as views of what the caller gave: (q, k, v), (q, kv) or (qkv,).
+    """Return q, k and v as views of the inputs (q, k, v), (q, kv) or (qkv,).
 
-    Packed tensors hold them along their third axis from the end.
+    kv and qkv hold their tensors along the third axis from the end.
     """
     *alone, packed = inputs
     if len(alone) < 2:
@@ -52,12 +52,12 @@ def _check_packed(packed: Tensor, expected: int) -> None:
         raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")
 
 
-# out, softmax_lse, S_dmask. Any, because what the call does not ask for is None, and what it asks for is not.
+# out, softmax_lse, S_dmask. Any, because an output is None exactly where the call does not ask for it.
 Outputs = tuple[Tensor, Any, Any]
 
 
 def purpose(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> Purpose:
-    """Whether autograd records a call of ``inputs``, or a transform of torch.func or forward-mode AD looks on."""
+    """Return the purpose of a call: recorded by autograd, under a transform or forward-mode AD, or a plain forward."""
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
         return TRANSFORMED
     if torch.is_grad_enabled():
@@ -67,7 +67,7 @@ def purpose(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> Purpose
             for tensor in inputs:
                 if tensor.requires_grad:
                     return RECORDED
-        except AttributeError:  # of what is no tensor, which the checks refuse by name
+        except AttributeError:  # an input is no tensor, and the checks will name it
             pass
     return FORWARD
 
@@ -78,10 +78,10 @@ def are_trained(slopes: object) -> bool:
 
 
 def with_scale_in_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """A call whose softmax_scale is a tensor to differentiate by, as one whose queries are multiplied by it.
+    """Return inputs and options with a differentiable softmax_scale moved into the queries.
 
-    Kernels take a number. They get the usual one, head_dim ** -0.5, and the queries the rest, which is about 1.
-    inputs, options: as a public function has them; they are returned unchanged where the scale wants no derivative
+    Kernels take a number: they get the default scale, head_dim ** -0.5, and the queries are multiplied by the rest.
+    inputs, options: as a public function has them; returned unchanged if the scale needs no derivative
     """
     scale, queries = options[1], inputs[0]
     wants_gradient = scale.requires_grad and torch.is_grad_enabled()
@@ -96,14 +96,14 @@ def with_scale_in_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> 
 
 
 def are_transformed(inputs: tuple[object, ...]) -> bool:
-    """Within a transform of torch.func or forward-mode AD: whether it looks on, which no kernel can serve."""
+    """Whether a transform of torch.func or forward-mode AD differentiates the call, which no kernel can serve."""
     return transforms_are_on() or have_tangents(inputs)
 
 
 def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Outputs:
-    """(out, softmax_lse, S_dmask) of a request over views of ``inputs``; recorded for autograd if the call needs_grad.
+    """Return (out, softmax_lse, S_dmask) of a request over views of ``inputs``, recorded if the call needs gradients.
 
-    S_dmask is None unless the call asks for it, softmax_lse may be None unless it asks for that.
+    softmax_lse and S_dmask may be None where the call does not ask for them.
     """
     if known.call.needs_grad:
         slopes = unwrapped(request.tensors[3]) if known.call.slopes_gradient else None
@@ -114,7 +114,7 @@ def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Output
 
 
 def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
-    """As kernels take it. The LSE of a row without keys depends on nothing, whatever a loss makes of its infinity."""
+    """Return dlse as kernels take it: 0 where a row has no keys, for its LSE, +inf, depends on nothing."""
     return None if dlse is None or lse is None else dlse.masked_fill(lse.isinf(), 0.0).resolve_neg()
 
 
@@ -134,12 +134,12 @@ class _Attention(torch.autograd.Function):
         if settings.used_backend() != ctx.used:  # on a GPU this is autograd's own thread
             with settings.using_backend(ctx.used):
                 return _Attention.backward(ctx, dout, dlse, _)
-        saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at the first look only
+        saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them at the first access only
         inputs, (out, lse, rng_state, *rest) = saved[: ctx.inputs], saved[ctx.inputs :]
         if dout is None and dlse is None:
             return (None,) * (3 + len(inputs))
         if dout is not None and type(dout) is not Tensor:
-            dout = dout.clone()  # of a pending collective, that is its result
+            dout = dout.clone()  # waits for a pending collective
         tensors = backward_tensors((*unpack(inputs), *rest[: ctx.others]), rng_state)
         if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):
             call = ctx.known.call.with_tensors(*tensors)
@@ -158,7 +158,7 @@ class _Attention(torch.autograd.Function):
 
 
 def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
-    """In the shape of ``call.alibi_slopes``: the forward once more in differentiable operations."""
+    """Return the gradient of ``call.alibi_slopes``, by a second forward in differentiable operations."""
     q, k, v, slopes = call.q.detach(), call.k.detach(), call.v.detach(), call.alibi_slopes
     assert slopes is not None
     leaf = slopes.detach().requires_grad_()
@@ -169,15 +169,15 @@ def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | 
 
 
 def is_wrapped(gradient: Tensor | None) -> bool:
-    """Whether a transform of torch.func or is_grads_batched=True looks on: what they give has no memory to read."""
+    """Whether torch.func or is_grads_batched=True wraps a gradient, which then has no memory for a kernel."""
     return gradient is not None and (_is_transformed(gradient) or _is_batched(gradient))
 
 
-# Function.apply does this in Python, and looks for transforms of torch.func, under which nothing is recorded.
+# The parts of Function.apply that are needed here; the rest is Python that looks for transforms, and costs time.
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _record, unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C._functorch.unwrap_if_dead
-# Its backward, for other functions: of a context with the same fields, and the gradients of its three results.
+# The same backward for other Functions: takes a context with the same fields and the gradients of the three outputs.
 differentiate = _Attention.backward
 
 
@@ -188,9 +188,10 @@ def differentiable_gradients(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """Gradients to differentiate again, or that are transformed: the forward once more in differentiable operations.
+    """Return gradients that can be differentiated again, by a second forward in differentiable operations.
 
-    inputs: the call's slopes, and its tensors as unpack takes them; wanted: whose gradients are
+    inputs: the call's slopes, then its tensors as ``unpack`` takes them
+    wanted: for each input, whether its gradient is wanted; the others are None in the result
     """
     create_graph = torch.is_grad_enabled()
     if call.dropout_p and call.rng_state is None:
@@ -201,7 +202,7 @@ def differentiable_gradients(
         )
     at_exit.wait_for_autograd(call.q)
     with torch.enable_grad(), torch_state.without_autocast(call.q.device):
-        # Views, of which none was computed from another: flash_attn_func(x, x, x) has three gradients in x.
+        # Separate views: flash_attn_func(x, x, x) has three gradients in x.
         slopes = None if inputs[0] is None else inputs[0].view_as(inputs[0])
         tensors = tuple([tensor.view_as(tensor) for tensor in inputs[1:] if tensor is not None])
         (q, k, v), inputs = unpack(tensors), (slopes, *tensors)
@@ -226,7 +227,7 @@ def differentiable_gradients(
 
 
 def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
-    """The gradient, or zeros that can be differentiated too: no row sees a key."""
+    """Return the gradient, or differentiable zeros where no row sees a key."""
     if gradient is not None:
         return gradient
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)

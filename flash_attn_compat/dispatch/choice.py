@@ -22,17 +22,17 @@ class BackendNotSupported(RuntimeError):
     """No backend, or not the one that was asked for, can serve a call. The message holds every reason."""
 
 
-# How many calls each has served, by name: a backend, or whoever one was left to that could have been ours. Every call
-# counts; a Counter takes six times as long.
+# How many calls each backend has served, by name; and PyTorch, where a call could have been ours and was declined. A
+# Counter takes six times as long, and every call counts.
 served: defaultdict[str, int] = defaultdict(int)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend a call would get, and what speaks against each (an empty list: it could serve).
+    """The backend that a call would get, and each backend's reasons to decline it (an empty list: it is eligible).
 
-    slopes_gradient: the backend whose differentiable operators compute the gradient of alibi_slopes; None where nobody
-        asks for it
+    slopes_gradient: the backend whose differentiable operators compute the gradient of alibi_slopes; None where
+        autograd does not want it
     """
 
     backend: str | None
@@ -50,7 +50,7 @@ class Explanation:
 
 
 class Explained(BaseException):
-    """Carries an explanation out of the call it was asked about, past any ``except Exception``."""
+    """Carries an explanation out of the function under ``explain``, past any ``except Exception``."""
 
     def __init__(self, explanation: Explanation) -> None:
         self.explanation = explanation
@@ -96,10 +96,10 @@ def reset_backend_counts() -> None:
 
 
 def choose(call: AttentionCall) -> Backend | None:
-    """The first backend that can serve ``call`` exactly, or the forced one; None where nothing is to be computed.
+    """Return the first backend that can compute ``call`` exactly, or the forced one; None if nothing is to be computed.
 
-    That is where there are no rows or no keys, or tensors on the meta device, but under a transform, whose zeros have
-    derivatives. Raises BackendNotSupported with every backend's reasons.
+    Nothing is to be computed without rows or keys, and on the meta device, unless a transform differentiates the zeros.
+    Raises BackendNotSupported with every backend's reasons.
     """
     if settings.explains():
         _check_settings()
@@ -114,7 +114,7 @@ def choose(call: AttentionCall) -> Backend | None:
 
 
 def choose_besides(refusing: Backend, call: AttentionCall, refusal: CallRefused) -> Backend:
-    """Another one than ``refusing``, which serves calls of these traits, but for this one's sizes."""
+    """Return the fallback for a call that ``refusing`` declined for its sizes. Raises ``refusal`` if there is none."""
     other = _first_able(call.traits(), settings.named_backend(), besides=refusing)
     if other is None:
         raise refusal
@@ -122,15 +122,15 @@ def choose_besides(refusing: Backend, call: AttentionCall, refusal: CallRefused)
 
 
 def choose_whoever_is_named(call: AttentionCall) -> Backend:
-    """As ``choose``, for gradients that the backend which is named, and has served the call, may lack.
+    """As ``choose``, without regard to a forced backend.
 
-    They are those that can be differentiated again, and those of softmax_lse.
+    For gradients of softmax_lse and gradients to differentiate again, which the backend of the forward may lack.
     """
     return _decide(call, heeds_name=False)
 
 
 def in_differentiable_operators(call: AttentionCall) -> AttentionCall:
-    """``call``, of which every operator is differentiated on its own."""
+    """Return ``call`` as one that a backend computes by differentiable operators."""
     return call._replace(transformed=True, needs_grad=False)
 
 
@@ -142,7 +142,7 @@ def _check_settings() -> None:
 
 
 def reasons_against(name: str, call: AttentionCall) -> list[str]:
-    """Why the backend ``name`` would not serve ``call``: its own reasons, or who goes first."""
+    """Return the reasons why the backend ``name`` would not serve ``call``: its own, or the backend that goes first."""
     explanation = _explain(call.traits(), settings.named_backend())
     if explanation.backend == name:
         return []
@@ -161,13 +161,13 @@ def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
     backend = _first_able(traits, named)
     if backend is None:
         raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
-    if not cuda_capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
+    if not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
         prepared.keep(current.decisions, key, backend)
     return backend
 
 
 def _first_able(traits: Traits, forced: str | None, besides: Backend | None = None) -> Backend | None:
-    """Stops at the first that can: those behind it may load libraries before they give reasons, which takes seconds."""
+    """Return the first eligible backend. Later ones are not asked: some load a library first, which takes seconds."""
     candidates = [_find(forced)] if forced is not None else _ordered(traits)
     return next((backend for backend in candidates if backend is not besides and not backend.reasons(traits)), None)
 
@@ -182,7 +182,7 @@ def _ordered(traits: Traits) -> list[Backend]:
 
 
 def _sort_timed(ordered: list[Backend], times: Mapping[str, float]) -> None:
-    """Sort the timed backends by their times, in the places that they have; those that were not timed stay."""
+    """Sort the timed backends by their times among their own places; backends without a time stay where they are."""
     places = [place for place, backend in enumerate(ordered) if backend.name in times]
     by_time = sorted((ordered[place] for place in places), key=lambda backend: times[backend.name])
     for place, backend in zip(places, by_time):

@@ -1,4 +1,4 @@
-"""Attention over a cache: the new keys and values are appended and rotated, then attended to.
+"""Attention over a cache: new keys and values are rotated and appended, then q attends to all of them.
 
 Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
 """
@@ -37,13 +37,14 @@ def attend(
     return_lse: bool,
     within_operator: bool = False,
 ) -> tuple[Tensor, Any]:
-    """(out, softmax_lse, or what is nothing if not asked for); arguments as in flash_attn_with_kvcache.
+    """Return (out, softmax_lse), softmax_lse None or without elements unless return_lse.
 
-    given: q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin; lengths to table: cache_seqlens,
-    cache_batch_idx, cache_leftpad, block_table; within_operator: as that asks, which hides who looks on
+    given: q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin, as in flash_attn_with_kvcache
+    lengths, rows, leftpad, table: its cache_seqlens, cache_batch_idx, cache_leftpad and block_table
+    within_operator: called by the custom operator, which has handled compilers and modes
     """
     q, k_cache, v_cache, slopes, k, v, cos, sin = given
-    length = None  # one that is a number is no value of a request: it differs in each step
+    length = None  # an int length is in no cache key, for it differs in each step
     if lengths is not None and not isinstance(lengths, Tensor):
         lengths, length = None, integer("cache_seqlens", lengths)
     if not within_operator and ops.are_asked_for_without_derivatives(q, k_cache, v_cache, k, v):
@@ -108,11 +109,11 @@ class _Arguments(NamedTuple):
 
 
 def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
-    """Whether there are fewer (-1), as many (0) or more (1) keys than rows, on which the backend depends; or none."""
+    """Return the sign of keys - rows, on which the backend depends; None without keys."""
     try:
         keys, rows = length + (0 if k is None else k.shape[1]), q.shape[1]
     except (AttributeError, IndexError, RuntimeError):
-        return None  # the checks say it better
+        return None  # the checks name the argument
     return (keys > rows) - (keys < rows) if keys > 0 else None
 
 
@@ -238,7 +239,7 @@ def _check_new_keys(arguments: _Arguments) -> None:
 
 
 def _number_check(given: _Arguments) -> Callable[[Request], None] | None:
-    """New keys must fit, pages and rows exist. Only what the host knows, or can read for free, is checked here."""
+    """Return the check per call that new keys fit and pages and rows exist; None if the host cannot read them."""
     numbers = given.cache_seqlens, given.cache_batch_idx, given.block_table, given.cache_leftpad
     if any([isinstance(x, Tensor) and checks.may_read(x) for x in numbers]):
         return _check_numbers
@@ -269,7 +270,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def _appended(request: Request, q: Tensor) -> Request:
-    """What is left to do once the new keys are in the cache."""
+    """Return the request that is left once the new keys are in the cache."""
     _, *others, lengths, leftpad, pages, bias, rng_state, k, _, _, _ = request.tensors
     length = None if request.length is None else request.length + k.shape[1]
     lengths = None if lengths is None else lengths + k.shape[1]

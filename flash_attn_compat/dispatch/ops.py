@@ -1,10 +1,10 @@
-"""The custom ops that compilers, traces, modes and tensors without memory see instead of the engine.
+"""Custom operators for torch.compile, traces, dispatch modes and tensors without memory.
 
-Each op makes the same request as an eager call, so a graph holds one opaque node per
-attention, with shapes known beforehand. Gradients and the LSE are left out where tracing shows that nobody asks for
-them. The forward takes the dropout's rng_state as a tensor drawn by torch.randint. Compilers, checkpoints and vmap know
-that torch.randint is random: a recomputation gets the same numbers, and two draws are never merged into one.
-Names live in our own namespace: flash_attn:: belongs to flash-attn. All other calls go past them.
+Each operator makes the same request as an eager call, so a graph holds one opaque node per attention, with known
+shapes. Gradients and the LSE are left out where tracing shows that they are not used. The forward takes the dropout's
+rng_state as a tensor drawn by torch.randint. Compilers, checkpoints and vmap know that torch.randint is random: a
+recomputation gets the same numbers, and two draws are never merged into one.
+The namespace is flash_attn_compat, for flash_attn:: belongs to flash-attn. Eager calls use no operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,10 @@ from flash_attn_compat.dispatch.autograd import (
 
 
 def are_asked_for(tensors: tuple[Any, ...]) -> bool:
-    """Whether a call must be one operator: somebody looks on, or a tensor may have no memory that a kernel could read.
+    """Whether a call must be one operator: under torch.compile, torch.jit.trace or a dispatch mode, or on a subclass.
 
-    Those who look on are torch.compile, torch.jit.trace and modes (fake tensors, selective checkpointing, counters).
-    Transforms of torch.func differentiate plain operators instead.
+    Dispatch modes are fake tensors, selective checkpointing, counters and the like; a subclass may have no memory for a
+    kernel to read. Transforms of torch.func differentiate plain operators instead.
     """
     if is_compiling():
         return True
@@ -46,7 +46,7 @@ def are_asked_for(tensors: tuple[Any, ...]) -> bool:
 
 
 def are_asked_for_without_derivatives(*tensors: Any) -> bool:
-    """The same, for functions outside autograd. They have no derivatives of any kind."""
+    """The same for functions that have no derivatives. Raises where a transform asks for one."""
     if is_compiling():
         return True
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
@@ -56,11 +56,11 @@ def are_asked_for_without_derivatives(*tensors: Any) -> bool:
 
 
 def _are_seen(tensors: tuple[object, ...]) -> bool:
-    """Whether operators go to a mode, a trace, or a tensor's class; where to none, tensors have memory of their own."""
+    """Whether operators are intercepted by a mode, a trace or a tensor's class; if not, tensors have memory."""
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
         return False
     if any([isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors]):
-        return False  # nested ones are refused by name, which no operator would do
+        return False  # the checks refuse nested tensors by name; an operator would not
     flops.register_if_needed()
     sharding.register_if_needed()
     return count_modes() > 0 or tracing_state() is not None or any(map(_has_dispatch, tensors))
@@ -73,9 +73,9 @@ def _has_dispatch(tensor: object) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask), differentiable in q, k and v; the latter two only with options.return_attn_probs.
+    """Return (out, softmax_lse, S_dmask), differentiable; the latter two have elements with options.return_attn_probs.
 
-    return_lse: the second in any case
+    return_lse: softmax_lse has elements in any case
     """
     return_probs = options.return_attn_probs
     return_dmask = return_probs and options.dropout_p > 0.0
@@ -92,7 +92,7 @@ def forward(
     return_dmask: bool = False,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask, rng_state); an output nobody wants, as far as tracing shows, has no elements."""
+    """Return (out, softmax_lse, S_dmask, rng_state); outputs that tracing shows to be unused have no elements."""
     _check(q, k, v, options, packing)
     arguments, trains_slopes = _flatten(options, packing), are_trained(options.alibi_slopes)
     drops = arguments[_DROPOUT_P] > 0.0
@@ -109,7 +109,7 @@ def forward(
 
 
 def _draw_rng_state(q: Tensor) -> Tensor | None:
-    """The rng_state of a new dropout mask, (2,) int64; None for DTensors, whose sharding rule refuses dropout."""
+    """Return rng_state of a new dropout mask, (2,) int64; None for DTensors, whose sharding rule refuses dropout."""
     if type(q) not in PLAIN and hasattr(q, "placements"):  # in this order: Dynamo of PyTorch 2.4 cannot trace hasattr
         return None
     if not is_compiling() and tracing_state() is not None:  # a saved module may go to another device
@@ -118,7 +118,7 @@ def _draw_rng_state(q: Tensor) -> Tensor | None:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, *others: Options | Packing | Upstream | None) -> None:
-    """Of what else would be PyTorch's own error, which names no argument."""
+    """Refuse nested and sparse tensors by name; PyTorch's own error would name no argument."""
     if not is_compiling():
         named = {name: value for other in others if other is not None for name, value in other._asdict().items()}
         checks.are_dense({"q": q, "k": k, "v": v, **named})
@@ -134,7 +134,7 @@ def _goes_into_graph() -> bool:
 
 
 def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """As far as is known: of torch.jit.trace's recording, other tensors in another mode may ask for gradients."""
+    """Whether a backward may follow. Under torch.jit.trace always: the recording may be trained later."""
     asks = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return asks or (not is_compiling() and tracing_state() is not None)
 
@@ -146,7 +146,7 @@ under_flash_attns_name: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | No
 def backward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, packing: Packing | None = None
 ) -> Gradients:
-    """dq, dk, dv as new tensors."""
+    """Return dq, dk and dv as new tensors."""
     _check(q, k, v, options, packing, upstream)
     # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
     dout, out, softmax_lse, rng_state, _, _ = upstream

@@ -1,7 +1,6 @@
-"""One forward, or one backward, outside of autograd: a gradient through their results is an error.
+"""The private functions' forward and backward, outside of autograd: a gradient through their results is an error.
 
-The backward takes whatever ``out`` and ``softmax_lse`` it is given, those of a longer sequence included, and writes
-into the gradients it is given.
+The backward accepts the ``out`` and ``softmax_lse`` of a longer sequence, and writes into the caller's gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def options_of(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_softmax: bool, packing: Packing | None = None
 ) -> Results:
-    """(out, softmax_lse, S_dmask, rng_state); S_dmask is empty without return_softmax."""
+    """Return (out, softmax_lse, S_dmask, rng_state); S_dmask has no elements without return_softmax."""
     if return_softmax and checks.dropout(options.dropout_p) <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
     if ops.are_asked_for_without_derivatives(q, k, v):
@@ -91,7 +90,7 @@ def _check_num_splits(num_splits: int, q: Tensor, k: Tensor, options: Options, p
 
 
 class _WithoutFormula(torch.autograd.Function):
-    """As an operator for which nobody registered a backward."""
+    """Raises in its backward, as an operator without a registered autograd formula does."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Results], *inputs: object) -> Results:
@@ -112,7 +111,7 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, written: Written,
     packing: Packing | None = None,
 ) -> Tensor:  # fmt: skip
-    """Writes dq, dk and dv; returns softmax_d, as _flash_attn_backward and _flash_attn_varlen_backward."""
+    """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do."""
     dout, out, lse = upstream[:3]
     if ops.are_asked_for_without_derivatives(dout, q, k, v, out, lse):
         with torch.no_grad():
@@ -133,7 +132,7 @@ def backward(
 
 
 def _backward(request: Request, upstream: Upstream, written: Written) -> Tensor | None:
-    """Writes dq, dk and dv; returns delta where it is known."""
+    """Write dq, dk and dv; return delta if the backend computed it, else None."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return _backward(request, upstream, written)
@@ -155,7 +154,7 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> Tensor 
 
 
 def _places_for_kernels(written: Written) -> Gradients | None:
-    """All three, if there are, over memory that holds numbers with their own sign: others are PyTorch's to write."""
+    """Return the caller's gradients if a kernel can write all three: none is missing, none is a negated view."""
     dq, dk, dv = written
     if dq is None or dk is None or dv is None or dq.is_neg() or dk.is_neg() or dv.is_neg():
         return None

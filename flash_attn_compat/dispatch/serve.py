@@ -1,7 +1,7 @@
-"""The only way in: a request finds what is known of calls like it, or has it prepared, and is computed by that.
+"""Finds or prepares the call of a request and runs it, for every function.
 
-Whatever fails (compiling, loading, launching or trying a kernel), at a first call or a later one, forward or backward:
-the backend keeps the reason, all that is known is forgotten, and the next backend computes.
+If a kernel fails to compile, load, launch or pass its self-test, at a first call or later, forward or backward, its
+backend keeps the reason, the cache of prepared calls is discarded, and the next backend computes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from flash_attn_compat.dispatch import at_exit, choice
 
 
 def run(known: Known, request: Request) -> tuple[Known, Result]:
-    """The result of what ``find`` gives, and what is known where that turned out to be of no use."""
+    """Run a prepared call; return its result, and the prepared call that served in the end (a fallback's, maybe)."""
     while True:
-        assert known.run is not None  # of what is no backward alone
+        assert known.run is not None  # a backward alone is never run forward
         try:
             result = known.run(request.tensors, request.length)
         except KernelsFailed as failure:
@@ -48,7 +48,7 @@ def run(known: Known, request: Request) -> tuple[Known, Result]:
 
 
 def find(request: Request) -> Known:
-    """What is known of a request, which has passed its checks then."""
+    """Return the prepared call of a request, whose numbers pass their checks here."""
     key, known = prepared.look_up(request)
     if known is None:
         alike = request.kind.build(request)
@@ -61,7 +61,7 @@ def find(request: Request) -> Known:
 
 
 def _stored(known: Known, request: Request) -> Request:
-    """Without lazily negated views. What is written is written where it lies, or by somebody else: raises Negated."""
+    """Return the request without lazily negated views. Raises Negated if the only such view is a cache to write to."""
     written = (1, 2) if known.call.appends else ()
     given = enumerate(request.tensors)
     stored = tuple([x if x is None or index in written else x.resolve_neg() for index, x in given])
@@ -71,7 +71,7 @@ def _stored(known: Known, request: Request) -> Request:
 
 
 def whole(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask, rng_state) outside autograd; what the request does not ask for has no elements."""
+    """Return (out, softmax_lse, S_dmask, rng_state) outside autograd; outputs not asked for have no elements."""
     known, result = run(find(request), request)
     out, rng_state = result.out, result.rng_state
     lse = result.lse.contiguous() if known.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
@@ -81,21 +81,21 @@ def whole(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def dmask(known: Known, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
-    """S_dmask; no elements where the call does not ask for it."""
+    """Return S_dmask, without elements where the call does not ask for it."""
     if not known.call.return_dmask:
         return torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
     return signed_probabilities(known.call.with_tensors(*tensors[:RNG_STATE]), rng_state)
 
 
 def with_rng_state(request: Request, rng_state: Tensor) -> Request:
-    """The request with the dropout mask that ``rng_state`` describes, instead of a new one."""
+    """Return the request with ``rng_state``'s dropout mask instead of a new one."""
     tensors = *request.tensors, *NO_TENSORS
     behind = tensors[RNG_STATE + 1 : len(request.tensors)]
     return replace(request, tensors=(*tensors[:RNG_STATE], rng_state, *behind))
 
 
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
-    """A request's tensors with the dropout's state, as a backward takes them."""
+    """Return a request's tensors as a backward takes them: no negated views, and the rng_state of the forward."""
     state = None if rng_state is None else rng_state.contiguous()  # kernels read two neighbours
     return (*[x if x is None else x.resolve_neg() for x in (*tensors, *NO_TENSORS)[:RNG_STATE]], state)
 
@@ -104,10 +104,14 @@ def gradients(
     known: Known, tensors: Tensors, upstream: Upstream, into: Gradients | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Backend | None, Derived]:  # fmt: skip
-    """The gradients of a call, and who computed them: the call's backend, or another where its kernels failed.
+    """Return the backend that computed the gradients of a call, and the gradients.
 
-    tensors: as backward_tensors gives them; into: written through their strides where given
-    check: raises for what is wrong with upstream and into; what lies as earlier ones did passed it
+    The call's own backend computes them, or a fallback if its kernels fail.
+
+    Args:
+        tensors: as backward_tensors returns them
+        into: tensors to write to, through their strides, or None for new ones
+        check: raises if upstream or into do not fit; skipped where tensors of the same signatures passed before
     """
     at_exit.wait_for_autograd(tensors[0])
     if known.backend is None:
@@ -118,10 +122,10 @@ def gradients(
         return None, Derived(found)
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
-    if known.memory is not prepared.current():  # forgotten, and held by an autograd graph
+    if known.memory is not prepared.current():  # discarded, and held by an autograd graph
         known.memory, known.backward = prepared.current(), {}
     dout, out, lse, _, saved, dlse = upstream
-    given = *tensors, dout, out, lse, dlse, *saved, *(into or ())  # hooks on saved tensors may have laid them elsewhere
+    given = *tensors, dout, out, lse, dlse, *saved, *(into or ())  # hooks may have moved saved tensors
     key = prepared.key_of(given)
     kept = None if key is None else known.backward.get(key)
     if kept is None or into is None:
@@ -135,7 +139,7 @@ def gradients(
 
 
 def differentiable_call(request: Request, rng_state: Tensor | None) -> AttentionCall:
-    """The checked call of a transformed request. No backend is chosen: one that is named may lack derivatives."""
+    """Return the checked call of a transformed request. No backend is chosen: a forced one may lack derivatives."""
     alike = request.kind.build(request)
     if alike.check is not None:
         alike.check(request)
@@ -143,7 +147,7 @@ def differentiable_call(request: Request, rng_state: Tensor | None) -> Attention
 
 
 def plain_gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
-    """The gradients of a differentiable call from a forward's results, of operators that a transform may look at."""
+    """Return the gradients of a call, computed by operators that transforms can differentiate."""
     with torch_state.without_autocast(call.q.device):
         return choice.choose_whoever_is_named(call).backward(call, upstream, None)
 
@@ -151,7 +155,10 @@ def plain_gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
 def _prepared(
     key: Key | None, alike: Alike, failed: Backend | None = None, failure: KernelsFailed | None = None
 ) -> Known:
-    """Who computes calls that are ``alike``, and how; kept by ``key``. failed, failure: who could not, and why"""
+    """Choose a backend, prepare its run, and cache both under ``key``.
+
+    failed, failure: the backend whose kernels failed last time, and its error
+    """
     call = alike.call
     found = _note(failed, call, failure)
     current = prepared.current()
@@ -167,18 +174,16 @@ def _prepared(
     if run is not None and torch_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
     known = Known(call.with_tensors(), backend, run, alike.check, current)
-    if key is not None and not cuda_capture.is_capturing(
-        call.q.get_device()
-    ):  # in which kernels may not have been tried
+    if key is not None and not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
         prepared.keep(current.known, key, known)
     return known
 
 
 def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | None) -> Backend | None:
-    """Keep why kernels failed, and forget all that rested on them; who computes instead, if that is known already."""
+    """Keep a failure's reason and discard prepared calls; return the fallback where it is known already, else None."""
     if failed is None or failure is None:
         return None
-    if isinstance(failure, CallRefused):  # for this very call's sizes
+    if isinstance(failure, CallRefused):  # for the sizes of this call alone
         return choice.choose_besides(failed, call, failure)
     failed.give_up(call.traits(), failure)
     prepared.forget()
@@ -194,9 +199,9 @@ def _prepared_backward(
     failed: Backend | None = None,
     failure: KernelsFailed | None = None,
 ) -> tuple[Backend, BackwardRun]:
-    """As ``_prepared``, for a backward of a call that ``known`` has served."""
+    """Choose a backend for the backward of a served call, prepare its run, and cache both under ``key``."""
     call, has_dlse, own = known.call.with_tensors(*tensors), upstream.dlse is not None, known.backend
-    # As a backend computes it from another one's results.
+    # The call as a fallback would see it: a backward from another backend's results.
     given = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0, lse_gradient=has_dlse)
     backend = _note(failed, given, failure)
     current = prepared.current()
@@ -209,7 +214,7 @@ def _prepared_backward(
             backend = choice.choose(given) if own.has_failed(given.traits()) else own
     assert backend is not None
     is_own = backend is own
-    start = upstream if is_own else upstream._replace(saved=())  # what the forward kept is for its own backend alone
+    start = upstream if is_own else upstream._replace(saved=())  # ``saved`` is readable by its own backend alone
     try:
         run = backend.prepare_backward(call if is_own else given, start, into)
     except KernelsFailed as error:
@@ -236,7 +241,7 @@ def _without_autocast(run: Any, device: torch.device) -> Any:
 
 
 def _nothing(alike: Alike) -> Run:
-    """No rows or no keys anywhere: zeros, and +inf for rows without keys; new keys are written all the same."""
+    """Return a run for calls without rows or without keys: out is 0, LSE +inf; new keys are still appended."""
 
     def run(tensors: Tensors, length: int | None) -> Result:
         call, new = alike.bind(tensors, length)
