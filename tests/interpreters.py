@@ -126,7 +126,7 @@ def _at_once(codes: list[str], variables: dict[str, str]) -> list[Answer]:
         parent.stdin.write(json.dumps(requests) + "\n")
         parent.stdin.flush()
         statuses = json.loads(parent.stdout.readline())
-        told = [[file.read_text() for file in pair] for pair in files]
+        told = [[file.read_text(encoding="utf-8") for file in pair] for pair in files]
     return [Answer(code, status, *texts) for code, status, texts in zip(codes, statuses, told)]
 
 

@@ -12,6 +12,7 @@ import pytest
 from flash_attn_compat.dropin import patch
 from tests.dropin.environment import write_package
 from tests.interpreters import Answer, forked_child
+from tests.torch_sdpa import originals
 
 WAITS = "import sys; import _flash_attn_compat_startup as startup; print('torch' in startup._awaited)\n"
 BROKEN = "raise ImportError('undefined symbol')\n"
@@ -63,6 +64,7 @@ def test_a_folder_without_init_beside_the_script_is_not_worth_a_warning(tmp_path
     assert answer.stdout.count("flash_attn_compat") == 2 and not answer.stderr
 
 
+@originals.needs_grouped_heads
 def test_a_child_whose_sitecustomize_is_not_ours_catches_up_when_it_imports_flash_attn(theirs: Path) -> None:
     patch(sdpa=True)
     (theirs / "sitecustomize.py").write_text("")
