@@ -42,10 +42,10 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(
         AttentionCall, "traits", lambda call: of_cpu(call)._replace(device_type="cuda", capability=(9, 4))
     )
-    monkeypatch.setattr(smoke_test, "device_of", lambda capability: torch.device("cpu"))
+    monkeypatch.setattr(smoke_test, "find_device", lambda capability: torch.device("cpu"))
     monkeypatch.setattr(cuda_capture, "current_device", lambda: None)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: False)
-    monkeypatch.setattr(smoke_test, "_tried", functools.cache(smoke_test._tried.__wrapped__))
+    monkeypatch.setattr(smoke_test, "_run_once", functools.cache(smoke_test._run_once.__wrapped__))
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: False)
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", is_half)
     monkeypatch.setattr(prepared, "_current", prepared.Memory())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash_attn_compat.backends.base import Backend, CallRefused, Capabilities, KernelsFailed, Negated
+from flash_attn_compat.backends.base import Backend, CallRefused, Capabilities, KernelsFailed, NegatedView
 from flash_attn_compat.backends.chunked import Chunked
 from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.official import Official
@@ -21,4 +21,4 @@ BACKENDS: tuple[Backend, ...] = (
     Reference(),
 )
 
-__all__ = ["BACKENDS", "Backend", "CallRefused", "Capabilities", "KernelsFailed", "Negated"]
+__all__ = ["BACKENDS", "Backend", "CallRefused", "Capabilities", "KernelsFailed", "NegatedView"]

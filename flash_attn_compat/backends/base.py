@@ -45,7 +45,7 @@ class Capabilities:
     min_capability: tuple[int, int] | None = None
     max_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None
-    not_on_rocm: str | None = None
+    rocm_reason: str | None = None
 
 
 class KernelsFailed(RuntimeError):
@@ -61,7 +61,7 @@ class CallRefused(KernelsFailed):
     """The kernels cannot compute this very call, for its sizes; other calls of the same traits they can."""
 
 
-class Negated(RuntimeError):
+class NegatedView(RuntimeError):
     """A tensor's memory holds its numbers with the other sign, which PyTorch knows and a kernel does not."""
 
 
@@ -78,10 +78,10 @@ class Backend(abc.ABC):
     def reasons(self, traits: Traits) -> list[str]:
         """Every reason why this backend cannot serve calls of these traits; empty when it can."""
         table = self.capabilities
-        refuses_rocm = torch.version.hip is not None and table.not_on_rocm
+        refuses_rocm = torch.version.hip is not None and table.rocm_reason
         reasons = [refuses_rocm] if refuses_rocm else list(self.unavailable_reasons())
         if table.devices is not None and traits.device_type not in table.devices:
-            reasons.append(f"runs on {_named(table.devices)} only")
+            reasons.append(f"runs on {_join_device_names(table.devices)} only")
         reasons += _capability_reasons(table, traits)
         if traits.dtype not in table.dtypes:
             reasons.append(f"does not compute {dtype_name(traits.dtype)}")
@@ -109,14 +109,14 @@ class Backend(abc.ABC):
     def has_failed(self, traits: Traits) -> bool:
         return traits in self._failures
 
-    def give_up(self, traits: Traits, failure: KernelsFailed) -> None:
+    def record_failure(self, traits: Traits, failure: KernelsFailed) -> None:
         """From now on the failure is a reason against such calls; warns once of each."""
         reason = " ".join(str(failure).split())[:400]
         if reason not in self._failures.values():
             warnings.warn(f"a {self.name} kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
         self._failures[traits] = reason
 
-    def forget_failures(self) -> None:
+    def clear_failures(self) -> None:
         """Try again what has failed."""
         self._failures.clear()
 
@@ -150,7 +150,7 @@ class Backend(abc.ABC):
         described, backward = call.with_tensors(), self.backward
         return lambda tensors, upstream, into: Derived(backward(described.with_tensors(*tensors), upstream, into))
 
-    def kept_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
+    def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
         """The dense mask that a forward saw, shaped as ``mask`` is, if ``saved`` holds it; None if not.
 
         A backend that keeps it does not read the mask's own memory in its backward.
@@ -197,9 +197,9 @@ class BlockwiseBackend(Backend):
             out, lse = self.forward_block(call, block, rng_state)
             if lse is None or not call.lse_carries_alibi_position:
                 return Result(out, lse, rng_state)
-            return Result(out, lse + _lse_shift(block, lse.dtype), rng_state, saved=(lse,))
+            return Result(out, lse + _position_shift(block, lse.dtype), rng_state, saved=(lse,))
         has_lse = call.return_lse or call.needs_grad
-        layout = _layout_of(call)
+        layout = _make_layout(call)
         out, lse = layout.empty_result()
         # The reported LSE can be large beside the true one, which the backward needs to its last digit.
         saved = (lse.clone(),) if call.lse_carries_alibi_position else ()
@@ -211,21 +211,23 @@ class BlockwiseBackend(Backend):
             elif has_lse:
                 if saved:
                     rows.scatter_lse(saved[0], block_lse)
-                    block_lse = block_lse + _lse_shift(block, block_lse.dtype)
+                    block_lse = block_lse + _position_shift(block, block_lse.dtype)
                 rows.scatter_lse(lse, block_lse)
         return Result(out, lse, rng_state, saved) if has_lse else Result(out, None, rng_state)
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         block = whole_block(call)
         if block is not None:
-            found = self.backward_block(call, block, upstream._replace(softmax_lse=_true_lse(call, block, upstream)))
-            return deliver(Gradients(*found), call, into)
-        layout = _layout_of(call)
+            found = self.backward_block(
+                call, block, upstream._replace(softmax_lse=_unshifted_lse(call, block, upstream))
+            )
+            return cast_or_write_gradients(Gradients(*found), call, into)
+        layout = _make_layout(call)
         totals = _zero_gradients(call, layout, upstream, into)
         for block, rows, keys in layout.blocks(layout.plans()):
             # A kernel that makes its probabilities anew has some for rows of padding, too.
             dout = rows.with_padding(rows.gather(upstream.dout), 0.0)
-            lse = _true_lse(call, block, upstream, rows)
+            lse = _unshifted_lse(call, block, upstream, rows)
             dlse = None if upstream.dlse is None else rows.gather_lse(upstream.dlse, 0.0)
             of_block = Upstream(dout, rows.gather(upstream.out), lse, upstream.rng_state, dlse=dlse)
             found = self.backward_block(call, block, of_block)
@@ -234,7 +236,7 @@ class BlockwiseBackend(Backend):
         return totals
 
 
-def _layout_of(call: AttentionCall) -> Layout:
+def _make_layout(call: AttentionCall) -> Layout:
     return HiddenLayout(call) if has_hidden_lengths(call) else Layout(call)
 
 
@@ -249,7 +251,7 @@ def _zero_gradients(call: AttentionCall, layout: Layout, upstream: Upstream, int
     return totals
 
 
-def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, rows: Places | None = None) -> Tensor | None:
+def _unshifted_lse(call: AttentionCall, block: Block, upstream: Upstream, rows: Places | None = None) -> Tensor | None:
     """A block's, whose ``rows`` these are: as the forward kept it, or as it was reported, without the position that
     flash-attn adds under causal ALiBi; None from kernels that have none.
     """
@@ -258,16 +260,16 @@ def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, rows: Place
         return None
     lse = lse if rows is None else rows.gather_lse(lse)
     is_shifted = call.lse_carries_alibi_position and not upstream.saved
-    return lse - _lse_shift(block, lse.dtype) if is_shifted else lse
+    return lse - _position_shift(block, lse.dtype) if is_shifted else lse
 
 
-def _lse_shift(block: Block, dtype: torch.dtype) -> Tensor:
+def _position_shift(block: Block, dtype: torch.dtype) -> Tensor:
     assert block.slopes is not None  # nothing else shifts it
     offset = block.offset if block.first_key is None else block.offset - block.first_key
     return alibi.causal_lse_shift(block.slopes.to(dtype), block.q.shape[1], offset)
 
 
-def deliver(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gradients:
+def cast_or_write_gradients(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gradients:
     """``found`` in the call's dtypes, or written through the strides of ``into``."""
     if into is None:
         return Gradients(found.dq.to(call.q.dtype), found.dk.to(call.k.dtype), found.dv.to(call.v.dtype))
@@ -277,41 +279,41 @@ def deliver(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gr
 
 
 @functools.cache
-def operator(name: str) -> Any:
+def aten_operator(name: str) -> Any:
     """A private operator of PyTorch's; None where this PyTorch has none."""
     packet = getattr(torch.ops.aten, name, None)
     return packet and packet.default
 
 
-def arguments_of(operator: Any) -> frozenset[str]:
+def argument_names(operator: Any) -> frozenset[str]:
     """The names of its arguments in the installed PyTorch, whose schemas grow; a reason against what it lacks."""
     return frozenset() if operator is None else frozenset(argument.name for argument in operator._schema.arguments)
 
 
-def lacking(needed: dict[str, set[str]]) -> list[str]:
+def missing_argument_reasons(needed: dict[str, set[str]]) -> list[str]:
     """Reasons against operators, by name, that lack an argument which they are called with."""
     return [
         f"this PyTorch's aten::{name} lacks {', '.join(sorted(missing))}"
         for name, arguments in needed.items()
-        if (missing := arguments - arguments_of(operator(name)))
+        if (missing := arguments - argument_names(aten_operator(name)))
     ]
 
 
 def _capability_reasons(table: Capabilities, traits: Traits) -> list[str]:
     if traits.capability is None:
         return []
-    lowest, highest = table.min_capability, table.max_capability
+    lowest, highest, here = table.min_capability, table.max_capability, _format_capability(traits.capability)
     if lowest is not None and traits.capability < lowest:
-        return [f"needs compute capability {_dotted(lowest)}, this GPU counts as {_dotted(traits.capability)}"]
+        return [f"needs compute capability {_format_capability(lowest)}, this GPU counts as {here}"]
     if highest is not None and traits.capability > highest:
-        return [f"knows GPUs up to {_dotted(highest)}, this GPU counts as {_dotted(traits.capability)}"]
+        return [f"knows GPUs up to {_format_capability(highest)}, this GPU counts as {here}"]
     return []
 
 
-def _named(devices: frozenset[str]) -> str:
+def _join_device_names(devices: frozenset[str]) -> str:
     *others, last = [_DEVICES.get(device, device) for device in sorted(devices)]
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _format_capability(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"

@@ -45,7 +45,7 @@ class Chunked(BlockwiseBackend):
             out.zero_()
             if lse is not None:
                 lse.fill_(torch.inf)
-        for sub in sub_blocks(call, block, rng_state):
+        for sub in split_block(call, block, rng_state):
             for rows in sub.row_tiles():
                 row_out, row_lse = _attend_rows(sub, rows)
                 out[sub.n, rows.start : rows.stop, sub.heads] = row_out.transpose(1, 2)
@@ -56,7 +56,7 @@ class Chunked(BlockwiseBackend):
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.zeros_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
-        for sub in sub_blocks(call, block, upstream.rng_state):
+        for sub in split_block(call, block, upstream.rng_state):
             totals = [torch.zeros_like(tensor, dtype=sub.dtype) for tensor in (sub.keys, sub.values)]
             for rows in sub.row_tiles():
                 row_dq = _backpropagate_rows(sub, rows, upstream, *totals)
@@ -86,7 +86,7 @@ def _attend_tile(
     sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one tile of keys adds to out and to the weights' sum, and the new running maximum."""
-    weights, total, new_peak = _weigh(sub, queries, rows, columns, peak)
+    weights, total, new_peak = _softmax_weights(sub, queries, rows, columns, peak)
     keep = sub.keep(rows, columns)
     if keep is not None:
         weights.mul_(keep)
@@ -95,7 +95,7 @@ def _attend_tile(
     return out, total, new_peak
 
 
-def _weigh(
+def _softmax_weights(
     sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """exp(score - maximum) of a tile as an operand, its row sums, and the running maximum.
@@ -165,7 +165,7 @@ def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tens
 # ---- what is worked on at once
 
 
-def _operand_dtype(q: Tensor) -> torch.dtype:
+def _choose_operand_dtype(q: Tensor) -> torch.dtype:
     """The dtype that products are computed from: halves for tensor cores, which give a result in fp32, else fp32.
 
     A CPU's products of halves can be hundreds of times slower than of fp32.
@@ -195,7 +195,7 @@ class SubBlock:
         self.count, self.seqlen_q = self.block.q.shape[:2]
         self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
         self.dtype = lse_dtype(block.q.dtype)
-        self.operand_dtype = _operand_dtype(block.q)
+        self.operand_dtype = _choose_operand_dtype(block.q)
         self.hidden = hidden
         self.keys = self._fold_keys(self.block.k)
         self.values = self._fold_keys(self.block.v)
@@ -284,7 +284,7 @@ class TileSize(NamedTuple):
     keys: int
 
 
-class Limits(NamedTuple):
+class TileLimits(NamedTuple):
     """Of one tile: elements of scores, keys, the fewest rows worth a tile, and the share of visible keys in rows.
 
     small: scores that are not worth a second round of launches, even if half of them are hidden
@@ -298,19 +298,19 @@ class Limits(NamedTuple):
 
 
 # On a CPU a tile should stay in the cache of a core; on a GPU launches are what a small tile costs.
-_CPU = Limits(elements=2**19, keys=512, rows=128, share=2, small=0)
-_ACCELERATOR = Limits(elements=5 * 2**23, keys=8192, rows=256, share=1, small=2**24)
+_CPU_LIMITS = TileLimits(elements=2**19, keys=512, rows=128, share=2, small=0)
+_ACCELERATOR_LIMITS = TileLimits(elements=5 * 2**23, keys=8192, rows=256, share=1, small=2**24)
 _ALIGNED_ROWS = 64
 # Masks of tiles kept for the next ones: both ends of a window.
-_REMEMBERED_TILES = 2
+_CACHED_MASKS = 2
 
 
-def _tile_size(call: AttentionCall, block: Block) -> TileSize:
+def _choose_tile_size(call: AttentionCall, block: Block) -> TileSize:
     """The largest tile within the device's budget: first rows and keys, then heads, then sequences, then rows.
 
     Rows beyond some share of the keys, or of a window, would mostly compute scores that the mask hides.
     """
-    limits = _CPU if block.q.is_cpu else _ACCELERATOR
+    limits = _CPU_LIMITS if block.q.is_cpu else _ACCELERATOR_LIMITS
     n, seqlen_q = block.q.shape[:2]
     seqlen_k = block.k.shape[1]
     left, right = call.mask
@@ -331,10 +331,10 @@ def _tile_size(call: AttentionCall, block: Block) -> TileSize:
     return TileSize(sequences, heads, rows, keys)
 
 
-def sub_blocks(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[SubBlock]:
-    size = _tile_size(call, block)
+def split_block(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[SubBlock]:
+    size = _choose_tile_size(call, block)
     make = functools.partial(call.mask.hidden, offset=block.offset, device=block.q.device)
-    hidden = ByDistance(make, _REMEMBERED_TILES)
+    hidden = ByDistance(make, _CACHED_MASKS)
     for start in range(0, block.q.shape[0], size.sequences):
         n = slice(start, min(start + size.sequences, block.q.shape[0]))
         for first in range(0, call.nheads_k, size.heads_kv):

@@ -12,21 +12,21 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.base import Backend, deliver
+from flash_attn_compat.backends.base import Backend, cast_or_write_gradients
 from flash_attn_compat.core import kernel_layout, unwritten
 from flash_attn_compat.core.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.core.features import Feature, Traits
 
 # What neither carrier of FlashAttention-2's kernels is asked for. Calls over a cache are left to fused, which appends
 # and attends in one launch.
-FLASH_LACKS = (
+FLASH_UNSUPPORTED = (
     Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS | Feature.SCALE_NOT_POSITIVE
     | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED | Feature.APPEND | Feature.LSE_GRADIENT
     | Feature.BIAS
 )  # fmt: skip
 
 
-class Launched(NamedTuple):
+class LaunchResult(NamedTuple):
     """What a launch leaves: out (as q), LSE as the kernel lays it out, and the dropout's state, if any."""
 
     out: Tensor
@@ -34,7 +34,7 @@ class Launched(NamedTuple):
     state: tuple[Tensor, ...]
 
 
-class OneLaunch(Backend):
+class SingleLaunchBackend(Backend):
     """A backend that launches; what goes in and what comes out is prepared here.
 
     zeroes_outside: whether its launches leave 0 in out and gradients at tokens outside of all sequences
@@ -43,31 +43,31 @@ class OneLaunch(Backend):
     zeroes_outside: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def launch_forward(self, call: AttentionCall) -> Launched:
+    def launch_forward(self, call: AttentionCall) -> LaunchResult:
         """One forward launch of a call that is ready for it; tokens outside of all sequences may have any LSE."""
 
     @abc.abstractmethod
     def launch_backward(
-        self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
+        self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
     ) -> Gradients:
         """dq, dk, dv in the shapes of the call's q, k, v: ``into``, or new tensors; outside as in launch_forward."""
 
-    def as_read(self, call: AttentionCall) -> AttentionCall:
+    def with_kernel_layout(self, call: AttentionCall) -> AttentionCall:
         """The call with its tensors as the kernel reads them."""
         return AttentionCall._make((*(kernel_layout.padded(tensor.resolve_neg()) for tensor in call[:3]), *call[3:]))
 
-    def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+    def to_flash_attn_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         """The kernel's LSE as flash-attn lays it out: (batch, heads, seqlen_q), packed (heads, total_q)."""
         return lse
 
-    def native_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+    def to_kernel_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         """flash-attn's LSE as the kernel's backward reads it."""
         return lse.contiguous()
 
     def forward(self, call: AttentionCall) -> Result:
-        ready = self.as_read(call)
+        ready = self.with_kernel_layout(call)
         launched = self.launch_forward(ready)
-        lse = self.official_lse(ready, launched.lse) if call.return_lse else None
+        lse = self.to_flash_attn_lse(ready, launched.lse) if call.return_lse else None
         if call.cu_seqlens_q is not None:
             rows = [] if self.zeroes_outside else [launched.out]
             cleared = rows if lse is None else [*rows, lse.t().unsqueeze(-1)]
@@ -76,12 +76,12 @@ class OneLaunch(Backend):
         return Result(kernel_layout.narrowed(launched.out, call.head_dim_v), lse, None, saved)
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-        ready = self.as_read(call)
+        ready = self.with_kernel_layout(call)
         dout, out = kernel_layout.padded(upstream.dout), kernel_layout.padded(upstream.out)
-        lse, *state = upstream.saved or (self.native_lse(ready, upstream.lse),)
+        lse, *state = upstream.saved or (self.to_kernel_lse(ready, upstream.lse),)
         can_be_written = into is not None and all(x.shape[-1] % 8 == 0 and kernel_layout.is_ready(x) for x in into)
         place = into if can_be_written else None
-        found = self.launch_backward(ready, dout, Launched(out, lse, tuple(state)), place)
+        found = self.launch_backward(ready, dout, LaunchResult(out, lse, tuple(state)), place)
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not self.zeroes_outside:
             longest_q, longest_k = ready.max_seqlen_q, ready.max_seqlen_k
             if call.cu_seqlens_q is call.cu_seqlens_k and call.q.shape[0] == call.k.shape[0] and longest_q == longest_k:
@@ -91,17 +91,17 @@ class OneLaunch(Backend):
                 unwritten.clear(call.cu_seqlens_k, found[1:], longest_k)
         if found is place:
             return found
-        return deliver(Gradients(*map(_of_its_own_heads, found, (call.q, call.k, call.v))), call, into)
+        return cast_or_write_gradients(Gradients(*map(_reduce_to_shape, found, (call.q, call.k, call.v))), call, into)
 
 
-def _of_its_own_heads(gradient: Tensor, source: Tensor) -> Tensor:
+def _reduce_to_shape(gradient: Tensor, source: Tensor) -> Tensor:
     """In the shape of ``source``: gradients of copies of a head summed in fp32, channels that were added cut off."""
     if gradient.shape[-2] != source.shape[-2]:
         gradient = torch.unflatten(gradient, -2, (source.shape[-2], -1)).sum(-2, dtype=torch.float32).to(source.dtype)
     return kernel_layout.narrowed(gradient, source.shape[-1])
 
 
-class FlashBackend(OneLaunch):
+class FlashBackend(SingleLaunchBackend):
     """A carrier of FlashAttention-2's kernels: PyTorch (torch_flash) or flash-attn (official)."""
 
     def extra_reasons(self, traits: Traits) -> list[str]:
@@ -114,8 +114,8 @@ class FlashBackend(OneLaunch):
             reasons.append(f"its backward does not fit this GPU's shared memory at head_dim {traits.head_dim}")
         return reasons
 
-    def as_read(self, call: AttentionCall) -> AttentionCall:
-        call = super().as_read(call)
+    def with_kernel_layout(self, call: AttentionCall) -> AttentionCall:
+        call = super().with_kernel_layout(call)
         slopes = call.alibi_slopes
         if slopes is not None and (slopes.stride(-1) != 1 or slopes.is_neg()):
             call = call._replace(alibi_slopes=slopes.resolve_neg().contiguous())

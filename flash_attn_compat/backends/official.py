@@ -20,7 +20,7 @@ from torch import Tensor
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.external import FLASH_LACKS, FlashBackend, Launched, window_arguments
+from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, LaunchResult, window_arguments
 from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature, Traits
 
@@ -28,12 +28,12 @@ from flash_attn_compat.core.features import Feature, Traits
 class Official(FlashBackend):
     name = "official"
     capabilities = Capabilities(
-        features=~FLASH_LACKS,
+        features=~FLASH_UNSUPPORTED,
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(8, 0),
         max_head_dim=256,
-        not_on_rocm="flash-attn's kernels for ROCm are different and untested",
+        rocm_reason="flash-attn's kernels for ROCm are different and untested",
     )
     # By zero_tensors: launches in C++ alone, where a mask takes operators that cost the host more than the call.
     zeroes_outside = True
@@ -55,12 +55,12 @@ class Official(FlashBackend):
         return reasons
 
     def late_reasons(self, traits: Traits) -> list[str]:
-        loaded = _load(installed.location())
-        wrong = loaded if isinstance(loaded, str) else smoke_test.wrong_answer(self, loaded, traits)
+        loaded = _load_functions(installed.location())
+        wrong = loaded if isinstance(loaded, str) else smoke_test.decline_reason(self, loaded, traits)
         return [wrong] if wrong else []
 
-    def launch_forward(self, call: AttentionCall) -> Launched:
-        functions = _functions()
+    def launch_forward(self, call: AttentionCall) -> LaunchResult:
+        functions = _require_functions()
         out = seqused_k = leftpad_k = block_table = generator = None
         return_softmax = False
         options = call.softmax_scale, *window_arguments(call), call.softcap
@@ -74,12 +74,12 @@ class Official(FlashBackend):
                 call.max_seqlen_k, call.dropout_p, scale, self.zeroes_outside, *others, return_softmax, generator,
             )  # fmt: skip
         out, lse, _, rng_state = found
-        return Launched(out, lse, (rng_state,))
+        return LaunchResult(out, lse, (rng_state,))
 
     def launch_backward(
-        self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
+        self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
     ) -> Gradients:
-        functions = _functions()
+        functions = _require_functions()
         q, k, v, starts_q, starts_k = call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k
         gradients = into or Gradients(*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)))
         rng_state = launched.state[0] if launched.state and call.dropout_p else None
@@ -96,7 +96,7 @@ class Official(FlashBackend):
         return gradients
 
 
-class _Functions(NamedTuple):
+class _ExtensionFunctions(NamedTuple):
     """The extension's functions as they were when it was loaded, whatever is put in their place later."""
 
     fwd: Callable[..., Any]
@@ -105,28 +105,28 @@ class _Functions(NamedTuple):
     varlen_bwd: Callable[..., Any]
 
 
-def _functions() -> _Functions:
-    loaded = _load(installed.location())
+def _require_functions() -> _ExtensionFunctions:
+    loaded = _load_functions(installed.location())
     if isinstance(loaded, str):
         raise RuntimeError(loaded)
     return loaded
 
 
 @functools.lru_cache(maxsize=8)
-def _load(location: str) -> _Functions | str:
+def _load_functions(location: str) -> _ExtensionFunctions | str:
     """The extension's functions, or why there are none. Tried once: a second attempt would fail alike."""
     version = installed.stated_version(location)
     if version is None or not (2, 7) <= version < (3,):
         known = "of unknown version" if version is None else ".".join(map(str, version))
         return f"flash-attn {known} is installed, and versions 2.7 to 2.x are called here"
     try:
-        module = _extension(location)
-        return _Functions(*(getattr(module, name) for name in _Functions._fields))
+        module = _import_extension(location)
+        return _ExtensionFunctions(*(getattr(module, name) for name in _ExtensionFunctions._fields))
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
         return f"loading flash-attn raises {installed.error_line(error)}"
 
 
-def _extension(location: str) -> Any:
+def _import_extension(location: str) -> Any:
     # Installations put it beside the package; our stand-in for it is never there.
     spec = PathFinder.find_spec(installed.EXTENSION, [str(Path(location).parent)])
     if spec is None or spec.loader is None:

@@ -15,7 +15,7 @@ from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, alike_to
 
 # What a call with a dense mask may ask for besides.
-_WITH_BIAS = (
+_SUPPORTED_WITH_BIAS = (
     Feature.BIAS | Feature.DROPOUT | Feature.GQA | Feature.VALUE_HEAD_DIM | Feature.LSE | Feature.BACKWARD
     | Feature.GIVEN_LSE | Feature.LSE_GRADIENT | Feature.DETERMINISTIC | Feature.SCALE_NOT_POSITIVE
 )  # fmt: skip
@@ -30,7 +30,7 @@ class Fused(Backend):
         dtypes=HALF_DTYPES,
         min_capability=(7, 5),
         max_head_dim=512,
-        not_on_rocm="its kernels are for NVIDIA GPUs",
+        rocm_reason="its kernels are for NVIDIA GPUs",
     )
 
     def rank(self, traits: Traits) -> int:
@@ -45,8 +45,8 @@ class Fused(Backend):
         return -1 if max(traits.head_dim, traits.head_dim_v) <= 64 or features & Feature.WINDOW_LEFT else 0
 
     def times(self, traits: Traits) -> Mapping[str, float] | None:
-        found = tuned.times_of(traits)
-        return tensor_cores.assumed_times(traits) if found is None else found.milliseconds
+        found = tuned.find_times(traits)
+        return tensor_cores.estimate_times(traits) if found is None else found.milliseconds
 
     def unavailable_reasons(self) -> list[str]:
         return [f"{settings.FUSED}=0 forbids it"] if settings.fused() is False else []
@@ -54,12 +54,12 @@ class Fused(Backend):
     def extra_reasons(self, traits: Traits) -> list[str]:
         if traits.needs_backward and traits.features & Feature.PAGED:
             return ["does not compute gradients over pages"]
-        if traits.features & Feature.BIAS and traits.features & ~int(_WITH_BIAS):
+        if traits.features & Feature.BIAS and traits.features & ~int(_SUPPORTED_WITH_BIAS):
             return ["serves a dense mask of dense sequences only, with dropout at most"]
         return []
 
     def late_reasons(self, traits: Traits) -> list[str]:
-        lacking = nvrtc.why_not()
+        lacking = nvrtc.decline_reason()
         return [] if lacking is None else [lacking]
 
     def prepare(self, alike: Alike) -> Run:
@@ -68,8 +68,8 @@ class Fused(Backend):
     def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)
 
-    def kept_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
-        return masks.kept_booleans(mask, saved)
+    def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
+        return masks.unpack_saved_mask(mask, saved)
 
     def forward(self, call: AttentionCall) -> Result:
         alike = alike_to(call)

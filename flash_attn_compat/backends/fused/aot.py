@@ -10,13 +10,13 @@ from flash_attn_compat.backends.fused import cache, nvrtc, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 
-_OLDEST = 75
-_USUAL = 32, 64, 80, 96, 128, 256
+_MIN_ARCHITECTURE = 75
+_COMMON_HEAD_DIMS = 32, 64, 80, 96, 128, 256
 
 
-def architecture_number(architecture: str) -> int:
+def parse_architecture(architecture: str) -> int:
     """90 of sm_90 or compute_90; raises KernelError for what the NVRTC at hand, or this package, has no kernels for."""
-    known: list[int] = [one for one in nvrtc.compiler().architectures if one >= _OLDEST]
+    known: list[int] = [one for one in nvrtc.compiler().architectures if one >= _MIN_ARCHITECTURE]
     numbers = {f"{kind}_{one}": one for kind in ("sm", "compute") for one in known}
     if architecture not in numbers:
         names = ", ".join(f"sm_{one}" for one in known)
@@ -24,7 +24,7 @@ def architecture_number(architecture: str) -> int:
     return numbers[architecture]
 
 
-def usual_kinds(
+def common_kinds(
     number: int, head_dims: Collection[int], dtypes: Collection[str], masks: bool = False
 ) -> Iterator[Kind]:
     """What models ask for: rows on 16 bytes, and at most one of ALiBi, softcap, dropout and a dense mask.
@@ -32,7 +32,7 @@ def usual_kinds(
     head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
     masks: whether those with a dense mask too, of booleans or biases in the dtype: PyTorch's operators bring them
     """
-    sizes = set(map(variants.size_of, head_dims or _USUAL))
+    sizes = set(map(variants.size_of, head_dims or _COMMON_HEAD_DIMS))
     for kind in variants.kinds(number):
         name = "float16" if kind.type == FP16 else "bfloat16"
         is_usual = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
@@ -73,6 +73,6 @@ def _compile(variant: Variant, architecture: str) -> bool:
     name = nvrtc.cache_name(variant, architecture)
     if cache.read(name) is not None:
         return False
-    if not cache.write(name, nvrtc.binary(variant, architecture)):
-        raise KernelError(f"{cache.described()} cannot be written")
+    if not cache.write(name, nvrtc.compile_variant(variant, architecture)):
+        raise KernelError(f"{cache.describe_folder()} cannot be written")
     return True

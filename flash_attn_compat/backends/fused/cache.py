@@ -41,7 +41,7 @@ def folder() -> Path:
     return Path(base) / "flash_attn_compat"
 
 
-def described() -> str:
+def describe_folder() -> str:
     """The folder's path, or why there is no folder."""
     try:
         return str(folder())
@@ -52,15 +52,15 @@ def described() -> str:
 def write_error() -> str | None:
     """Why no file can be kept; None if one can. Creates the folder, as the first file that is kept does."""
     try:
-        with tempfile.TemporaryFile(dir=_created()):
+        with tempfile.TemporaryFile(dir=_create_folder()):
             return None
     except RuntimeError:
         return f"kernels cannot be kept: {_NO_HOME}"
     except OSError as error:
-        return f"{described()} cannot be written: {error.strerror}"
+        return f"{describe_folder()} cannot be written: {error.strerror}"
 
 
-def name_of(prefix: str, *parts: str) -> str:
+def make_name(prefix: str, *parts: str) -> str:
     """The name of a file for what follows from ``parts``: another one if any of them differs."""
     return f"{prefix}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}"
 
@@ -69,8 +69,8 @@ def read(name: str) -> bytes | None:
     """What was written under ``name``; None where there is nothing that can be trusted."""
     try:
         place = folder()
-        with open(place / name, "rb", opener=_without_waiting) as file:
-            against = _reason_against_trust(os.fstat(file.fileno()))  # of what was opened, whatever has the name by now
+        with open(place / name, "rb", opener=_open_nonblocking) as file:
+            against = _distrust_reason(os.fstat(file.fileno()))  # of what was opened, whatever has the name by now
             content = b"" if against else file.read()
     except PermissionError:
         against, content = "you may not read them", b""
@@ -83,7 +83,7 @@ def read(name: str) -> bytes | None:
     return payload if digest == _digest(name, payload) else None
 
 
-def keep_first(name: str, payload: bytes) -> bytes:
+def write_if_absent(name: str, payload: bytes) -> bytes:
     """What is kept under ``name``: ``payload``, unless another process has written there first. Then all have that."""
     found = read(name)
     if found is None:
@@ -98,13 +98,13 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
     only_first: what is there already stays
     """
     try:
-        place = _created()
+        place = _create_folder()
     except (OSError, RuntimeError):
         return False
     temporary = place / f".{name}.{secrets.token_hex(8)}"
     try:
-        with open(temporary, "xb", opener=_for_others_to_read) as file:
-            file.write(sealed(name, payload))
+        with open(temporary, "xb", opener=_open_readable_by_all) as file:
+            file.write(seal(name, payload))
         (os.link if only_first else os.replace)(temporary, place / name)  # readers see the old file or the new one
         return True
     except OSError:
@@ -114,23 +114,23 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
             os.unlink(temporary)
 
 
-def _created() -> Path:
+def _create_folder() -> Path:
     place = folder()
     # A folder that somebody chose may be one to share.
     place.mkdir(parents=True, exist_ok=True, mode=0o755 if settings.cache_folder() else 0o700)
     return place
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     """Open a file at once: a named pipe would wait for somebody to write, and a terminal become this process's own."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
-def _for_others_to_read(path: str, flags: int) -> int:
+def _open_readable_by_all(path: str, flags: int) -> int:
     return os.open(path, flags, 0o644)
 
 
-def sealed(name: str, payload: bytes) -> bytes:
+def seal(name: str, payload: bytes) -> bytes:
     """The bytes of the file ``name``, from which ``read`` takes ``payload``."""
     return _digest(name, payload) + payload
 
@@ -139,7 +139,7 @@ def _digest(name: str, payload: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\0" + payload).digest()
 
 
-def _reason_against_trust(file: os.stat_result) -> str | None:
+def _distrust_reason(file: os.stat_result) -> str | None:
     """Why it is no file, or somebody else may have written it: others' code is not run unasked."""
     if not stat.S_ISREG(file.st_mode):
         return "they are no regular files"

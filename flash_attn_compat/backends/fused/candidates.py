@@ -63,7 +63,7 @@ _FOR_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
 }
 
 
-def tiles(entry: str, number: int, D: int) -> tuple[Tile, ...]:
+def candidate_tiles(entry: str, number: int, D: int) -> tuple[Tile, ...]:
     """number: the architecture's, as 75; D: a size that kernels are made for. Today's may be among them."""
     table = _FOR_NEWER if number >= 80 else _FOR_TURING
     return table.get(entry, {}).get(D, ())

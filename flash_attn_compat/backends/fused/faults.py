@@ -22,28 +22,28 @@ from flash_attn_compat.backends.fused.nvrtc import ContextLost
 _FOLDER = "trials"
 # What a mark begins with: the trial goes on, or is known to have broken the GPU's context, whoever still holds a lock.
 _TRYING, _BROKEN = b"trying ", b"broken "
-AGAIN = "flash-attn-compat doctor --again"
+RETRY_COMMAND = "flash-attn-compat doctor --again"
 
 
-def place() -> Path:
+def marks_folder() -> Path:
     """The folder of the marks; raises RuntimeError where there is no home directory."""
     return cache.folder() / _FOLDER
 
 
-def reason_against(trial: str) -> str | None:
+def decline_reason(trial: str) -> str | None:
     """Why the kernels of ``trial``, a name without dots, are refused; None where no process is known to have ended."""
-    return next((reason for _, reason in _evidence(trial)), None)
+    return next((reason for _, reason in _find_fault_marks(trial)), None)
 
 
-def reasons() -> list[str]:
+def list_reasons() -> list[str]:
     """What earlier processes left behind, a sentence for each trial."""
-    return list(dict.fromkeys(reason for _, reason in _evidence()))
+    return list(dict.fromkeys(reason for _, reason in _find_fault_marks()))
 
 
-def forget() -> int:
+def remove_marks() -> int:
     """Remove what earlier processes left, so that these kernels are tried again; how many files that were."""
     removed = 0
-    for path, _ in list(_evidence()):
+    for path, _ in list(_find_fault_marks()):
         with contextlib.suppress(OSError):
             path.unlink()
             removed += 1
@@ -51,7 +51,7 @@ def forget() -> int:
 
 
 @contextlib.contextmanager
-def watched(trial: str, kernels: str, broken: Callable[[], str | None]) -> Iterator[None]:
+def watch_trial(trial: str, kernels: str, broken: Callable[[], str | None]) -> Iterator[None]:
     """Around the launches of a trial: raises ContextLost, noted for later processes, if they break the GPU's context.
 
     kernels: their names, for people
@@ -87,9 +87,9 @@ class _Mark:
         self.is_kept = False
         self._file: io.FileIO | None = None
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
-            place().mkdir(parents=True, exist_ok=True, mode=0o755)
-            self._file = open(place() / self._name, "xb", buffering=0, opener=_for_others_to_read)  # noqa: SIM115
-            if _locks(self._file, wait=True):
+            marks_folder().mkdir(parents=True, exist_ok=True, mode=0o755)
+            self._file = open(marks_folder() / self._name, "xb", buffering=0, opener=_open_readable_by_all)  # noqa: SIM115
+            if _acquire_lock(self._file, wait=True):
                 self._write(_TRYING + reason.encode())
 
     def keep(self, reason: str) -> None:
@@ -104,24 +104,24 @@ class _Mark:
                 self._file.truncate(0)  # without the lock it says nothing from now on
                 if sys.platform == "win32":  # where an open file cannot be removed
                     self._close()
-                os.unlink(place() / self._name)
+                os.unlink(marks_folder() / self._name)
         self._close()
 
     def _write(self, payload: bytes) -> None:
         if self._file is not None:
             self._file.seek(0)
             self._file.truncate(0)
-            self._file.write(cache.sealed(f"{_FOLDER}/{self._name}", payload))
+            self._file.write(cache.seal(f"{_FOLDER}/{self._name}", payload))
 
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
-def _evidence(trial: str = "") -> Iterator[tuple[Path, str]]:
+def _find_fault_marks(trial: str = "") -> Iterator[tuple[Path, str]]:
     """Marks that no living process holds, or that say that a context broke; and what they say."""
     try:
-        names = sorted(entry.name for entry in os.scandir(place()))
+        names = sorted(entry.name for entry in os.scandir(marks_folder()))
     except (OSError, RuntimeError):
         return
     for name in names:
@@ -130,22 +130,22 @@ def _evidence(trial: str = "") -> Iterator[tuple[Path, str]]:
         said = cache.read(f"{_FOLDER}/{name}")
         if said is None:
             continue
-        path = place() / name
-        if said.startswith(_BROKEN) or (said.startswith(_TRYING) and _is_left(path)):
+        path = marks_folder() / name
+        if said.startswith(_BROKEN) or (said.startswith(_TRYING) and _is_abandoned(path)):
             reason = said.partition(b" ")[2].decode(errors="replace")
-            yield path, f"{reason} ({path}; `{AGAIN}` lets it be tried again)"
+            yield path, f"{reason} ({path}; `{RETRY_COMMAND}` lets it be tried again)"
 
 
-def _is_left(path: Path) -> bool:
+def _is_abandoned(path: Path) -> bool:
     try:
         with open(path, "rb", buffering=0) as file:
             # A trial that ends now empties the file before it gives the lock away.
-            return _locks(file, wait=False) and bool(file.read(1))
+            return _acquire_lock(file, wait=False) and bool(file.read(1))
     except OSError:
         return False
 
 
-def _locks(file: io.FileIO, wait: bool) -> bool:
+def _acquire_lock(file: io.FileIO, wait: bool) -> bool:
     """Whether the lock on ``file`` is had, until it is closed. wait: to write under it, else it may be shared."""
     try:
         if sys.platform == "win32":
@@ -164,5 +164,5 @@ def _locks(file: io.FileIO, wait: bool) -> bool:
     return True
 
 
-def _for_others_to_read(path: str, flags: int) -> int:
+def _open_readable_by_all(path: str, flags: int) -> int:
     return os.open(path, flags, 0o644)

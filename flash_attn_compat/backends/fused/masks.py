@@ -11,17 +11,17 @@ from flash_attn_compat.backends.fused import params, variants
 
 # What a forward may keep for its backward behind the LSE, in this order. Of a mask of booleans the kernels read nothing
 # but what the pass found, so its memory may be written to in between.
-KEPT = "absmax", "bias_map", "bias_of_rows"
+SAVED = "absmax", "bias_map", "bias_of_rows"
 
 
-def names_of_kept(saved: Sequence[Tensor]) -> tuple[str, ...]:
+def saved_names(saved: Sequence[Tensor]) -> tuple[str, ...]:
     """The names of ``saved[1:]``: the maxima, what was found in a mask, both or nothing."""
-    return KEPT[1:] if len(saved) == 3 else KEPT[: len(saved) - 1] if saved else ()
+    return SAVED[1:] if len(saved) == 3 else SAVED[: len(saved) - 1] if saved else ()
 
 
-def kept_booleans(bias: Tensor, saved: Sequence[Tensor]) -> Tensor | None:
+def unpack_saved_mask(bias: Tensor, saved: Sequence[Tensor]) -> Tensor | None:
     """The mask that a forward saw, of bias's shape and strides of 0, if it kept that."""
-    if "bias_of_rows" not in names_of_kept(saved):
+    if "bias_of_rows" not in saved_names(saved):
         return None
     own, keys = [size if stride else 1 for size, stride in zip(bias.shape[:3], bias.stride())], bias.shape[-1]
     each = 1 << torch.arange(8, dtype=torch.uint8, device=bias.device)
@@ -29,7 +29,7 @@ def kept_booleans(bias: Tensor, saved: Sequence[Tensor]) -> Tensor | None:
     return seen.reshape(*own, keys).expand(bias.shape)
 
 
-def kind(bias: Tensor | None) -> int:
+def bias_macro(bias: Tensor | None) -> int:
     """The macro BIAS of a call's mask."""
     if bias is None:
         return 0
@@ -37,7 +37,7 @@ def kind(bias: Tensor | None) -> int:
     return kinds.get(bias.dtype, variants.HALF_BIAS)
 
 
-def has_pairs(bias: Tensor | None) -> bool:
+def can_load_pairs(bias: Tensor | None) -> bool:
     """Whether two neighbouring keys of it can be loaded together, wherever the first one is even."""
     if bias is None or bias.dtype == torch.bool or bias.data_ptr() % (2 * bias.element_size()):
         return False
@@ -45,7 +45,7 @@ def has_pairs(bias: Tensor | None) -> bool:
     return not any(number % 2 for number in (bias.shape[-1], *apart))
 
 
-def words(bias: Tensor) -> int:
+def words_per_block(bias: Tensor) -> int:
     """Of 32 keys, that a block of the pass looks at: all, or as many as it can.
 
     And one more where the last tile reaches behind the last key: a tile without hidden keys is computed as it is.
@@ -55,7 +55,7 @@ def words(bias: Tensor) -> int:
     return next((words for words in variants.BIAS_WORDS if 32 * words >= keys), variants.BIAS_WORDS[-1])
 
 
-def described(bias: Tensor) -> dict[str, params.Value]:
+def mask_fields(bias: Tensor) -> dict[str, params.Value]:
     """Fields of struct Params. What sequences, heads or rows share is looked through, and kept, once."""
     batch, head, row, key = (stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride()))
     _, heads, rows, keys = bias.shape
@@ -71,7 +71,7 @@ def described(bias: Tensor) -> dict[str, params.Value]:
     }
 
 
-def found(bias: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
+def mask_pass_shapes(bias: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
     """Of the pass: its blocks, and the shapes of what it finds, the map and what is known of rows."""
     batch, heads, rows, _ = (size if stride else 1 for size, stride in zip(bias.shape, bias.stride()))
     slabs, keys = batch * heads, bias.shape[-1]

@@ -35,7 +35,7 @@ HEADERS = tuple(sorted(path.name for path in SOURCES.glob("*.cuh")))
 _INVALID_CONTEXT, _RELAXED = 201, 2
 _MAX_DYNAMIC_SHARED, _STATIC_LIMIT = 8, 48 * 1024
 _CARVEOUT, _MOST_SHARED, _SHARED_OF_MULTIPROCESSOR = 9, 100, 81
-_OTHERS = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
+_NOT_NVRTC = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
 
 
 class KernelError(KernelsFailed):
@@ -51,7 +51,7 @@ class ContextLost(RuntimeError):
 
 
 # CUresult after which every call in the context fails: a memory error, a launch timeout, an illegal instruction, ...
-_LASTING = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
+_STICKY_ERRORS = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
 
 
 class Compiler:
@@ -70,10 +70,16 @@ class Compiler:
     def compile(self, name: str, options: tuple[str, ...]) -> bytes:
         """cuda/``name`` as a cubin for --gpu-architecture=sm_XY among ``options``, as PTX for compute_XY."""
         program, library = ctypes.c_void_p(), self._library
-        given = source(name).encode(), name.encode(), len(HEADERS), _texts(map(source, HEADERS)), _texts(HEADERS)
+        given = (
+            read_source(name).encode(),
+            name.encode(),
+            len(HEADERS),
+            _c_strings(map(read_source, HEADERS)),
+            _c_strings(HEADERS),
+        )
         self._check(library.nvrtcCreateProgram(byref(program), *given))
         try:
-            if library.nvrtcCompileProgram(program, len(options), _texts(options)):
+            if library.nvrtcCompileProgram(program, len(options), _c_strings(options)):
                 log = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
                 raise KernelError(
                     f"NVRTC {self.version[0]}.{self.version[1]} refuses {name} {' '.join(options)}:\n{log}"
@@ -99,7 +105,7 @@ class Compiler:
 _pointer = functools.cache(ctypes.c_void_p)  # in a third of the time
 
 
-def _texts(strings: Iterable[str]) -> ctypes.Array[c_char_p]:
+def _c_strings(strings: Iterable[str]) -> ctypes.Array[c_char_p]:
     encoded = [string.encode() for string in strings]
     return (c_char_p * len(encoded))(*encoded)
 
@@ -127,25 +133,25 @@ class Driver:
 
     def check(self, code: int) -> None:
         """Raise ContextLost for an error that lasts, KernelError for any other."""
-        if code in _LASTING:
+        if code in _STICKY_ERRORS:
             raise ContextLost(
-                f"{self._told(code)}: a kernel, of this package or another, has broken this process's use of the GPU. "
-                "Start the program again, with CUDA_LAUNCH_BLOCKING=1 to learn which kernel it was, or with "
+                f"{self._describe_error(code)}: a kernel, of this package or another, has broken this process's use of "
+                "the GPU. Start the program again, with CUDA_LAUNCH_BLOCKING=1 to learn which kernel it was, or with "
                 f"{settings.FUSED}=0 to do without this package's own"
             )
         if code:
-            raise KernelError(self._told(code))
+            raise KernelError(self._describe_error(code))
 
-    def broken(self, device: int) -> str | None:
+    def sticky_error(self, device: int) -> str | None:
         """Wait for PyTorch's current stream; returns the error that has broken the context for good, if one has."""
         try:
             with self.context(device):
                 code = self.library.cuStreamSynchronize(_pointer(stream(device)))
         except ContextLost as error:
             return str(error)
-        return self._told(code) if code in _LASTING else None
+        return self._describe_error(code) if code in _STICKY_ERRORS else None
 
-    def _told(self, code: int) -> str:
+    def _describe_error(self, code: int) -> str:
         name, text = c_char_p(), c_char_p()
         self.library.cuGetErrorName(code, byref(name))
         self.library.cuGetErrorString(code, byref(text))
@@ -236,14 +242,14 @@ def device_name(device: int) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def own_capability(device: int) -> tuple[int, int]:
+def real_capability(device: int) -> tuple[int, int]:
     """The GPU's own, whatever is forced."""
     return settings.device_capability(torch.device("cuda", device))
 
 
 def target(device: int) -> Target:
     """The GPU's own architecture where NVRTC knows it; PTX for the driver to assemble where it is too new or forced."""
-    real, forced = own_capability(device), settings.forced_capability()
+    real, forced = real_capability(device), settings.forced_capability()
     if forced is not None and forced < (8, 0) <= real:
         return Target("compute_75", 75)
     number, known = real[0] * 10 + real[1], compiler().architectures
@@ -281,7 +287,7 @@ def kernel(variant: Variant, device: int) -> Kernel:
     return found
 
 
-def load_together(variants: Iterable[Variant], device: int) -> None:
+def load_all(variants: Iterable[Variant], device: int) -> None:
     """Load several at once, for compiling one takes a second. ``kernel`` raises what went wrong with each."""
     missing = [variant for variant in variants if _key(variant, device) not in _kernels]
     if len(missing) < 2 or cuda_capture.is_capturing(device):  # which a thread of its own could not see
@@ -304,32 +310,32 @@ def _load(variant: Variant, architecture: str, device: int) -> Kernel | KernelEr
         if kept is not None:
             with contextlib.suppress(KernelError):  # kept by an NVRTC that this driver does not understand, or the like
                 return driver().load(variant, kept, device)
-        code = binary(variant, architecture)
+        code = compile_variant(variant, architecture)
         cache.write(name, code)
         return driver().load(variant, code, device)
     except KernelError as error:
         return error
 
 
-def binary(variant: Variant, architecture: str) -> bytes:
+def compile_variant(variant: Variant, architecture: str) -> bytes:
     """``variant`` compiled now, as a cubin for sm_XY or PTX for compute_XY."""
-    return compiler().compile(variant.source, options(variant, architecture))
+    return compiler().compile(variant.source, compile_options(variant, architecture))
 
 
-def options(variant: Variant, architecture: str) -> tuple[str, ...]:
+def compile_options(variant: Variant, architecture: str) -> tuple[str, ...]:
     macros = (f"-D{name}={value}" for name, value in {**DEFAULTS, **dict(variant.macros)}.items())
     return f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", *macros
 
 
 def cache_name(variant: Variant, architecture: str) -> str:
     """The file that keeps a compiled variant: a name for every source, option and compiler."""
-    sources = map(source, (variant.source, *HEADERS))
-    given = *options(variant, architecture), str(compiler().version)
-    return cache.name_of(f"{variant.entry}-{architecture}", *sources, *given)
+    sources = map(read_source, (variant.source, *HEADERS))
+    given = *compile_options(variant, architecture), str(compiler().version)
+    return cache.make_name(f"{variant.entry}-{architecture}", *sources, *given)
 
 
 @functools.cache
-def source(name: str) -> str:
+def read_source(name: str) -> str:
     return (SOURCES / name).read_text(encoding="utf-8")
 
 
@@ -352,7 +358,7 @@ def driver() -> Driver:
 
 
 @functools.cache
-def why_not() -> str | None:
+def decline_reason() -> str | None:
     """Why no kernel can be compiled or loaded on this machine; None where both libraries were found."""
     for what, find in (("NVRTC, which compiles the kernels,", compiler), ("the CUDA driver", driver)):
         try:
@@ -366,16 +372,16 @@ def _nvrtc() -> ctypes.CDLL:
     """PyTorch's own NVRTC if possible: the driver that runs PyTorch understands what it makes."""
     own = (torch.version.cuda or "").partition(".")[0]
     for major in sorted(("13", "12", "11"), key=lambda major: major != own):
-        for path in nvrtc_paths(major):
+        for path in library_paths(major):
             with contextlib.suppress(OSError):
-                return opened(path)
+                return open_library(path)
     wheel = f"nvidia-cuda-nvrtc-cu{own}" if own in ("11", "12") else "nvidia-cuda-nvrtc"
     raise OSError(
         f"no NVRTC beside PyTorch, in the nvidia-* packages or on the library path; pip install {wheel} brings it"
     )
 
 
-def nvrtc_paths(major: str) -> Iterator[str]:
+def library_paths(major: str) -> Iterator[str]:
     """Where an NVRTC of that major version may lie, most likely first."""
     # PyTorch's older wheels carry a hash in the name: libnvrtc-<hash>.so.11.2.
     windows = sys.platform == "win32"
@@ -389,12 +395,12 @@ def nvrtc_paths(major: str) -> Iterator[str]:
     folders += [os.path.join(glob.escape(root), *inner) for root in toolkits if root]
     for folder in folders:
         found = sorted(glob.glob(os.path.join(folder, name), recursive=True))
-        yield from (path for path in found if not _OTHERS.search(path))
+        yield from (path for path in found if not _NOT_NVRTC.search(path))
     minor = {"11": "2"}.get(major, "0")  # in the names of all that 11.8 and later releases bring
     yield f"nvrtc64_{major}{minor}_0.dll" if windows else f"libnvrtc.so.{major}"
 
 
-def opened(path: str) -> ctypes.CDLL:
+def open_library(path: str) -> ctypes.CDLL:
     folder = os.path.dirname(path)
     if folder:
         # NVRTC opens these by name, and finds them anywhere once they are loaded.

@@ -29,33 +29,33 @@ _INTS = (
 )  # fmt: skip
 _FLOATS = ("dropout_scale", "softmax_scale", "softcap")
 
-HEAD: tuple[tuple[str, str], ...] = (*((name, "Q") for name in ADDRESSES), ("seqlen_k", "i"), ("zero", "i"))
-REST: tuple[tuple[str, str], ...] = (
+HEAD_FIELDS: tuple[tuple[str, str], ...] = (*((name, "Q") for name in ADDRESSES), ("seqlen_k", "i"), ("zero", "i"))
+REST_FIELDS: tuple[tuple[str, str], ...] = (
     *((name, "qii") for name in _STRIDES),
     *((name, "q") for name in _LONGS),
     *((name, "i") for name in _INTS),
     *((name, "f") for name in _FLOATS),
     ("converts_rows", "i"),
 )
-_REST = struct.Struct("<" + "".join(kind for _, kind in REST))
+_REST_STRUCT = struct.Struct("<" + "".join(kind for _, kind in REST_FIELDS))
 
 Value = int | float | tuple[int, int, int]
 
 
-def head(given: Collection[str]) -> struct.Struct:
+def head_struct(given: Collection[str]) -> struct.Struct:
     """Packs the head from the addresses that are ``given``, in the struct's order, and seqlen_k; others are null."""
     if [name for name in ADDRESSES if name in given] != list(given):
         raise ValueError(f"addresses are given in the order of struct Params, got {', '.join(given)}")
     return struct.Struct("<" + "".join("Q" if name in given else "8x" for name in ADDRESSES) + "i4x")
 
 
-def rest(fields: dict[str, Value]) -> bytes:
+def pack_rest(fields: dict[str, Value]) -> bytes:
     """What follows the head: ``fields``, and 0 elsewhere. Strides are (batch, row, head) in elements."""
-    unknown = fields.keys() - dict(REST).keys()
+    unknown = fields.keys() - dict(REST_FIELDS).keys()
     if unknown:
         raise KeyError(f"struct Params has no {', '.join(sorted(unknown))}")
     flat: list[int | float] = []
-    for name, kind in REST:
+    for name, kind in REST_FIELDS:
         value = fields.get(name, (0,) * len(kind))
         flat += value if isinstance(value, tuple) else (value,)
-    return _REST.pack(*flat)
+    return _REST_STRUCT.pack(*flat)

@@ -20,12 +20,12 @@ from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall
 
 # Of the append kernel: of a block, and elements that one of its threads copies at once.
-_THREADS, _PIECE = 128, 8
+_THREADS, _ELEMENTS_PER_LOAD = 128, 8
 # Plans take their outputs in this order.
-_PLACES = {name: place for place, (name, _) in enumerate(params.HEAD)}
+_HEAD_POSITIONS = {name: place for place, (name, _) in enumerate(params.HEAD_FIELDS)}
 
 
-class Launches:
+class PlanBuilder:
     """fields: of every launch that is added from now on; instead: as Launch has it, of those with tiles
 
     has_mask: whether the launches are given what a pass over the dense mask found
@@ -36,11 +36,11 @@ class Launches:
     ) -> None:
         self.call, self.kind, self.fields = call, kind, fields
         self.instead: dict[str, tuple[str, int]] = {}
-        self.outputs, self.launches = ([], []) if has_mask else launcher.mask_pass(call, kind, fields)
+        self.outputs, self.launches = ([], []) if has_mask else launcher.plan_mask_pass(call, kind, fields)
         self.workspace = 0
 
     def plan(self, new: Append | None = None, others: Mapping[str, Any] | None = None) -> Plan:
-        outputs = sorted(self.outputs, key=lambda output: _PLACES[output.name])
+        outputs = sorted(self.outputs, key=lambda output: _HEAD_POSITIONS[output.name])
         return Plan(self.call, outputs, self.launches, new, others, self.workspace)
 
     def leave(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, starts_as_zero: bool = False) -> None:
@@ -58,15 +58,15 @@ class Launches:
         """
         call, rotates, (batch, seqlen_new) = self.call, new.rotary_cos is not None, new.k.shape[:2]
         rows = 2 * batch * seqlen_new * call.nheads_k + rotates * batch * call.nheads * call.q.shape[1]
-        pieces = rows * -(-max(call.q.shape[-1], call.v.shape[-1]) // _PIECE)
-        blocks = max(1, min(-(-pieces // _THREADS), 32 * launcher.processors(call.q.get_device())))
+        pieces = rows * -(-max(call.q.shape[-1], call.v.shape[-1]) // _ELEMENTS_PER_LOAD)
+        blocks = max(1, min(-(-pieces // _THREADS), 32 * launcher.count_multiprocessors(call.q.get_device())))
         strides = launcher.contiguous_strides(call.q.shape)
-        self.add(variants.append(kind_of_append(call, new)), blocks, q_rotated_s=strides)
+        self.add(variants.append(choose_append_kind(call, new)), blocks, q_rotated_s=strides)
         if rotates:
             self.leave("q_rotated", call.q.shape, call.q.dtype)
             self.fields["q_s"], self.instead["q"] = strides, ("q_rotated", 0)
 
-    def find_maxima(self, of_rows: bool) -> None:
+    def add_maxima_pass(self, of_rows: bool) -> None:
         """The largest finite magnitudes of k, v and q, as the bits of fp32 numbers: what bf16 is scaled by.
 
         of_rows: whether this finds q's, which the forward kernel does itself. If not, and if that reads copies of keys
@@ -83,12 +83,12 @@ class Launches:
     def _pass_over(self, variant: Variant, tensors: int, **fields: params.Value) -> None:
         """A pass over so many ``tensors`` of a call's heads; parts of a sequence have blocks of their own."""
         call = self.call
-        heads, longest = call.batch * call.nheads_k, max(launcher.longest_rows(call), launcher.longest_keys(call))
-        processors = launcher.processors(call.q.get_device())
+        heads, longest = call.batch * call.nheads_k, max(launcher.max_rows(call), launcher.max_keys(call))
+        processors = launcher.count_multiprocessors(call.q.get_device())
         splits = max(1, min(-(-longest // variants.ABSMAX_ROWS), -(-8 * processors // heads), 32))
         self.add(variant, tensors * heads * splits, **fields, splits=splits)
 
-    def add_tiles(self, variant: Variant, grid: Grid, heads: int, splits: int | None = 1) -> None:
+    def add_tiled_launch(self, variant: Variant, grid: Grid, heads: int, splits: int | None = 1) -> None:
         """A kernel whose blocks have tiles of their own; before it, what makes or mends the copies that pass by them.
 
         grid: of each of the ``heads``; splits: blocks that share a tile, None for as many as pay
@@ -98,12 +98,12 @@ class Launches:
         if grid.seats:
             variant, splits = variants.in_seats(variant), 1
         elif splits is None:
-            splits = (launcher.head_splits_of if of_keys else launcher.splits_of)(call, variant, tiles)
+            splits = (launcher.choose_head_splits if of_keys else launcher.choose_splits)(call, variant, tiles)
         if splits > 1:
-            self.workspace = launcher.PARTS_AT + tiles * splits * grids.part_bytes(variant)
+            self.workspace = launcher.PARTS_AT + tiles * splits * grids.split_bytes(variant)
         fields = {**self.fields, "tiles": grid.tiles, "splits": splits, "seats": grid.seats}
         if variant.entry != "delta":  # which has nothing pass by
-            fields["resident"] = launcher.gpu_of(call).holds(variant)
+            fields["resident"] = launcher.find_gpu(call).resident_blocks(variant)
             if self.kind.copied:
                 self._pass_over(variants.to_half(self.kind), 2, converts_rows=int(of_keys))
                 rows, keys = {"q": call.q.shape, "dout": call.out_shape}, {"k": call.k.shape, "v": call.v.shape}
@@ -115,12 +115,12 @@ class Launches:
         self.launches.append(Launch(variant, splits * grid.tiles * heads * grid.slabs, fields, instead))
 
 
-def kind_of_append(call: AttentionCall, new: Append) -> Kind:
+def choose_append_kind(call: AttentionCall, new: Append) -> Kind:
     read = call.q if new.rotary_cos is not None else None, call.k, call.v, *new[:4]
-    return launcher.kind_of(call, launcher.vector_size(read, in_place=True))
+    return launcher.choose_kind(call, launcher.vector_size(read, in_place=True))
 
 
-def with_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
+def enable_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
     """``kind``, which reads copies of what passes by its tiles if these are many. Caches and pages are not copied: they
     may be far larger than what is new, and are read anew in each step.
     """

@@ -26,7 +26,7 @@ from flash_attn_compat.core.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.core.mask import Mask
 
 # Two sequences, nothing a multiple of a tile; three tokens lie behind the last one.
-_ROWS, _FEW_ROWS, _KEYS, _BEHIND = (19, 150), 3, (45, 171), 3
+_ROWS, _FEW_ROWS, _KEYS, _UNUSED_TOKENS = (19, 150), 3, (45, 171), 3
 _HEADS, _HEADS_K, _PAGE = 4, 2, 7
 _DROPOUT, _SOFTCAP = 0.3, 2.0
 # Of the last channel of a loud row, and of every fifth key: their product is no number of fp16's. The last, since
@@ -35,16 +35,16 @@ _LOUD_Q, _LOUD_K = 2000.0, 40.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _LSE_TOLERANCE = 2e-3
 _GRADIENTS = frozenset({"dq", "dk", "dv"})
-_JUDGE = Reference()
+_REFERENCE = Reference()
 _CODE = Path(__file__).parent
 
 Watch = Callable[[], contextlib.AbstractContextManager[None]]
-Moved = TypeVar("Moved", AttentionCall, Append)
+Movable = TypeVar("Movable", AttentionCall, Append)
 
-_right: set[tuple[tuple[Variant, ...], str, int]] = set()
+_passed: set[tuple[tuple[Variant, ...], str, int]] = set()
 
 
-def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[Watch], str | None]) -> None:
+def check_kernels(variants: tuple[Variant, ...], device: int, wrong: Callable[[Watch], str | None]) -> None:
     """Try kernels that work together, once: raises KernelError with what ``wrong`` finds wrong, if anything.
 
     wrong: launches the kernels within the context that it is given
@@ -53,31 +53,31 @@ def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[Watch], s
     """
     architecture = nvrtc.target(device).architecture
     key = variants, architecture, device
-    if key in _right or cuda_capture.is_capturing(device):
+    if key in _passed or cuda_capture.is_capturing(device):
         return
-    name = _file(variants, device)
+    name = _result_name(variants, device)
     if cache.read(name) is None:
-        kernels = _named(variants)
-        refused = faults.reason_against(name)
+        kernels = _describe_kernels(variants)
+        refused = faults.decline_reason(name)
         if refused is not None:
-            raise _rejected(variants, device, refused)
+            raise _reject_kernels(variants, device, refused)
         driver = nvrtc.driver()
         with torch_state.set_aside(torch.device("cpu")):
-            found = wrong(lambda: faults.watched(name, kernels, lambda: driver.broken(device)))
+            found = wrong(lambda: faults.watch_trial(name, kernels, lambda: driver.sticky_error(device)))
         if found is not None:
-            launcher.forget_workspaces()
-            raise _rejected(variants, device, f"{kernels} computes wrong numbers on this GPU: {found}")
+            launcher.discard_workspaces()
+            raise _reject_kernels(variants, device, f"{kernels} computes wrong numbers on this GPU: {found}")
         cache.write(name, b"right")
-    _right.add(key)
+    _passed.add(key)
 
 
-def _named(variants: tuple[Variant, ...]) -> str:
+def _describe_kernels(variants: tuple[Variant, ...]) -> str:
     """The kernels in words, with the macros of the last one."""
     macros = [f" ({dict(variant.macros)})" for variant in variants[-1:]]
     return " and ".join(variant.entry for variant in variants) + "".join(macros)
 
 
-def _rejected(variants: tuple[Variant, ...], device: int, reason: str) -> KernelError:
+def _reject_kernels(variants: tuple[Variant, ...], device: int, reason: str) -> KernelError:
     """The error that each of them raises from now on."""
     error = KernelError(reason)
     for variant in variants:
@@ -85,19 +85,19 @@ def _rejected(variants: tuple[Variant, ...], device: int, reason: str) -> Kernel
     return error
 
 
-def _file(variants: tuple[Variant, ...], device: int) -> str:
+def _result_name(variants: tuple[Variant, ...], device: int) -> str:
     """Other kernels, another GPU model, driver or trial: they are tried anew."""
     kernels = [nvrtc.cache_name(variant, nvrtc.target(device).architecture) for variant in variants]
-    return cache.name_of("tried", *kernels, nvrtc.device_name(device), str(nvrtc.driver().version), *_asked())
+    return cache.make_name("tried", *kernels, nvrtc.device_name(device), str(nvrtc.driver().version), *_test_digests())
 
 
 @functools.cache
-def _asked() -> tuple[str, ...]:
+def _test_digests() -> tuple[str, ...]:
     """What a trial is made of: a kernel that passed an easier one has not passed this one."""
     return tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_CODE.glob("*.py")))
 
 
-def of_forward(
+def find_forward_error(
     kind: Kind,
     place: torch.device,
     run: Callable[..., dict[str, Tensor]],
@@ -111,58 +111,58 @@ def of_forward(
     few_rows: whether the kernel is one for few rows over a cache
     watch: entered while it runs
     """
-    for new in _appends(kind) if appends else (None,):
-        on_cpu = counted = _problem(kind, few_rows)
+    for new in _make_appends(kind) if appends else (None,):
+        on_cpu = counted = _make_problem(kind, few_rows)
         if new is None:
-            call = _on(place, on_cpu)
+            call = _copy_to(place, on_cpu)
             with watch():
                 found = run(call, None)
         else:
             assert isinstance(new.cache_seqlens, Tensor)
-            call, new_there = _on(place, on_cpu._replace(seqused_k=new.cache_seqlens)), _on(place, new)
+            call, new_there = _copy_to(place, on_cpu._replace(seqused_k=new.cache_seqlens)), _copy_to(place, new)
             with watch():
                 found = run(call, new_there)
             used = new.cache_seqlens + new.k.shape[1]
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
-        right = _JUDGE.forward(_in_fp32(counted))
+        right = _REFERENCE.forward(_to_fp32(counted))
         expected = {"q": counted.q, "out": right.out, "softmax_lse": right.lse}
-        pairs = [(name, _finite(got), _finite(expected[name])) for name, got in found.items()]
+        pairs = [(name, _replace_infinity(got), _replace_infinity(expected[name])) for name, got in found.items()]
         # NaN lies behind the keys in use.
         pairs += [(name, *(getattr(one, name).nan_to_num(9.0) for one in (call, on_cpu))) for name in "kv"]
-        wrong = _difference(pairs, call.q.dtype)
+        wrong = _find_difference(pairs, call.q.dtype)
         if wrong is not None:
             return wrong
     return None
 
 
-def _finite(result: Tensor) -> Tensor:
+def _replace_infinity(result: Tensor) -> Tensor:
     """With 9 for the LSE of a row that sees nothing; NaN stays."""
     return result.masked_fill(result == torch.inf, 9.0)
 
 
-def of_backward(
+def find_backward_error(
     kind: Kind,
     place: torch.device,
     run: Callable[[AttentionCall, Upstream, Gradients], Gradients],
     watch: Watch = contextlib.nullcontext,
 ) -> str | None:
     """What is wrong with gradients, computed from a right out and LSE; None if all is right."""
-    on_cpu = _problem(kind, few_rows=False)._replace(needs_grad=True)
-    exact, call = _in_fp32(on_cpu), _on(place, on_cpu)
-    right = _JUDGE.forward(exact)
+    on_cpu = _make_problem(kind, few_rows=False)._replace(needs_grad=True)
+    exact, call = _to_fp32(on_cpu), _copy_to(place, on_cpu)
+    right = _REFERENCE.forward(exact)
     dout = _randn(7, right.out.shape, call.q.dtype)
     dlse = _randn(8, right.lse.shape, torch.float32)
     given = Upstream(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
-    expected = _JUDGE.backward(exact, given, None)
+    expected = _REFERENCE.backward(exact, given, None)
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
     saved = () if kind.bias else (lse,)  # which is not the reported one where there are biases
     upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved, dlse.to(place))
     with watch():
         found = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
-    return _difference([(f"d{n}", got, right) for n, got, right in zip("qkv", found, expected)], dout.dtype)
+    return _find_difference([(f"d{n}", got, right) for n, got, right in zip("qkv", found, expected)], dout.dtype)
 
 
-def _difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype) -> str | None:
+def _find_difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype) -> str | None:
     for name, got, right in pairs:
         tolerance = _LSE_TOLERANCE if name == "softmax_lse" else _TOLERANCE[dtype]
         size = right.float().abs()
@@ -175,7 +175,7 @@ def _difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype)
     return None
 
 
-def _problem(kind: Kind, few_rows: bool) -> AttentionCall:
+def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
     """A tiny call on the CPU that takes the kernels of ``kind``. few_rows: over the slots of a cache
 
     Each sequence's last row has scores beyond fp16's numbers, before they are scaled. They come from the last channel,
@@ -183,8 +183,8 @@ def _problem(kind: Kind, few_rows: bool) -> AttentionCall:
     """
     (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
     pages, is_dense = -(-max(_KEYS) // _PAGE), kind.bias > 0
-    rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _BEHIND,)
-    keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _BEHIND,)
+    rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _UNUSED_TOKENS,)
+    keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _UNUSED_TOKENS,)
     if is_dense:
         rows, keys = (2, max(_ROWS)), (2, max(_KEYS) + kind.bias_pairs)
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
@@ -216,13 +216,13 @@ def _problem(kind: Kind, few_rows: bool) -> AttentionCall:
         seqused_k=_ints(*_KEYS) if has_slots else None,
         block_table=table,
         rng_state=torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu") if kind.dropout else None,
-        bias=_mask(kind) if is_dense else None,
+        bias=_make_mask(kind) if is_dense else None,
         is_dense=is_dense,
         return_lse=True,
     )
 
 
-def _mask(kind: Kind) -> Tensor:
+def _make_mask(kind: Kind) -> Tensor:
     """With tiles that hide all or nothing, a row that sees nothing, and one whose biases are all far below 0."""
     numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_KEYS) + kind.bias_pairs), torch.float32)
     hidden = numbers > 0.5
@@ -238,7 +238,7 @@ def _mask(kind: Kind) -> Tensor:
     return numbers if kind.bias == variants.FLOAT_BIAS else numbers.to(_dtype(kind))
 
 
-def _appends(kind: Kind) -> Iterator[Append]:
+def _make_appends(kind: Kind) -> Iterator[Append]:
     """New keys for the caches of ``_problem``, rotated in one way and in the other."""
     (dim, dim_v), dtype = _head_dims(kind), _dtype(kind)
     rotary = dim // 2 // 16 * 16
@@ -266,11 +266,11 @@ def _randn(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
 
-def _in_fp32(call: AttentionCall) -> AttentionCall:
+def _to_fp32(call: AttentionCall) -> AttentionCall:
     return call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float())
 
 
-def _on(place: torch.device, value: Moved) -> Moved:
+def _copy_to(place: torch.device, value: Movable) -> Movable:
     """A copy there of a call, or of what is appended."""
     tensors = {name: part for name, part in value._asdict().items() if isinstance(part, Tensor)}
     copies: dict[str, Any] = {name: tensor.to(place, copy=True) for name, tensor in tensors.items()}
