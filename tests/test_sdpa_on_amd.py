@@ -152,7 +152,7 @@ def test_what_is_not_tried_is_refused_without_a_trial(
 
 def test_during_a_capture_which_allows_no_trial_it_refuses(amd: pytest.MonkeyPatch) -> None:
     amd.setattr(cuda_capture, "is_capturing", lambda device: True)
-    assert Sdpa().reasons(traits(CAUSAL)) == ["cannot be tried while a graph is captured"]
+    assert Sdpa().reasons(traits(CAUSAL)) == ["cannot run its smoke test while a graph is captured"]
 
 
 def test_nvidias_gpus_are_left_to_others() -> None:

@@ -1,4 +1,4 @@
-"""The ordered list of backends: the first that can serve a call exactly does. Nothing else names them."""
+"""The ordered list of backends. The first backend that computes a call exactly serves it. No other file lists them."""
 
 from __future__ import annotations
 

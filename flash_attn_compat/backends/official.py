@@ -1,8 +1,8 @@
-"""The real flash-attn 2, used call by call where it is installed, works on this GPU and accepts the call.
+"""The installed flash-attn 2, for each call that it accepts on this GPU.
 
-Its compiled extension is called directly, whatever has the name ``flash_attn`` at present: the
-package's own functions may be running on ours. What it refuses is a reason; a build that computes something
-else (some are limited to a few head dims) is found out by a tiny call before it gets its first real one.
+This backend calls the compiled extension directly and ignores the module named ``flash_attn``, which may be patched to
+run on this package. Limits of the extension are reasons. A smoke test before the first real call detects builds that
+compute wrong numbers: some are limited to a few head dims.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Official(FlashBackend):
         max_head_dim=256,
         rocm_reason="flash-attn's kernels for ROCm are different and untested",
     )
-    # By zero_tensors: launches in C++ alone, where a mask takes operators that cost the host more than the call.
+    # By zero_tensors: its launches come from C++. Operators over a mask would cost the host more than the call.
     zeroes_outside = True
 
     def rank(self, traits: Traits) -> int:
-        return -2  # whatever is faster
+        return -2  # before every other backend, whatever is faster
 
     def unavailable_reasons(self) -> list[str]:
         if settings.official_disabled():
@@ -56,8 +56,8 @@ class Official(FlashBackend):
 
     def late_reasons(self, traits: Traits) -> list[str]:
         loaded = _load_functions(installed.location())
-        wrong = loaded if isinstance(loaded, str) else smoke_test.decline_reason(self, loaded, traits)
-        return [wrong] if wrong else []
+        reason = loaded if isinstance(loaded, str) else smoke_test.decline_reason(self, loaded, traits)
+        return [reason] if reason else []
 
     def launch_forward(self, call: AttentionCall) -> LaunchResult:
         functions = _require_functions()
@@ -66,14 +66,14 @@ class Official(FlashBackend):
         options = call.softmax_scale, *window_arguments(call), call.softcap
         q, k, v, slopes, starts = call.q, call.k, call.v, call.alibi_slopes, call.cu_seqlens_q
         if starts is None:
-            found = functions.fwd(q, k, v, out, slopes, call.dropout_p, *options, return_softmax, generator)
+            results = functions.fwd(q, k, v, out, slopes, call.dropout_p, *options, return_softmax, generator)
         else:
             scale, *others = options
-            found = functions.varlen_fwd(
+            results = functions.varlen_fwd(
                 q, k, v, out, starts, call.cu_seqlens_k, seqused_k, leftpad_k, block_table, slopes, call.max_seqlen_q,
                 call.max_seqlen_k, call.dropout_p, scale, self.zeroes_outside, *others, return_softmax, generator,
             )  # fmt: skip
-        out, lse, _, rng_state = found
+        out, lse, _, rng_state = results
         return LaunchResult(out, lse, (rng_state,))
 
     def launch_backward(
@@ -83,21 +83,21 @@ class Official(FlashBackend):
         q, k, v, starts_q, starts_k = call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k
         gradients = into or Gradients(*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)))
         rng_state = launched.state[0] if launched.state and call.dropout_p else None
-        given = (dout, q, k, v, launched.out, launched.lse, *gradients)
+        tensors = (dout, q, k, v, launched.out, launched.lse, *gradients)
         generator = None
         others = *window_arguments(call), call.softcap, call.deterministic, generator, rng_state
         if starts_q is None:
-            functions.bwd(*given, call.alibi_slopes, call.dropout_p, call.softmax_scale, *others)
+            functions.bwd(*tensors, call.alibi_slopes, call.dropout_p, call.softmax_scale, *others)
         else:
             functions.varlen_bwd(
-                *given, starts_q, starts_k, call.alibi_slopes, call.max_seqlen_q, call.max_seqlen_k, call.dropout_p,
+                *tensors, starts_q, starts_k, call.alibi_slopes, call.max_seqlen_q, call.max_seqlen_k, call.dropout_p,
                 call.softmax_scale, self.zeroes_outside, *others,
             )  # fmt: skip
         return gradients
 
 
 class _ExtensionFunctions(NamedTuple):
-    """The extension's functions as they were when it was loaded, whatever is put in their place later."""
+    """The extension's functions from the moment when it was loaded. Later patches of the module do not reach them."""
 
     fwd: Callable[..., Any]
     varlen_fwd: Callable[..., Any]
@@ -114,7 +114,7 @@ def _require_functions() -> _ExtensionFunctions:
 
 @functools.lru_cache(maxsize=8)
 def _load_functions(location: str) -> _ExtensionFunctions | str:
-    """The extension's functions, or why there are none. Tried once: a second attempt would fail alike."""
+    """Return the extension's functions, or the reason why they cannot be loaded. A second attempt would fail alike."""
     version = installed.stated_version(location)
     if version is None or not (2, 7) <= version < (3,):
         known = "of unknown version" if version is None else ".".join(map(str, version))
@@ -122,12 +122,12 @@ def _load_functions(location: str) -> _ExtensionFunctions | str:
     try:
         module = _import_extension(location)
         return _ExtensionFunctions(*(getattr(module, name) for name in _ExtensionFunctions._fields))
-    except Exception as error:  # noqa: BLE001  a broken installation raises anything
+    except Exception as error:  # noqa: BLE001  a broken installation may raise any exception
         return f"loading flash-attn raises {installed.error_line(error)}"
 
 
 def _import_extension(location: str) -> Any:
-    # Installations put it beside the package; our stand-in for it is never there.
+    # Installations put the extension beside the package. This package's stand-in is never there.
     spec = PathFinder.find_spec(installed.EXTENSION, [str(Path(location).parent)])
     if spec is None or spec.loader is None:
         raise ImportError(f"its compiled extension {installed.EXTENSION} is missing")
@@ -138,7 +138,7 @@ def _import_extension(location: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     finally:
-        # Loading an extension module may enter it under its name, which may be another's.
+        # Loading an extension may register it under its name, which may belong to another module.
         sys.modules.pop(installed.EXTENSION, None)
         if before is not None:
             sys.modules[installed.EXTENSION] = before

@@ -1,7 +1,7 @@
-"""The result that everything else is checked against: all scores at once, in fp64 where the device has it.
+"""The reference that all other backends are checked against: all scores at once, in fp64 where the device has it.
 
-Written out of place in differentiable operations, so that it also computes forward-mode AD, torch.func and
-double backward. Memory grows with the product of the lengths; never chosen before another backend.
+It uses differentiable operations out of place, so it also computes forward-mode AD, torch.func and double
+backward. Its memory grows with the product of the lengths. It is never chosen before another backend.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Reference(BlockwiseBackend):
 
 
 def _row_maximum(scores: Tensor) -> Tensor:
-    """The largest score of each row, finite even where a row sees no key or there is none."""
+    """Return the largest score of each row, finite even for a row that sees no key and without any keys."""
     lowest = torch.finfo(scores.dtype).min
     if not scores.shape[-1]:
         return scores.new_full((*scores.shape[:-1], 1), lowest)
@@ -70,7 +70,7 @@ def _row_maximum(scores: Tensor) -> Tensor:
 
 
 def _repeat_key_heads(call: AttentionCall, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in the working precision, key and value heads repeated for their query heads."""
+    """Return q, k, v in the working precision, with key and value heads repeated for their query heads."""
     dtype = _working_dtype(block)
     group = call.nheads // call.nheads_k
     k, v = (tensor.to(dtype).repeat_interleave(group, dim=2) for tensor in (block.k, block.v))
@@ -78,7 +78,7 @@ def _repeat_key_heads(call: AttentionCall, block: Block) -> tuple[Tensor, Tensor
 
 
 def _dropout_factors(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor | None:
-    """What dropout multiplies probabilities by: 0 or 1 / (1 - p)."""
+    """Return dropout's factors of probabilities, 0 or 1 / (1 - p); None without dropout."""
     if not call.dropout_p:
         return None
     rows, keys = Range(0, block.q.shape[1]), Range(0, block.k.shape[1])

@@ -1,8 +1,8 @@
-"""PyTorch's memory-efficient kernel (aten::_efficient_attention_*): where our own kernels cannot be compiled.
+"""PyTorch's memory-efficient kernel (aten::_efficient_attention_*), where our own kernels cannot be compiled.
 
-One launch computes a dense or packed call, full or causal, with dropout; grouped heads get copies of their keys.
-Windows are left to chunked, and so are dense calls in which a row may see no key: the kernel gets those wrong. Packed
-rows without a key become sequences without keys, which it leaves unwritten. Nothing waits for the GPU.
+One launch computes a dense or packed call, full or causal, with dropout; grouped key heads are copied. Windows are left
+to chunked, and so are dense calls with rows that see no key: the kernel computes such rows wrong. In packed calls such
+rows become sequences without keys, which the kernel leaves unwritten. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SUPPORTED = (
     | Feature.BACKWARD | Feature.GIVEN_LSE
 )  # fmt: skip
 NO_MASK, CAUSAL_BOTTOM_RIGHT = 0, 2
-# The kernel pads each sequence's LSE to a multiple of this many rows, and its backward reads them.
+# The kernel pads each sequence's LSE to a multiple of this many rows, and its backward reads the padding.
 _LSE_ROWS = 32
 _SHARED_ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "custom_mask_type"}
 _NEEDED_ARGUMENTS = {
@@ -50,11 +50,11 @@ class TorchEfficient(SingleLaunchBackend):
         if traits.dtype == torch.bfloat16 and traits.capability is not None and traits.capability < (8, 0):
             reasons.append("computes bfloat16 on GPUs of compute capability 8.0 and newer only")
         if traits.sq_vs_sk == ">" and traits.features & Feature.CAUSAL:
-            reasons.append("computes rows that see no key wrong: those of more queries than keys under a causal mask")
+            reasons.append("computes rows that see no key wrong: under a causal mask with more queries than keys")
         return reasons
 
     def with_kernel_layout(self, call: AttentionCall) -> AttentionCall:
-        """With copies of grouped keys and values, too."""
+        """As SingleLaunchBackend's; copies grouped key and value heads for each query head, too."""
         call, group = super().with_kernel_layout(call), call.nheads // call.nheads_k
         if group == 1:
             return call
@@ -79,9 +79,9 @@ class TorchEfficient(SingleLaunchBackend):
         longest_q, longest_k = longest_q or call.q.shape[1], longest_k or call.k.shape[1]
         unused = torch.empty((), dtype=torch.int64, device=call.q.device)
         seed, offset = launched.state or (unused, unused)
-        # The kernel reads ``out`` as if it were contiguous, whatever its strides say (2.11, fp16).
+        # The kernel ignores the strides of ``out`` and reads it as contiguous (PyTorch 2.11, fp16).
         dout, q, k, v, out = _add_batch_axis(call, dout, call.q, call.k, call.v, launched.out.contiguous())
-        # Blocks that share a head's keys add to dq atomically. For few rows one alone took a tenth of the time.
+        # Blocks that share a head's keys add to dq atomically. For few rows, one block alone took a tenth of the time.
         splits = 1 if longest_q <= 2 * _LSE_ROWS else None
         bias, bias_requires_grad = None, False
         dq, dk, dv, _ = as_decided(
@@ -89,9 +89,9 @@ class TorchEfficient(SingleLaunchBackend):
             longest_q, longest_k, launched.lse, call.dropout_p, seed, offset, _mask_type(call), bias_requires_grad,
             scale=call.softmax_scale, num_splits_key=splits,
         )  # fmt: skip
-        found = Gradients(dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape))
-        _fill_unwritten(call, 0.0, *found)
-        return found
+        gradients = Gradients(dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape))
+        _fill_unwritten(call, 0.0, *gradients)
+        return gradients
 
     def to_flash_attn_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         starts, _ = _sequence_starts(call)
@@ -102,7 +102,7 @@ class TorchEfficient(SingleLaunchBackend):
         return lse
 
     def to_kernel_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
-        """(n, heads, rows up to a multiple of _LSE_ROWS), contiguous, +inf behind the last row."""
+        """Return the LSE (n, heads, rows padded to a multiple of _LSE_ROWS), contiguous, padded with +inf."""
         (starts, _), (longest, _) = _sequence_starts(call), _max_lengths(call)
         if starts is not None and longest is not None:
             return padded_lse(lse, starts, longest + -longest % _LSE_ROWS)
@@ -110,31 +110,31 @@ class TorchEfficient(SingleLaunchBackend):
 
 
 def _add_batch_axis(call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """(batch, rows, heads, head_dim); packed sequences are one row of a batch."""
+    """Return the tensors as (batch, rows, heads, head_dim). Packed tensors become a batch of 1."""
     return tensors if call.cu_seqlens_q is None else tuple(tensor[None] for tensor in tensors)
 
 
 def _max_lengths(call: AttentionCall) -> tuple[int | None, int | None]:
-    """Queries and keys of the longest packed sequences."""
+    """Return the queries and keys of the longest packed sequences; None, None for a dense call."""
     if call.cu_seqlens_q is None:
         return None, None
     return max(1, min(call.max_seqlen_q, call.q.shape[0])), max(1, min(call.max_seqlen_k, call.k.shape[0]))
 
 
 def _sequence_starts(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
-    """Where packed sequences start. Under a causal mask each is two: its first rows without a key, and the others."""
+    """Return cu_seqlens of queries and keys, None if dense. A causal sequence becomes two: rows without keys, rest."""
     q, k = call.cu_seqlens_q, call.cu_seqlens_k
     if q is None or k is None or call.equal_lengths:
         return q, q
     if call.mask.right is None:
         return q, k
-    seeing = q[:-1] + (q.diff() - k.diff()).clamp_(min=0)
-    twice = torch.stack((q[:-1], seeing), dim=1).flatten(), k[:-1].repeat_interleave(2)
-    return torch.cat((twice[0], q[-1:])), torch.cat((twice[1], k[-1:]))
+    first_seeing = q[:-1] + (q.diff() - k.diff()).clamp_(min=0)
+    starts_q = torch.stack((q[:-1], first_seeing), dim=1).flatten()
+    return torch.cat((starts_q, q[-1:])), torch.cat((k[:-1].repeat_interleave(2), k[-1:]))
 
 
 def _fill_unwritten(call: AttentionCall, value: float, queries: Tensor, *keys: Tensor) -> None:
-    """Write (total, heads, ...) tensors where the kernel does not: queries without keys, and keys without queries."""
+    """Write ``value`` where the kernel writes nothing in (total, heads, ...): queries without keys, and the reverse."""
     q, k = _sequence_starts(call)
     if q is None or k is None or q is k:
         return

@@ -1,7 +1,7 @@
 """PyTorch's own copy of FlashAttention-2: the path for GPUs of compute capability 8.0 and newer without flash-attn.
 
-The operators' schemas grew over PyTorch's versions; what the installed one lacks is a reason. How a call
-becomes a launch is in one_launch.py.
+The operators' schemas grew over PyTorch's versions. An argument that the installed PyTorch lacks is a reason to
+decline. external.py turns a call into a launch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.unwritten import packed_lse, padded_lse
 
-# PyTorch builds its kernels without slopes, whatever the operator's schema says. Deterministic gradients depend on a
-# switch of the whole process.
+# PyTorch builds its kernels without ALiBi slopes, though the operator's schema has them. Deterministic gradients depend
+# on a switch of the whole process.
 _UNSUPPORTED = FLASH_UNSUPPORTED | Feature.SOFTCAP | Feature.ALIBI | Feature.DETERMINISTIC
 _SHARED_ARGUMENTS = {"cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"}
 _NEEDED_ARGUMENTS = {
@@ -62,12 +62,12 @@ class TorchFlash(FlashBackend):
     ) -> Gradients:
         seed, offset = launched.state or (dout.new_empty(0), dout.new_empty(0))
         causal, left, right = window_arguments(call)
-        found = aten_operator("_flash_attention_backward")(
+        gradients = aten_operator("_flash_attention_backward")(
             dout, call.q, call.k, call.v, launched.out, launched.lse, call.cu_seqlens_q, call.cu_seqlens_k,
             call.max_seqlen_q, call.max_seqlen_k, call.dropout_p, causal, seed, offset, scale=call.softmax_scale,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return Gradients(*found)
+        return Gradients(*gradients)
 
     def to_flash_attn_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         if call.cu_seqlens_q is not None and lse.dim() == 3:
@@ -82,7 +82,7 @@ class TorchFlash(FlashBackend):
 
 @functools.cache
 def _pads_lse(device: torch.device) -> bool:
-    """Whether packed rows' LSE is (batch, heads, max_seqlen_q), as before FlashAttention 2.6; found by a tiny call."""
+    """Whether packed calls return LSE (batch, heads, max_seqlen_q), as before FlashAttention 2.6. Makes a tiny call."""
     q = torch.zeros(1, 1, 8, dtype=torch.float16, device=device)
     starts = torch.arange(2, dtype=torch.int32, device=device)
     lse: Tensor = aten_operator("_flash_attention_forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]

@@ -14,7 +14,7 @@ from flash_attn_compat.core.call import AttentionCall, Gradients, Result, Upstre
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, alike_to
 
-# What a call with a dense mask may ask for besides.
+# Features that the kernels combine with a dense mask.
 _SUPPORTED_WITH_BIAS = (
     Feature.BIAS | Feature.DROPOUT | Feature.GQA | Feature.VALUE_HEAD_DIM | Feature.LSE | Feature.BACKWARD
     | Feature.GIVEN_LSE | Feature.LSE_GRADIENT | Feature.DETERMINISTIC | Feature.SCALE_NOT_POSITIVE
@@ -24,7 +24,7 @@ _SUPPORTED_WITH_BIAS = (
 class Fused(Backend):
     name = "fused"
     capabilities = Capabilities(
-        # Its tanh is good to 1e-7 of the softcap, which is little beside half precision's rounding up to 1024.
+        # The kernels' tanh has an error of 1e-7 of the softcap: small beside half precision's rounding up to 1024.
         features=~(Feature.TRANSFORMS | Feature.WIDE_SOFTCAP),
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
@@ -34,10 +34,10 @@ class Fused(Backend):
     )
 
     def rank(self, traits: Traits) -> int:
-        """Ahead of PyTorch's flash kernels where it was the faster one on an H200 (docs/dispatch.md)."""
+        """Before PyTorch's flash kernels for calls that were faster with ours on an H200 (docs/dispatch.md)."""
         features = traits.features
         if traits.capability is None or traits.capability < (8, 0):
-            return 0  # there are none
+            return 0  # PyTorch has no flash kernels there
         if features & Feature.WINDOW_RIGHT:
             return -1
         if traits.needs_backward or features & Feature.DROPOUT or traits.sq_vs_sk == "<":
@@ -45,8 +45,8 @@ class Fused(Backend):
         return -1 if max(traits.head_dim, traits.head_dim_v) <= 64 or features & Feature.WINDOW_LEFT else 0
 
     def times(self, traits: Traits) -> Mapping[str, float] | None:
-        found = tuned.find_times(traits)
-        return tensor_cores.estimate_times(traits) if found is None else found.milliseconds
+        times = tuned.find_times(traits)
+        return tensor_cores.estimate_times(traits) if times is None else times.milliseconds
 
     def unavailable_reasons(self) -> list[str]:
         return [f"{settings.FUSED}=0 forbids it"] if settings.fused() is False else []
@@ -59,8 +59,8 @@ class Fused(Backend):
         return []
 
     def late_reasons(self, traits: Traits) -> list[str]:
-        lacking = nvrtc.decline_reason()
-        return [] if lacking is None else [lacking]
+        reason = nvrtc.decline_reason()
+        return [] if reason is None else [reason]
 
     def prepare(self, alike: Alike) -> Run:
         return forward.prepare(alike) or super().prepare(alike)

@@ -1,7 +1,7 @@
-"""What `flash-attn-compat tune` found on a GPU model: how fast each backend is at usual calls, and with which tiles.
+"""Tuning results of `flash-attn-compat tune` for a GPU model: each backend's times at usual calls, and the best tiles.
 
-This user's verdicts lie beside the compiled kernels; those that others have sent are the rows of cards.jsonl. Nothing
-is timed here. Whatever is wrong with a file, it holds no verdict.
+This user's results lie beside the compiled kernels. The rows of cards.jsonl are results that others have sent. Nothing
+is timed here. A file with any defect counts as no result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.core.features import Feature, Traits, dtype_name
 
 _SHIPPED = Path(__file__).with_name("cards.jsonl")
-# Of several, the first decides how a call is taken: its kernels are made for it.
+# A call with several of these features counts as the first: its kernels depend on that one most.
 _CASES = {
     "pages": Feature.PAGED,
     "decode": Feature.SEQUSED_K | Feature.APPEND,
@@ -35,7 +35,7 @@ CASES = ("full", *reversed(_CASES))
 
 
 class Times(NamedTuple):
-    """Milliseconds of a usual problem by every backend that computes it. training: with gradients"""
+    """Milliseconds of a usual problem by backend name, of every backend that serves it. training: with gradients"""
 
     case: str
     head_dim: int
@@ -50,7 +50,7 @@ class Times(NamedTuple):
 
 
 class TileChoice(NamedTuple):
-    """The tile that a kernel takes instead of the table's."""
+    """The tile that a kernel uses instead of the table's."""
 
     entry: str
     head_dim: int
@@ -63,7 +63,7 @@ class TileChoice(NamedTuple):
 
 
 class Card(NamedTuple):
-    """One GPU model. made_with: versions, for whoever reads it"""
+    """Tuning results of one GPU model. made_with: versions, for human readers"""
 
     gpu: str
     made_with: str
@@ -71,27 +71,27 @@ class Card(NamedTuple):
     tiles: tuple[TileChoice, ...] = ()
 
     def updated(self, newer: Card) -> Card:
-        """With what is newer in the place of what was known of the same."""
+        """Return both cards' results; newer ones replace those of the same case."""
         times = {one[:4]: one for one in (*self.times, *newer.times)}
         tiles = {one[:3]: one for one in (*self.tiles, *newer.tiles)}
         return newer._replace(times=tuple(times.values()), tiles=tuple(tiles.values()))
 
 
 def to_row(card: Card) -> str:
-    """One line of JSON, as cards.jsonl has them."""
+    """Return a card as one line of cards.jsonl (JSON)."""
     return json.dumps(
         {**card._asdict(), "times": [one._asdict() for one in card.times], "tiles": [list(one) for one in card.tiles]}
     )
 
 
 def from_row(row: str) -> Card:
-    """The card of one line of JSON; raises ValueError for every other text."""
+    """Return the card of one line of JSON. Raises ValueError for any other text."""
     try:
-        given: dict[str, Any] = json.loads(row)
-        times = tuple(_parse_times(**one) for one in given["times"])
-        tiles = tuple(_parse_choice(*one) for one in given["tiles"])
-        return Card(_check_text(given["gpu"]), _check_text(given["made_with"]), times, tiles)
-    # Of another shape, too deep for the parser, or with numbers that no float holds.
+        fields: dict[str, Any] = json.loads(row)
+        times = tuple(_parse_times(**one) for one in fields["times"])
+        tiles = tuple(_parse_choice(*one) for one in fields["tiles"])
+        return Card(_check_text(fields["gpu"]), _check_text(fields["made_with"]), times, tiles)
+    # The JSON has another structure, is too deep for the parser, or has numbers beyond float's range.
     except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"no card: {type(error).__name__}: {error}") from error
 
@@ -111,7 +111,7 @@ def _parse_choice(entry: str, head_dim: int, dtype: str, tile: list[int]) -> Til
 
 
 def _check_text(value: Any) -> str:
-    """Text that a terminal shows and does not obey."""
+    """Return ``value`` if it is printable text, without control characters for a terminal. Raises TypeError."""
     if not isinstance(value, str) or not value.isprintable():
         raise TypeError(f"no words: {value!r:.200}")
     return value
@@ -133,19 +133,19 @@ _cards: dict[str, Card | None] = {}
 
 
 def find_card(gpu: str | None) -> Card | None:
-    """What is known of a GPU model; a process looks once."""
+    """Return the tuning results for a GPU model, or None. A process reads them once."""
     if gpu is None:
         return None
     if gpu not in _cards:
-        shipped, kept = _read_shipped().get(gpu), _read_stored(gpu)
-        _cards[gpu] = shipped.updated(kept) if shipped and kept else kept or shipped
+        shipped, stored = _read_shipped().get(gpu), _read_stored(gpu)
+        _cards[gpu] = shipped.updated(stored) if shipped and stored else stored or shipped
     return _cards[gpu]
 
 
 def store_card(card: Card) -> bool:
-    """Add to what is kept of its GPU model; False where the folder cannot be written, and it counts in this process."""
-    kept = _read_stored(card.gpu)
-    card = kept.updated(card) if kept else card
+    """Merge the card into this user's file; returns False if that is not writable: then only this process uses it."""
+    stored = _read_stored(card.gpu)
+    card = stored.updated(card) if stored else card
     written = cache.write(_file_name(card.gpu), to_row(card).encode())
     _cards.pop(card.gpu, None)
     if not written:
@@ -155,7 +155,7 @@ def store_card(card: Card) -> bool:
 
 @contextlib.contextmanager
 def override_card(card: Card) -> Iterator[None]:
-    """In this process, ``card`` is all that is known of its GPU model."""
+    """Use ``card`` as the only tuning results of its GPU model within the context, in this process."""
     before = dict(_cards)
     _cards[card.gpu] = card
     try:
@@ -166,9 +166,9 @@ def override_card(card: Card) -> Iterator[None]:
 
 
 def find_times(traits: Traits) -> Times | None:
-    """What was timed for calls of such traits, unless the user wants our kernels whatever they take."""
+    """Return the times for calls with these traits, or None; always None where the settings force our kernels."""
     card = find_card(traits.gpu)
-    if card is None or settings.fused() or traits.features & Feature.WINDOW_RIGHT:  # which was not timed
+    if card is None or settings.fused() or traits.features & Feature.WINDOW_RIGHT:  # tune times no right windows
         return None
     case = next((case for case, feature in _CASES.items() if traits.features & feature), "full")
     largest = max(traits.head_dim, traits.head_dim_v)
@@ -178,19 +178,19 @@ def find_times(traits: Traits) -> Times | None:
 
 
 def find_tiles(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[tuple[str, Tile], ...]:
-    """Tiles by entry, to be taken instead of the table's: of candidates alone, which fit, whatever was kept or sent."""
+    """Return (entry, tile) pairs that replace the table's. A tile counts only if it is a candidate, and so fits."""
     card = find_card(gpu)
     if card is None:
         return ()
     wanted = D, dtype_name(dtype)
     return tuple(
-        (entry, tile) for entry, *of_what, tile in card.tiles
-        if tuple(of_what) == wanted and tile in candidates.candidate_tiles(entry, number, D)
+        (entry, tile) for entry, *shape, tile in card.tiles
+        if tuple(shape) == wanted and tile in candidates.candidate_tiles(entry, number, D)
     )  # fmt: skip
 
 
 def summarize(gpu: str) -> list[str]:
-    """A line for each verdict on a GPU model, or what there is instead."""
+    """Return a line for each tuning result of a GPU model, or one that says that there is none."""
     card = find_card(gpu)
     if card is None:
         return ["not tuned: the order of backends is that of an H200 (flash-attn-compat tune times them here)"]
@@ -198,10 +198,10 @@ def summarize(gpu: str) -> list[str]:
 
 
 def format_lines(card: Card) -> list[str]:
-    """What was timed, in two columns."""
+    """Return the card's times and tiles as lines in two columns."""
     rows = [str(one).split(": ", 1) for one in (*card.times, *card.tiles)]
-    width = max((len(of_what) for of_what, _ in rows), default=0)
-    return [f"{of_what:{width}}  {found}" for of_what, found in rows]
+    width = max((len(case) for case, _ in rows), default=0)
+    return [f"{case:{width}}  {result}" for case, result in rows]
 
 
 def _read_stored(gpu: str) -> Card | None:
@@ -218,13 +218,13 @@ def _parse_rows(rows: Iterable[str]) -> dict[str, Card]:
     for row in rows:
         try:
             card = from_row(row)
-        except ValueError:  # of another version, say
+        except ValueError:  # written by another version, for example
             continue
         cards[card.gpu] = card
     return cards
 
 
 def _file_name(gpu: str) -> str:
-    """Other kernels and another PyTorch are timed anew."""
+    """Return the file's name: other kernels or another PyTorch need new times."""
     sources = sorted(path.name for path in nvrtc.SOURCES.glob("*.cu*"))
     return cache.make_name("tuned", gpu, torch.__version__, *map(nvrtc.read_source, sources))
