@@ -136,7 +136,7 @@ class Tuning:
     def _with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:
         if tile is None:
             return self.card
-        return self.card.updated(
+        return self.card.merge(
             self.card._replace(tiles=(TileChoice(entry, shape.size, dtype_name(shape.dtype), tile),))
         )
 
@@ -175,7 +175,7 @@ class Tuning:
         times = self._times(f"{case}, {shape}", run, ways)
         if "fused" in times and len(times) > 1:
             found = Times(case, shape.size, dtype_name(shape.dtype), training, times)
-            self.card = self.card.updated(self.card._replace(times=(found,)))
+            self.card = self.card.merge(self.card._replace(times=(found,)))
 
     def _times(self, label: str, run: Run, ways: Mapping[Any, Way]) -> dict[Any, float]:
         """The fastest of some readings in each of the ways, taken in turns; without those that fail."""

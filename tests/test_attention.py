@@ -36,7 +36,7 @@ def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             pytest.skip("SDPA's gradients are nan there, so that chunked serves")
         monkeypatch.setattr(varlen, "_CPU", varlen._ACCELERATOR)
         monkeypatch.setattr(sdpa, "_pays_to_split", lambda block: False)
-        monkeypatch.setattr(sdpa, "_gradients", gradients_without_lse)
+        monkeypatch.setattr(sdpa, "_compute_gradients", gradients_without_lse)
 
 
 def gradients_without_lse(

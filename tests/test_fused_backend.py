@@ -62,7 +62,7 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def missing() -> None:
         raise OSError("no libnvrtc anywhere")
 
-    monkeypatch.setattr(nvrtc, "_nvrtc", missing)
+    monkeypatch.setattr(nvrtc, "_open_nvrtc", missing)
     monkeypatch.setattr(nvrtc, "compiler", nvrtc.compiler.__wrapped__)
     monkeypatch.setattr(nvrtc, "decline_reason", nvrtc.decline_reason.__wrapped__)
     (reason,) = Fused().reasons(traits())

@@ -111,7 +111,7 @@ def test_gradients_are_right_where_blocks_share_a_groups_heads(
     assert not verdict.failures and not verdict.refused, verdict
     assert [launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "dkdv"] == [3]
     (workspace,) = launcher._workspaces.values()
-    assert workspace[launcher.PARTS_AT :].any() and not workspace[: launcher.PARTS_AT].any()
+    assert workspace[launcher.PARTS_OFFSET :].any() and not workspace[: launcher.PARTS_OFFSET].any()
 
 
 # ---- packed sequences of very different lengths: all share a grid of seats

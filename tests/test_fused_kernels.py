@@ -478,5 +478,5 @@ def test_blocks_may_share_the_keys_of_many_rows(
     (splits,) = (launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "forward")
     assert splits == 3
     (workspace,) = launcher._workspaces.values()
-    assert workspace[launcher.PARTS_AT :].any(), "some tile was split"
-    assert not workspace[: launcher.PARTS_AT].any(), "counters are as the next launch wants them"
+    assert workspace[launcher.PARTS_OFFSET :].any(), "some tile was split"
+    assert not workspace[: launcher.PARTS_OFFSET].any(), "counters are as the next launch wants them"

@@ -156,7 +156,7 @@ def test_during_a_capture_which_allows_no_trial_it_refuses(amd: pytest.MonkeyPat
 
 
 def test_nvidias_gpus_are_left_to_others() -> None:
-    assert Sdpa().reasons(traits(CAUSAL)) == ["serves AMD GPUs only, of those that PyTorch calls cuda"]
+    assert Sdpa().reasons(traits(CAUSAL)) == ["serves only AMD GPUs among PyTorch's cuda devices"]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -87,11 +87,11 @@ def _attend_tile(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one tile's contributions to out and to the weights' sum, and the new running maximum."""
     weights, total, new_peak = _softmax_weights(sub, queries, rows, columns, peak)
-    keep = sub.keep(rows, columns)
+    keep = sub.dropout_mask(rows, columns)
     if keep is not None:
         weights.mul_(keep)
     values = sub.values[:, columns.start : columns.stop]
-    out = sub.unfold(sub.product(weights.reshape(*queries.shape[:2], -1), values), rows)
+    out = sub.unfold(sub.matmul(weights.reshape(*queries.shape[:2], -1), values), rows)
     return out, total, new_peak
 
 
@@ -142,22 +142,22 @@ def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tens
         scores = sub.scores(queries, rows, columns)
         slope = sub.softcap_slope(queries, rows, columns, scores) if call.softcap else None
         folded = scores.sub_(row_lse).exp_().reshape(*queries.shape[:2], -1)
-        keep = sub.keep(rows, columns)
+        keep = sub.dropout_mask(rows, columns)
         dropped = folded.to(sub.operand_dtype)
         if keep is not None:
             keep = keep.mul_(1.0 / (1.0 - call.dropout_p)).reshape(folded.shape)
             dropped = dropped * keep
-        dv[:, inside] += sub.product(dropped.transpose(1, 2), dout)
-        dscores = sub.product(dout, sub.values[:, inside].transpose(1, 2))
+        dv[:, inside] += sub.matmul(dropped.transpose(1, 2), dout)
+        dscores = sub.matmul(dout, sub.values[:, inside].transpose(1, 2))
         if keep is not None:
             dscores.mul_(keep)
         dscores.sub_(delta).mul_(folded)
         if slope is not None:
             dscores.mul_(slope.reshape(dscores.shape))
         dscores = dscores.to(sub.operand_dtype)
-        tile_dq = sub.product(dscores, sub.keys[:, inside], call.softmax_scale)
+        tile_dq = sub.matmul(dscores, sub.keys[:, inside], call.softmax_scale)
         dq = tile_dq if dq is None else dq.add_(tile_dq)
-        dk[:, inside] += sub.product(dscores.transpose(1, 2), queries, call.softmax_scale)
+        dk[:, inside] += sub.matmul(dscores.transpose(1, 2), queries, call.softmax_scale)
     assert dq is not None  # rows that see no keys are in no tile
     return sub.unfold(dq, rows)
 
@@ -214,23 +214,23 @@ class SubBlock:
     def fold(self, tensor: Tensor, rows: Range) -> Tensor:
         """Return rows of a (n, seqlen_q, nheads, x) tensor as operands (n * kv heads, group * rows, x)."""
         some = tensor[self.n, rows.start : rows.stop, self.heads].to(self.operand_dtype).transpose(1, 2)
-        return self._operand(some.reshape(-1, self.group * rows.size, tensor.shape[-1]))
+        return self._align_operand(some.reshape(-1, self.group * rows.size, tensor.shape[-1]))
 
     def unfold(self, folded: Tensor, rows: Range) -> Tensor:
         """(n * kv heads, group * rows, x) -> (n, q heads, rows, x)."""
         return folded.reshape(self.count, -1, rows.size, folded.shape[-1])
 
     def _fold_keys(self, tensor: Tensor) -> Tensor:
-        return self._operand(tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1))
+        return self._align_operand(tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1))
 
-    def _operand(self, matrices: Tensor) -> Tensor:
+    def _align_operand(self, matrices: Tensor) -> Tensor:
         """Return matrices aligned: half-precision products on a GPU cannot read an unaligned view."""
         return ready(matrices) if self.operand_dtype != self.dtype and not matrices.shape[-1] % 8 else matrices
 
     def raw_scores(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
         """Return scaled products of queries and keys (n, q heads, rows, columns), divided by softcap if it is set."""
         keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
-        return self.unfold(self.product(queries, keys, self.call.softmax_scale / (self.call.softcap or 1.0)), rows)
+        return self.unfold(self.matmul(queries, keys, self.call.softmax_scale / (self.call.softcap or 1.0)), rows)
 
     def scores(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
         """Return scores (n, q heads, rows, columns), -inf where hidden."""
@@ -256,7 +256,7 @@ class SubBlock:
         tanh = scores / self.call.softcap if has_tanh else self.raw_scores(queries, rows, columns).tanh_()
         return tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
 
-    def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    def matmul(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         """Return a @ b * scale with fp32 (fp64) accumulation and result, for operands of any precision."""
         if a.dtype == self.dtype:
             applied = 1.0 if math.isnan(scale) else scale  # a CPU's library treats nan as 0
@@ -267,7 +267,7 @@ class SubBlock:
             applied, result = 1.0, torch.bmm(a, b, out_dtype=self.dtype)
         return result if scale == applied else result.mul_(scale)
 
-    def keep(self, rows: Range, columns: Range) -> Tensor | None:
+    def dropout_mask(self, rows: Range, columns: Range) -> Tensor | None:
         """Return a tile's dropout mask, 1 to keep and 0 to drop (n, q heads, rows, columns); None without dropout."""
         if not self.call.dropout_p:
             return None

@@ -85,7 +85,7 @@ class Sdpa(BlockwiseBackend):
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = _heads_first(block.q), _heads_first(block.k), _heads_first(block.v)
-        tiles = list(_tiles(call, block))
+        tiles = list(_cut_tiles(call, block))
         bias_of = _bias_factory(call.mask, block)
         if _is_single_tile(tiles, q, k):
             out, lse = _attend(q, k, v, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
@@ -107,19 +107,19 @@ class Sdpa(BlockwiseBackend):
         q, k, v, out, dout = (
             _heads_first(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
         )
-        tiles = list(_tiles(call, block))
+        tiles = list(_cut_tiles(call, block))
         bias_of = _bias_factory(call.mask, block)
         if _is_single_tile(tiles, q, k):
             upstream = Upstream(dout, out, upstream.softmax_lse, None)
-            dq, dk, dv = _gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
+            dq, dk, dv = _compute_gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         totals = [torch.zeros(t.shape, dtype=lse_dtype(dtype), device=t.device) for t in (q, k, v)]
         for tile in tiles:
             rows, keys = slice(*tile.rows), slice(*tile.keys)
             lse = None if upstream.softmax_lse is None else upstream.softmax_lse[:, :, rows]
-            tile_upstream = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
+            part = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
             tile_q, tile_k, tile_v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            terms = _gradients(tile_q, tile_k, tile_v, tile_upstream, tile.causal, bias_of(tile), call.softmax_scale)
+            terms = _compute_gradients(tile_q, tile_k, tile_v, part, tile.causal, bias_of(tile), call.softmax_scale)
             for total, where, gradient in zip(totals, (rows, keys, keys), terms):
                 total[:, :, where] += gradient
         dq, dk, dv = (total.transpose(1, 2) for total in totals)
@@ -130,7 +130,7 @@ def _cuda_reasons(traits: Traits) -> list[str]:
     """Reasons to decline calls on devices that PyTorch calls cuda, except those that need a smoke test."""
     if torch.version.hip is None:
         # NVIDIA GPUs have better backends for the same kernels, which crash on odd strides.
-        return ["serves AMD GPUs only, of those that PyTorch calls cuda"]
+        return ["serves only AMD GPUs among PyTorch's cuda devices"]
     untried = traits.features & ~int(_UNSUPPORTED | _SMOKE_TESTED)
     reasons = [f"on AMD GPUs, does not support {feature.description}" for feature in split(untried)]
     if traits.features & Feature.CAUSAL and traits.sq_vs_sk != "=":
@@ -184,7 +184,7 @@ def _is_single_tile(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:
     return len(tiles) == 1 and (tiles[0].rows.size, tiles[0].keys.size) == (q.shape[2], k.shape[2])
 
 
-def _tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
+def _cut_tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
     """Cut a block so that every visible (row, key) pair lies in exactly one tile."""
     mask, seqlen_q, seqlen_k = call.mask, block.q.shape[1], block.k.shape[1]
     rows = mask.rows_with_keys(seqlen_q, seqlen_k)
@@ -195,7 +195,7 @@ def _tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
     elif plain and _can_use_kernel_mask(call) and (block.offset <= 0 or _pays_to_split(block)):
         yield _Tile(rows, keys, causal=True)
     else:
-        yield from _biased_tiles(call, block, rows)
+        yield from _cut_biased_tiles(call, block, rows)
 
 
 def _pays_to_split(block: Block) -> bool:
@@ -203,7 +203,7 @@ def _pays_to_split(block: Block) -> bool:
     return block.q.is_cpu and block.q.shape[1] * block.offset >= _MIN_SPLIT_SCORES
 
 
-def _biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Tile]:
+def _cut_biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Tile]:
     """Cut rows ``alive`` into tiles with their visible keys, as tall as the limits of a bias allow."""
     left, right = call.mask
     seqlen_k = block.k.shape[1]
@@ -338,13 +338,13 @@ def _split_keys(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return keys[:, :, :-seqlen_q], keys[:, :, -seqlen_q:]
 
 
-def _gradients(
+def _compute_gradients(
     q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
     if causal and k.shape[2] > q.shape[2]:
         (k, own_k), (v, own_v) = _split_keys(q, k), _split_keys(q, v)
-        dq, *dkv = _gradients(q, k, v, upstream, False, None, scale)
-        own_dq, *own_dkv = _gradients(q, own_k, own_v, upstream, True, None, scale)
+        dq, *dkv = _compute_gradients(q, k, v, upstream, False, None, scale)
+        own_dq, *own_dkv = _compute_gradients(q, own_k, own_v, upstream, True, None, scale)
         return dq + own_dq, *(torch.cat(both, dim=2) for both in zip(dkv, own_dkv))
     dout, out, lse = upstream[:3]
     if q.is_cpu:

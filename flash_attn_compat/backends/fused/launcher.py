@@ -24,13 +24,13 @@ from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import TENSORS, AttentionCall
 from flash_attn_compat.core.torch_state import note_written
 
-_LARGEST_INT = 2**31 - 1
+_MAX_INT = 2**31 - 1
 _MAX_BLOCKS = 2**31 - 1
 # Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
 _MAX_WINDOW = 2**29
-# A workspace starts with counters, one for each tile with splits. The splits' partial results begin at byte PARTS_AT.
+# A workspace starts with counters, one for each tile with splits. Partial results of splits begin at PARTS_OFFSET.
 _COUNTERS = 1024
-PARTS_AT = 4 * _COUNTERS
+PARTS_OFFSET = 4 * _COUNTERS
 # Up to so many elements, loading them one by one costs less than an aligned copy.
 MAX_SCALAR_LOADS = 2**18
 
@@ -160,7 +160,7 @@ class Plan:
         if self._workspace:
             workspace = acquire_workspace(self._workspace, self.device, self.torch_device)  # lives until the launches
             start = workspace.data_ptr()
-            addresses += start, start + PARTS_AT
+            addresses += start, start + PARTS_OFFSET
         if 0 in addresses:  # a launch over a null address would break the GPU's context
             at = addresses.index(0)
             tensor = tensors[self._expected[at][0]] if at < len(self._expected) else outputs.get(self._names[at])
@@ -237,7 +237,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
 def has_kernel_layout(tensor: Tensor) -> bool:
     """Whether kernels can read the tensor: contiguous channels, and row and head strides within an int."""
     *rows, (channels, channel) = list(zip(tensor.shape, tensor.stride()))[-3:]
-    return (channels == 1 or channel == 1) and all(size == 1 or stride <= _LARGEST_INT for size, stride in rows)
+    return (channels == 1 or channel == 1) and all(size == 1 or stride <= _MAX_INT for size, stride in rows)
 
 
 def is_aligned(tensor: Tensor) -> bool:
@@ -461,7 +461,7 @@ def _allocate_in_thread(size: int, device: int, place: torch.device) -> Tensor:
 
 def _allocate_cleared(size: int, place: torch.device) -> Tensor:
     workspace = torch.empty(size, dtype=torch.uint8, device=place)
-    workspace[:PARTS_AT].zero_()
+    workspace[:PARTS_OFFSET].zero_()
     return workspace
 
 

@@ -83,11 +83,11 @@ class Compiler:
         finally:
             library.nvrtcDestroyProgram(byref(program))
 
-    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+    def _text(self, program: ctypes.c_void_p, kind: str) -> bytes:
         size = ctypes.c_size_t()
-        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, byref(size)))
+        self._check(getattr(self._library, f"nvrtcGet{kind}Size")(program, byref(size)))
         text = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self._library, f"nvrtcGet{what}")(program, text))
+        self._check(getattr(self._library, f"nvrtcGet{kind}")(program, text))
         return text.raw
 
     def _check(self, code: int) -> None:
@@ -269,7 +269,7 @@ def kernel(variant: Variant, device: int) -> Kernel:
     with _locks.setdefault(key, threading.Lock()):
         loaded = _kernels.get(key)
         if loaded is None:
-            loaded = _load(*key)
+            loaded = _load_or_error(*key)
             if isinstance(loaded, KernelError) and cuda_capture.is_capturing(device):
                 raise RuntimeError(
                     f"the {variant.entry} kernel of this call could not be loaded while a CUDA graph is captured: "
@@ -297,7 +297,7 @@ def reject(variant: Variant, device: int, error: KernelError) -> None:
     _kernels[_key(variant, device)] = error
 
 
-def _load(variant: Variant, architecture: str, device: int) -> Kernel | KernelError:
+def _load_or_error(variant: Variant, architecture: str, device: int) -> Kernel | KernelError:
     try:
         name = cache_name(variant, architecture)
         stored = cache.read(name)
@@ -337,7 +337,7 @@ def read_source(name: str) -> str:
 def compiler() -> Compiler:
     """Return NVRTC. Raises KernelError where it cannot be loaded."""
     try:
-        return Compiler(_nvrtc())
+        return Compiler(_open_nvrtc())
     except (OSError, AttributeError) as error:  # missing, or too old: it lacks a function that we call
         raise KernelError(str(error)) from error
 
@@ -362,7 +362,7 @@ def decline_reason() -> str | None:
     return None
 
 
-def _nvrtc() -> ctypes.CDLL:
+def _open_nvrtc() -> ctypes.CDLL:
     """Load NVRTC, PyTorch's own if possible: a driver that runs PyTorch can load its output. Raises OSError."""
     own = (torch.version.cuda or "").partition(".")[0]
     for major in sorted(("13", "12", "11"), key=lambda major: major != own):

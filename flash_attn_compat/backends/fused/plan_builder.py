@@ -100,7 +100,7 @@ class PlanBuilder:
         elif splits is None:
             splits = (launcher.choose_head_splits if of_keys else launcher.choose_splits)(call, variant, tiles)
         if splits > 1:
-            self.workspace = launcher.PARTS_AT + tiles * splits * grids.split_bytes(variant)
+            self.workspace = launcher.PARTS_OFFSET + tiles * splits * grids.split_bytes(variant)
         fields = {**self.fields, "tiles": grid.tiles, "splits": splits, "seats": grid.seats}
         if variant.entry != "delta":  # delta streams no operands
             fields["resident"] = launcher.find_gpu(call).resident_blocks(variant)

@@ -154,7 +154,7 @@ def find_backward_error(
     exact_upstream = Upstream(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
     expected = _REFERENCE.backward(exact, exact_upstream, None)
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
-    saved = () if kind.bias else (lse,)  # with a bias the kernels take the reported LSE, not a saved one
+    saved = () if kind.bias else (lse,)  # with biases a saved LSE would differ from the reported one
     upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved, dlse.to(place))
     with watch():
         gradients = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))

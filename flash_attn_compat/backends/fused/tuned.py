@@ -70,7 +70,7 @@ class Card(NamedTuple):
     times: tuple[Times, ...] = ()
     tiles: tuple[TileChoice, ...] = ()
 
-    def updated(self, newer: Card) -> Card:
+    def merge(self, newer: Card) -> Card:
         """Return both cards' results; newer ones replace those of the same case."""
         times = {one[:4]: one for one in (*self.times, *newer.times)}
         tiles = {one[:3]: one for one in (*self.tiles, *newer.tiles)}
@@ -138,14 +138,14 @@ def find_card(gpu: str | None) -> Card | None:
         return None
     if gpu not in _cards:
         shipped, stored = _read_shipped().get(gpu), _read_stored(gpu)
-        _cards[gpu] = shipped.updated(stored) if shipped and stored else stored or shipped
+        _cards[gpu] = shipped.merge(stored) if shipped and stored else stored or shipped
     return _cards[gpu]
 
 
 def store_card(card: Card) -> bool:
     """Merge the card into this user's file; returns False if that is not writable: then only this process uses it."""
     stored = _read_stored(card.gpu)
-    card = stored.updated(card) if stored else card
+    card = stored.merge(card) if stored else card
     written = cache.write(_file_name(card.gpu), to_row(card).encode())
     _cards.pop(card.gpu, None)
     if not written:
