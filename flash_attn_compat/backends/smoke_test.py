@@ -34,10 +34,8 @@ def decline_reason(backend: Backend, binary: object, traits: Traits, lengths: Le
     device = find_device(traits.capability)
     if device.type == "cuda" and cuda_capture.is_capturing(device.index):
         return None  # results cannot be read in a capture
-    head_dim = traits.head_dim + -traits.head_dim % 8
-    kind = traits._replace(
-        head_dim=head_dim, head_dim_v=head_dim, sq_vs_sk="<", features=traits.features & _TESTED_FEATURES
-    )
+    head_dim, features = traits.head_dim + -traits.head_dim % 8, traits.features & _TESTED_FEATURES
+    kind = traits._replace(head_dim=head_dim, head_dim_v=head_dim, sq_vs_sk="<", features=features)
     return _run_once(backend, binary, kind, lengths)
 
 
