@@ -61,7 +61,7 @@ def find(request: Request) -> Known:
 
 
 def _stored(known: Known, request: Request) -> Request:
-    """Return the request without lazily negated views. Raises NegatedView if only a written cache is one."""
+    """Return the request without lazily negated views. Raises NegatedView if the only one is a cache to write to."""
     written = (1, 2) if known.call.appends else ()
     given = enumerate(request.tensors)
     stored = tuple([x if x is None or index in written else x.resolve_neg() for index, x in given])
