@@ -100,21 +100,21 @@ def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> 
         with chosen(variants, f"{entry}_tile", tile):
             for flags in ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True}):
                 wanted.append(getattr(variants, entry)(kind._replace(**flags)))
-    nvrtc.load_together(wanted, 0)  # a tile that does not fit is told when it is its turn
+    nvrtc.load_all(wanted, 0)  # a tile that does not fit is told when it is its turn
 
 
 def of_splits(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
     """How many blocks should share the keys of a tile: replays of a CUDA graph."""
     given, jobs = problem.call("cuda", dtype), dict[str, Job]()
     for count in SPLITS:
-        with chosen(grids, "splits", count):
+        with chosen(grids, "count_splits", count):
             jobs[f"{count or 'today'}"] = Job(partial(in_graph(ours(), problem, given).run, *given.qkv))
     return alone(jobs)
 
 
 def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> Iterator[Contest]:
     for entry, head_dim in itertools.product(candidates.ENTRIES, head_dims):
-        tiles: Tiles = (None, *candidates.tiles(entry, nvrtc.target(0).number, head_dim))
+        tiles: Tiles = (None, *candidates.candidate_tiles(entry, nvrtc.target(0).number, head_dim))
         batch, seqlen, heads = SHAPES[head_dim]
         for mask in () if entry not in kernels else MASKS if entry == "forward" else BACKWARD:
             problem = workload(f"{entry} d{head_dim} {mask}", (seqlen,) * batch, heads, head_dim, **MASKS[mask])

@@ -257,7 +257,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from flash_attn_compat.backends.fused import faults
 
     if options.again:
-        faults.forget()
+        faults.remove_marks()
 
     def tell(machine: doctor.Machine) -> None:
         if not options.json:
@@ -283,7 +283,7 @@ def _tune(options: argparse.Namespace) -> int:
     if cannot_keep and not options.json:
         return _complain(cannot_keep)
     tuning.ask_all()
-    is_kept = bool(tuning.card.times) and tuned.keep(tuning.card)  # before anything that may end the process
+    is_kept = bool(tuning.card.times) and tuned.store_card(tuning.card)  # before anything that may end the process
     print(*tuning.summary(), sep="\n")
     for failure in tuning.failures:
         _complain(f"could not time {failure}")
@@ -312,7 +312,7 @@ def _compile(options: argparse.Namespace) -> int:
     if options.into:
         os.environ[settings.CACHE] = options.into
     try:
-        numbers = {architecture: aot.architecture_number(architecture) for architecture in options.architectures}
+        numbers = {architecture: aot.parse_architecture(architecture) for architecture in options.architectures}
     except KernelError as error:
         return _complain(error, 2)
     if cannot_keep := cache.write_error():
@@ -321,11 +321,11 @@ def _compile(options: argparse.Namespace) -> int:
     wanted = [
         (variant, architecture)
         for architecture, number in numbers.items()
-        for variant in variants.made_for(aot.usual_kinds(number, options.head_dim, options.dtype, masks))
+        for variant in variants.made_for(aot.common_kinds(number, options.head_dim, options.dtype, masks))
     ]
     print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
     made, errors = aot.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))
-    print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.described()}")
+    print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.describe_folder()}")
     for message in dict.fromkeys(errors):
         _complain(message)
     return 1 if errors else 0

@@ -106,7 +106,7 @@ def examine(tell: Callable[[Machine], None] = lambda machine: None) -> Report:
             sdpa = result
         elif result is not None:
             checks.append(result)
-    return Report(flash_attn_compat.__version__, machine, calls, sdpa, checks, faults.reasons(), _name())
+    return Report(flash_attn_compat.__version__, machine, calls, sdpa, checks, faults.list_reasons(), _name())
 
 
 _Result = list[TypicalCall] | dict[str, str] | Check | None
@@ -264,14 +264,16 @@ def kernels(device: torch.device) -> list[str]:
     """What compiles and keeps this package's kernels, or why there are none, and then what is known of their speed."""
     if device.type != "cuda" or torch.version.hip is not None:
         return ["none: they are for NVIDIA GPUs"]
-    lacking = nvrtc.why_not()
+    lacking = nvrtc.decline_reason()
     if lacking is not None:
         return [f"none: {lacking}"]
     index = torch.cuda.current_device() if device.index is None else device.index
     version, driver = (".".join(map(str, each)) for each in (nvrtc.compiler().version, nvrtc.driver().version))
     made = f"for {nvrtc.target(index).architecture} by NVRTC {version}, driver for CUDA {driver}"
-    without = [] if tensor_cores.known(index) is not False else ["this GPU has no tensor cores: use float32 there"]
-    return [f"{made}, kept in {cache.described()}", *without, *tuned.summary(str(settings.gpu(device)))]
+    without = (
+        [] if tensor_cores.stored_result(index) is not False else ["this GPU has no tensor cores: use float32 there"]
+    )
+    return [f"{made}, kept in {cache.describe_folder()}", *without, *tuned.summarize(str(settings.gpu(device)))]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:

@@ -20,7 +20,7 @@ import flash_attn_compat
 from flash_attn_compat import progress, settings
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import candidates, nvrtc, tensor_cores, tuned, variants
-from flash_attn_compat.backends.fused.tuned import Card, Chosen, Times
+from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
 from flash_attn_compat.backends.fused.variants import Kind, Tile
 from flash_attn_compat.card import Limits, flops, measure
 from flash_attn_compat.core import prepared
@@ -118,7 +118,7 @@ class Tuning:
 
     def summary(self) -> list[str]:
         """A line for each verdict."""
-        return [f"{self.card.gpu}, {self.card.made_with}", *tuned.lines(self.card)]
+        return [f"{self.card.gpu}, {self.card.made_with}", *tuned.format_lines(self.card)]
 
     def _failed(self, label: str, error: Exception) -> None:
         torch.cuda.empty_cache()
@@ -131,12 +131,14 @@ class Tuning:
         """None: the table's, which may be another one for each kind of call."""
         kind = Kind(self._number, variants.FP16, shape.head_dim)
         todays = getattr(variants, f"{entry}_tile")(kind)
-        return None, *(tile for tile in candidates.tiles(entry, self._number, kind.D) if tile != todays)
+        return None, *(tile for tile in candidates.candidate_tiles(entry, self._number, kind.D) if tile != todays)
 
     def _with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:
         if tile is None:
             return self.card
-        return self.card.updated(self.card._replace(tiles=(Chosen(entry, shape.size, dtype_name(shape.dtype), tile),)))
+        return self.card.merge(
+            self.card._replace(tiles=(TileChoice(entry, shape.size, dtype_name(shape.dtype), tile),))
+        )
 
     def _compile(self, shape: Shape) -> None:
         """Side by side: one takes a second."""
@@ -148,7 +150,7 @@ class Tuning:
             for tile in self._tiles(entry, shape)
             for local in (False, True)
         ]
-        nvrtc.load_together(dict.fromkeys(wanted), self._index)
+        nvrtc.load_all(dict.fromkeys(wanted), self._index)
 
     def _choose_tile(self, entry: str, shape: Shape) -> None:
         runs = problem if entry == "forward" else backward_alone
@@ -173,7 +175,7 @@ class Tuning:
         times = self._times(f"{case}, {shape}", run, ways)
         if "fused" in times and len(times) > 1:
             found = Times(case, shape.size, dtype_name(shape.dtype), training, times)
-            self.card = self.card.updated(self.card._replace(times=(found,)))
+            self.card = self.card.merge(self.card._replace(times=(found,)))
 
     def _times(self, label: str, run: Run, ways: Mapping[Any, Way]) -> dict[Any, float]:
         """The fastest of some readings in each of the ways, taken in turns; without those that fail."""
@@ -243,7 +245,7 @@ def options_of(case: str, shape: Shape) -> dict[str, Any]:
 @contextlib.contextmanager
 def ours(card: Card) -> Iterator[None]:
     """Our kernels serve, with the tiles of ``card``."""
-    with tuned.assuming(card), flash_attn_compat.use_backend("fused"):
+    with tuned.override_card(card), flash_attn_compat.use_backend("fused"):
         _forget()
         try:
             yield
@@ -255,7 +257,7 @@ def _forget() -> None:
     """What was decided with other tiles, and what failed with them."""
     prepared.forget()
     for backend in BACKENDS:
-        backend.forget_failures()
+        backend.clear_failures()
 
 
 def reading(run: Run) -> float:
@@ -278,7 +280,7 @@ def _elapsed(run: Run, count: int) -> float:
 
 def of_this_gpu(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) -> Tuning:
     """head_dims, dtypes: empty for usual ones. Raises CannotTune"""
-    lacking = "no GPU of CUDA is here" if not torch.cuda.is_available() or torch.version.hip else nvrtc.why_not()
+    lacking = "no GPU of CUDA is here" if not torch.cuda.is_available() or torch.version.hip else nvrtc.decline_reason()
     if lacking is not None:
         raise CannotTune(lacking)
     device = torch.device("cuda", torch.cuda.current_device())
@@ -287,7 +289,7 @@ def of_this_gpu(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) ->
         raise CannotTune("our kernels need compute capability 7.5")
     usual = [torch.bfloat16 if capability >= (8, 0) else torch.float16]
     wanted = [getattr(torch, dtype) for dtype in dtypes]
-    all_cases = not tensor_cores.measure_again(device.index)
+    all_cases = not tensor_cores.remeasure(device.index)
     batch = fitting_batch(seqlen, measure(device, (wanted or usual)[0]))
     return Tuning(device, list(head_dims) or list(_HEAD_DIMS), wanted or usual, seqlen, all_cases, batch)
 

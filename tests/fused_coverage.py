@@ -87,7 +87,7 @@ def masked_kinds(number: int) -> Iterator[Kind]:
     """With each sort of dense mask: at usual head dims, off the 16 bytes, and where warps have the same rows."""
     for kind in _masked_kinds(number):
         (_, keys), *_ = masked_problem(kind).lengths
-        yield kind._replace(bias_words=masks.words(torch.empty(1, keys, device="meta")))
+        yield kind._replace(bias_words=masks.words_per_block(torch.empty(1, keys, device="meta")))
 
 
 def _masked_kinds(number: int) -> Iterator[Kind]:
@@ -176,7 +176,7 @@ def main() -> int:
     wanted = [
         (variant, name)
         for name in dict.fromkeys((architecture,) if options.only else (architecture, "compute_75"))
-        for number in (aot.architecture_number(name),)
+        for number in (aot.parse_architecture(name),)
         for variant in variants.made_for((*kinds(number), *masked_kinds(number)))
     ]
     # Threads of one process wait for one another within NVRTC.

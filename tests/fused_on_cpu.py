@@ -82,12 +82,12 @@ class Driver:
         self.found.seen.append(launch)
         self.compute(launch, content)
 
-    def broken(self, device: int) -> str | None:
+    def sticky_error(self, device: int) -> str | None:
         return None
 
 
 def unpack(content: bytes) -> dict[str, Any]:
-    fields = (*params.HEAD, *params.REST)
+    fields = (*params.HEAD_FIELDS, *params.REST_FIELDS)
     values = iter(struct.unpack("<" + "".join(kind for _, kind in fields), content))
     return {name: tuple(next(values) for _ in kind) if len(kind) > 1 else next(values) for name, kind in fields}
 
@@ -115,26 +115,26 @@ def record(
     everywhere = dataclasses.replace(Fused.capabilities, devices=None, min_capability=None)
     monkeypatch.setattr(Fused, "capabilities", everywhere)
     monkeypatch.setattr(FUSED, "_failures", {})
-    monkeypatch.setattr(nvrtc, "why_not", lambda: None)
+    monkeypatch.setattr(nvrtc, "decline_reason", lambda: None)
     monkeypatch.setattr(nvrtc, "kernel", kernel)
-    monkeypatch.setattr(nvrtc, "load_together", lambda *what: None)
+    monkeypatch.setattr(nvrtc, "load_all", lambda *what: None)
     monkeypatch.setattr(nvrtc, "_kernels", {})
     monkeypatch.setattr(nvrtc, "target", lambda device: Target(f"sm_{number}", number))
-    monkeypatch.setattr(nvrtc, "own_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "real_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "device_name", lambda device: "CPU")
     monkeypatch.setattr(nvrtc, "cache_name", lambda variant, architecture: repr(variant))
     driver = Driver(found, compute)
     monkeypatch.setattr(nvrtc, "driver", lambda: driver)
     monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     monkeypatch.setattr(launcher, "_workspaces", {})
-    monkeypatch.setattr(launcher, "processors", lambda device: 40)
+    monkeypatch.setattr(launcher, "count_multiprocessors", lambda device: 40)
     monkeypatch.setattr(cache, "read", found.files.get)
     monkeypatch.setattr(cache, "write", found.write)
-    monkeypatch.setattr(faults, "place", lambda: Path(os.devnull))
+    monkeypatch.setattr(faults, "marks_folder", lambda: Path(os.devnull))
     monkeypatch.setattr(tuned, "_cards", {})
-    monkeypatch.setattr(self_test, "_right", set())
+    monkeypatch.setattr(self_test, "_passed", set())
     if not tried:
-        monkeypatch.setattr(self_test, "check", lambda *what: None)
+        monkeypatch.setattr(self_test, "check_kernels", lambda *what: None)
     monkeypatch.setattr(prepared, "_current", prepared.Memory())
     monkeypatch.setattr(checks, "may_read", lambda tensor: False)  # as on a GPU
     return found
@@ -159,7 +159,7 @@ def emulate(
     if emulator.why_not():
         pytest.skip(emulator.why_not())
     by_thread: dict[int, list[Tensor]] = defaultdict(list)  # or they would push each other's out
-    run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, launcher.workspace
+    run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, launcher.acquire_workspace
 
     def known_run(plan: launcher.Plan, tensors: Sequence[Any], *length: int | None) -> dict[str, Tensor]:
         by_thread[threading.get_ident()].extend(tensor for tensor in tensors if tensor is not None)
@@ -192,7 +192,7 @@ def emulate(
 
     found = record(monkeypatch, number, tried, compute)
     monkeypatch.setattr(launcher.Plan, "run", known_run)
-    monkeypatch.setattr(launcher, "workspace", known_workspace)
+    monkeypatch.setattr(launcher, "acquire_workspace", known_workspace)
     monkeypatch.setattr(torch, "empty", known_empty)
     monkeypatch.setattr(torch, "empty_like", known_empty_like)
     return found
@@ -200,8 +200,8 @@ def emulate(
 
 def share_grids(monkeypatch: pytest.MonkeyPatch, shares: bool = True) -> None:
     """Packed sequences share a grid, whether that pays or not, or none does."""
-    grid = functools.partial(grids.grid, shares=shares)
-    monkeypatch.setattr(grids, "grid", lambda *shape, clears=True, shares=False: grid(*shape, clears=clears))
+    grid = functools.partial(grids.choose_grid, shares=shares)
+    monkeypatch.setattr(grids, "choose_grid", lambda *shape, clears=True, shares=False: grid(*shape, clears=clears))
 
 
 def sparse(elements: int, dtype: torch.dtype) -> Tensor:

@@ -285,7 +285,7 @@ def install(patch: pytest.MonkeyPatch, name: str, folder: Path, pads_lse: bool =
         "_efficient_attention_backward": efficient_backward,
     }
     for module in (torch_flash, torch_efficient):
-        patch.setattr(module, "operator", operators.__getitem__)
+        patch.setattr(module, "aten_operator", operators.__getitem__)
     patch.setattr(torch_flash, "_pads_lse", functools.cache(torch_flash._pads_lse.__wrapped__))
 
 
@@ -294,8 +294,8 @@ def lay_flash_attn(
 ) -> None:
     """A flash-attn at the front of sys.path, of which the extension alone can be imported; its source, if any."""
     patch.setattr(sys, "dont_write_bytecode", True)
-    patch.setattr(smoke_test, "device_of", lambda capability: torch.device("cpu"))
-    patch.setattr(smoke_test, "_tried", functools.cache(smoke_test._tried.__wrapped__))
+    patch.setattr(smoke_test, "find_device", lambda capability: torch.device("cpu"))
+    patch.setattr(smoke_test, "_run_once", functools.cache(smoke_test._run_once.__wrapped__))
     package = folder / "flash_attn"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").write_text(f"__version__ = '{version}'\nraise ImportError('the wrapper is not needed')\n")

@@ -35,8 +35,8 @@ def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if torch.__version__ < "2.5":
             pytest.skip("SDPA's gradients are nan there, so that chunked serves")
         monkeypatch.setattr(varlen, "_CPU", varlen._ACCELERATOR)
-        monkeypatch.setattr(sdpa, "_is_far_behind", lambda block: False)
-        monkeypatch.setattr(sdpa, "_gradients", gradients_without_lse)
+        monkeypatch.setattr(sdpa, "_pays_to_split", lambda block: False)
+        monkeypatch.setattr(sdpa, "_compute_gradients", gradients_without_lse)
 
 
 def gradients_without_lse(
@@ -44,7 +44,7 @@ def gradients_without_lse(
 ) -> tuple[Tensor, ...]:
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     with torch.enable_grad():
-        return torch.autograd.grad(sdpa._public(q, k, v, causal, bias, scale), (q, k, v), upstream.dout)
+        return torch.autograd.grad(sdpa._call_public_sdpa(q, k, v, causal, bias, scale), (q, k, v), upstream.dout)
 
 
 @pytest.mark.usefixtures("joining")

@@ -78,7 +78,7 @@ def test_gradients_of_an_input_with_several_consumers_are_summed_in_place(
     backend: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Autograd adds to the first gradient where nobody else uses its memory, which it tells by counting."""
-    if backend == "sdpa" and torch.float16 not in sdpa._slow():
+    if backend == "sdpa" and torch.float16 not in sdpa._slow_matmul_dtypes():
         pytest.skip("on a CPU with units for fp16, PyTorch's kernel returns views, which autograd copies to add")
     if backend == "fused":
         fused_on_cpu.record(monkeypatch)  # the emulator keeps what it is given

@@ -40,8 +40,8 @@ def other(module: Any, name: str, value: Any) -> Change:
 
 
 def other_option(patch: pytest.MonkeyPatch) -> None:
-    options = nvrtc.options
-    patch.setattr(nvrtc, "options", lambda *given: (*options(*given), "--use_fast_math"))
+    options = nvrtc.compile_options
+    patch.setattr(nvrtc, "compile_options", lambda *given: (*options(*given), "--use_fast_math"))
 
 
 COMPILED: dict[str, Change] = {
@@ -67,17 +67,17 @@ CACHES = {
         COMPILED,
     ),
     "trial of a backward": Cache(
-        lambda copies: self_test._file(BACKWARD, 0),
+        lambda copies: self_test._result_name(BACKWARD, 0),
         {"cuda/delta.cu", "cuda/dkdv.cu", "cuda/dq.cu", *HEADERS},
         COMPILED | OF_A_GPU,
     ),
     "what a trial asks": Cache(
-        lambda copies: self_test._file((variants.forward(KIND),), 0),
+        lambda copies: self_test._result_name((variants.forward(KIND),), 0),
         {f"fused/{path.name}" for path in self_test._CODE.glob("*.py")},
         {},
     ),
     "what was tuned": Cache(
-        lambda copies: tuned._file("Tesla T4"),
+        lambda copies: tuned._file_name("Tesla T4"),
         {f"cuda/{path.name}" for path in nvrtc.SOURCES.glob("*.cu*")},
         {"PyTorch": other(torch, "__version__", "2.99")},
     ),
@@ -122,8 +122,8 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     """What this process has read."""
-    nvrtc.source.cache_clear()
-    self_test._asked.cache_clear()
+    nvrtc.read_source.cache_clear()
+    self_test._test_digests.cache_clear()
 
 
 def with_a_byte_flipped(path: Path, place: float, name: Callable[[], str]) -> str:

@@ -107,10 +107,10 @@ def test_without_a_home_directory_the_doctor_says_where_kernels_could_be_kept(mo
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", "~nobody-of-this-name/kernels")
     monkeypatch.setattr(torch.version, "hip", None)
     compiler, driver = SimpleNamespace(version=(12, 9)), SimpleNamespace(version=(13, 0))
-    found = {"why_not": None, "compiler": compiler, "driver": driver, "target": nvrtc.Target("sm_75", 75)}
+    found = {"decline_reason": None, "compiler": compiler, "driver": driver, "target": nvrtc.Target("sm_75", 75)}
     for name, value in found.items():
         monkeypatch.setattr(nvrtc, name, lambda *device, value=value: value)
-    monkeypatch.setattr(doctor.tensor_cores, "known", lambda device: True)
+    monkeypatch.setattr(doctor.tensor_cores, "stored_result", lambda device: True)
     monkeypatch.setattr(settings, "gpu", lambda device: "Tesla T4")
     (first, *_) = doctor.kernels(torch.device("cuda", 0))
     assert first.endswith("kept in no folder: there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder")
@@ -131,7 +131,9 @@ def test_what_ends_a_process_is_named_after_the_machine_and_the_rest_is_checked(
     monkeypatch.setattr(isolation, "_START", "fork")
     monkeypatch.setattr(doctor, "may_break", lambda device_type: True)
     monkeypatch.setattr(self_check, "check_part", fault)
-    monkeypatch.setattr(faults, "reasons", lambda: ["dkdv broke a process's use of this GPU when tried: " + 30 * "x "])
+    monkeypatch.setattr(
+        faults, "list_reasons", lambda: ["dkdv broke a process's use of this GPU when tried: " + 30 * "x "]
+    )
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
@@ -160,7 +162,7 @@ def test_the_machine_is_told_before_anything_runs(monkeypatch):
 
 def test_what_ended_a_process_is_forgotten_on_request(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(faults, "forget", lambda: asked.append("forget") or 1)
+    monkeypatch.setattr(faults, "remove_marks", lambda: asked.append("forget") or 1)
     monkeypatch.setattr(doctor, "examine", lambda tell: asked.append("examine") or report_of_nothing())
     assert [cli.main(["doctor"]), cli.main(["doctor", "--again", "--json"])] == [0, 0]
     assert asked == ["examine", "forget", "examine"]

@@ -27,7 +27,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Variant]:
         return f"{variant.entry} for {architecture}".encode()
 
     monkeypatch.setattr(nvrtc, "compiler", lambda: SimpleNamespace(version=(12, 9), architectures=(70, 75, 90)))
-    monkeypatch.setattr(nvrtc, "binary", binary)
+    monkeypatch.setattr(nvrtc, "compile_variant", binary)
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "kernels"))
     monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
     return asked
@@ -39,7 +39,7 @@ def test_a_gpu_finds_what_was_compiled_for_it(
 ) -> None:
     architecture = "compute_75" if forced else f"sm_{real[0]}{real[1]}"
     assert cli.main(["compile", "--for", architecture, *ONLY]) == 0
-    monkeypatch.setattr(nvrtc, "own_capability", lambda device: real)
+    monkeypatch.setattr(nvrtc, "real_capability", lambda device: real)
     if forced:
         monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
     target = nvrtc.target(0)
@@ -84,7 +84,7 @@ def test_a_kernel_that_does_not_compile_is_told_and_the_others_are_kept(
             raise KernelError("NVRTC refuses delta.cu")
         return b"code"
 
-    monkeypatch.setattr(nvrtc, "binary", binary)
+    monkeypatch.setattr(nvrtc, "compile_variant", binary)
     assert cli.main(["compile", "--for", "sm_75", *ONLY]) == 1
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == "flash-attn-compat: NVRTC refuses delta.cu"
@@ -122,19 +122,19 @@ def test_without_nvrtc_the_package_to_install_is_named_before_anything_is_done(
     cuda: str | None, wheel: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(nvrtc, "nvrtc_paths", lambda major: [])
+    monkeypatch.setattr(nvrtc, "library_paths", lambda major: [])
     monkeypatch.setattr(nvrtc, "compiler", nvrtc.compiler.__wrapped__)
     check_refused_in_one_line(cli.main, ["compile", "--for", "sm_75"], f"pip install {wheel} brings it", capsys)
 
 
 def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:
-    made = variants.made_for(aot.usual_kinds(75, (80,), ("bfloat16",)))
+    made = variants.made_for(aot.common_kinds(75, (80,), ("bfloat16",)))
     macros = [dict(variant.macros) for variant in made]
     assert {one["TYPE"] for one in macros} == {BF16_AS_FP16}
     assert {(one.entry, dict(one.macros)["D"]) for one in made if one.entry != "append"} == {
         *((entry, 80) for entry in ("forward", "dkdv", "dq")),
         *((entry, 128) for entry in ("decode", "absmax", "to_half", "delta")),
     }
-    assert {dict(one.macros)["D"] for one in variants.made_for(aot.usual_kinds(75, (), ())) if one.entry == "dq"} == {
+    assert {dict(one.macros)["D"] for one in variants.made_for(aot.common_kinds(75, (), ())) if one.entry == "dq"} == {
         32, 64, 80, 96, 128, 256,
     }  # fmt: skip

@@ -44,7 +44,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture
 def _available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "why_not", lambda: None)
+    monkeypatch.setattr(nvrtc, "decline_reason", lambda: None)
 
 
 @pytest.mark.usefixtures("_available")
@@ -62,9 +62,9 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def missing() -> None:
         raise OSError("no libnvrtc anywhere")
 
-    monkeypatch.setattr(nvrtc, "_nvrtc", missing)
+    monkeypatch.setattr(nvrtc, "_open_nvrtc", missing)
     monkeypatch.setattr(nvrtc, "compiler", nvrtc.compiler.__wrapped__)
-    monkeypatch.setattr(nvrtc, "why_not", nvrtc.why_not.__wrapped__)
+    monkeypatch.setattr(nvrtc, "decline_reason", nvrtc.decline_reason.__wrapped__)
     (reason,) = Fused().reasons(traits())
     assert "NVRTC" in reason and "no libnvrtc anywhere" in reason
 
@@ -72,12 +72,14 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- answers
 
 
-@pytest.mark.parametrize(("head_dim", "small"), [(20, 0), (20, launcher.SMALL), (32, 0), (32, launcher.SMALL)])
+@pytest.mark.parametrize(
+    ("head_dim", "small"), [(20, 0), (20, launcher.MAX_SCALAR_LOADS), (32, 0), (32, launcher.MAX_SCALAR_LOADS)]
+)
 def test_gradients_arrive_where_the_caller_wants_them(
     head_dim: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into places of any strides, for a dout of any strides, whatever a plan was made for before."""
-    monkeypatch.setattr(launcher, "SMALL", small)
+    monkeypatch.setattr(launcher, "MAX_SCALAR_LOADS", small)
     fused_on_cpu.emulate(monkeypatch)
     q, k, v = support.qkv(2, 40, 50, h=4, hk=2, d=head_dim, dtype=HALF)
     options = (0.0, head_dim**-0.5, True, -1, -1, 0.0, None, False)
@@ -267,12 +269,12 @@ def test_a_wrong_kernel_is_caught_before_its_first_real_call(
 
 def test_what_is_found_right_is_remembered_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.record(monkeypatch)
-    monkeypatch.setattr(self_test, "check", _check)
+    monkeypatch.setattr(self_test, "check_kernels", _check)
     tries = []
     kernels = (variants.forward(Kind(75, 0, 64)),)
     for _ in range(2):
-        self_test.check(kernels, -1, lambda watch: tries.append("tried"))
-        self_test._right.clear()
+        self_test.check_kernels(kernels, -1, lambda watch: tries.append("tried"))
+        self_test._passed.clear()
     assert tries == ["tried"] and list(launches.files.values()) == [b"right"]
 
 
@@ -310,9 +312,11 @@ def test_a_judge_sees_nothing_of_what_lies_on_the_gpu(name: str) -> None:
         return {"out": torch.zeros(call.out_shape)}
 
     if name == "backward":
-        wrong = self_test.of_backward(kind, place, run)
+        wrong = self_test.find_backward_error(kind, place, run)
     else:
-        wrong = self_test.of_forward(kind, place, run, few_rows=name in ("decode", "append"), appends=name == "append")
+        wrong = self_test.find_forward_error(
+            kind, place, run, few_rows=name in ("decode", "append"), appends=name == "append"
+        )
     assert wrong is not None and "is off by" in wrong
 
 
@@ -323,8 +327,8 @@ def test_a_trial_forgives_each_row_of_a_gradient_the_rounding_of_a_loud_one(shap
     quiet, other_head = right.clone(), right.clone()
     quiet.view(-1, 2, 8)[4, 1, 7] = 0.05
     other_head.view(-1, 2, 8)[4, 0, 7] = 0.05
-    assert self_test._difference([("dq", quiet, right)], torch.float16) is None
-    assert self_test._difference([("dq", other_head, right)], torch.float16) is not None
+    assert self_test._find_difference([("dq", quiet, right)], torch.float16) is None
+    assert self_test._find_difference([("dq", other_head, right)], torch.float16) is not None
 
 
-_check = self_test.check
+_check = self_test.check_kernels

@@ -60,7 +60,7 @@ def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None
     for lengths in (rubbish, rubbish.flip(0), torch.full((3,), 5, dtype=torch.int32)):
         launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward, "_MOST_NEW", 0)
+            patch.setattr(forward, "_MAX_NEW_KEYS", 0)
             prepared.forget()
             launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
             prepared.forget()

@@ -43,12 +43,12 @@ def test_what_was_written_is_read_and_what_was_damaged_or_renamed_is_not(damage:
 
 
 def test_what_is_kept_first_stays(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache.keep_first("answer", b"first") == b"first"
-    assert cache.keep_first("answer", b"second") == b"first" == cache.read("answer")
+    assert cache.write_if_absent("answer", b"first") == b"first"
+    assert cache.write_if_absent("answer", b"second") == b"first" == cache.read("answer")
     assert not cache.write("answer", b"third", only_first=True) and cache.read("answer") == b"first"
     assert len(list(kernels.iterdir())) == 1, "nothing is left beside it"
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", "/dev/null")
-    assert cache.keep_first("answer", b"mine") == b"mine"
+    assert cache.write_if_absent("answer", b"mine") == b"mine"
 
 
 def test_a_write_that_fails_leaves_nothing_behind(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_the_default_folder_is_the_users_cache_and_to_have_none_is_no_error(monk
     monkeypatch.setattr(Path, "home", homeless)
     assert not cache.write("name", b"payload") and cache.read("name") is None
     told = "there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder"
-    assert cache.described() == f"no folder: {told}" and cache.write_error() == f"kernels cannot be kept: {told}"
+    assert cache.describe_folder() == f"no folder: {told}" and cache.write_error() == f"kernels cannot be kept: {told}"
 
 
 def test_whether_files_can_be_kept_is_known_before_one_is_and_leaves_nothing(

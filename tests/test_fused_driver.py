@@ -16,7 +16,7 @@ from tests.support import driver_stand_in
 SMALL = variants.forward(Kind(75, FP16, 64))
 TWO_BLOCKS = variants.forward(Kind(75, FP16, 128, few_rows=True))  # of 32 KB each on a multiprocessor
 LARGE = variants.forward(Kind(75, FP16, 256))
-PARAMS = struct.calcsize("<" + "".join(kind for _, kind in (*params.HEAD, *params.REST)))
+PARAMS = struct.calcsize("<" + "".join(kind for _, kind in (*params.HEAD_FIELDS, *params.REST_FIELDS)))
 STREAM = 2**40 + 64
 OWN_CONTEXT, OTHER_CONTEXT = 0x7100000000 + 1000, 0x7100000000 + 1001  # of GPUs 0 and 1
 GLOBAL, RELAXED = 0, 2
@@ -172,5 +172,5 @@ def test_whether_a_context_is_broken_is_known_after_waiting_for_pytorchs_stream(
 ) -> None:
     stub.thread(OTHER_CONTEXT)
     stub.fail_once("cuStreamSynchronize", code)
-    assert stub.driver.broken(0) == (expected and f"CUDA driver: {expected}")
+    assert stub.driver.sticky_error(0) == (expected and f"CUDA driver: {expected}")
     assert f"cuStreamSynchronize {STREAM}" in "\n".join(stub.told()) and stub.state == (OTHER_CONTEXT, GLOBAL)

@@ -23,7 +23,7 @@ from tests import fused_on_cpu
 from tests.interpreters import CAN_FORK, forked, forked_each
 from tests.support import close, driver_stand_in, randn
 
-PARAMS = struct.calcsize("<" + "".join(kind for _, kind in (*params.HEAD, *params.REST)))
+PARAMS = struct.calcsize("<" + "".join(kind for _, kind in (*params.HEAD_FIELDS, *params.REST_FIELDS)))
 TRIAL = "tried-abc"
 needs_fork = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
 
@@ -55,20 +55,21 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def start(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Start a process with a GPU, as far as kernels can see; ``start(kernel, code, blocking)``: that kernel faults."""
     real = {(module, name): getattr(module, name)
-            for module, name in ((nvrtc, "kernel"), (cache, "read"), (cache, "write"), (faults, "place"))}  # fmt: skip
+            for module, name in ((nvrtc, "kernel"), (cache, "read"), (cache, "write"),
+                                 (faults, "marks_folder"))}  # fmt: skip
     fused_on_cpu.record(monkeypatch, tried=True)
     for (module, name), function in real.items():
         monkeypatch.setattr(module, name, function)
     monkeypatch.setattr(cuda_capture, "current_device", lambda: None)
-    monkeypatch.setattr(nvrtc, "binary", lambda variant, architecture: b"code")
+    monkeypatch.setattr(nvrtc, "compile_variant", lambda variant, architecture: b"code")
     library.expect(PARAMS, 65536)
 
     def start(kernel: str = "none", code: int = 0, blocking: bool = False) -> None:
         library.fault_in(kernel.encode(), code, blocking)
         driver = nvrtc.Driver(library)
         monkeypatch.setattr(nvrtc, "driver", lambda: driver)
-        self_test._right.clear(), nvrtc._kernels.clear(), prepared.forget()
-        fused_on_cpu.FUSED.forget_failures()
+        self_test._passed.clear(), nvrtc._kernels.clear(), prepared.forget()
+        fused_on_cpu.FUSED.clear_failures()
 
     return start
 
@@ -99,8 +100,8 @@ def test_what_a_user_asks_for_again_is_tried_again(start: Callable[..., None], f
     start("forward", 700)
     with pytest.raises(ContextLost):
         flash_attn_func(q(), q(1), q(2))
-    assert len(faults.reasons()) == 1 and faults.forget() == 1
-    assert not faults.reasons() and not marks(folder) and faults.forget() == 0
+    assert len(faults.list_reasons()) == 1 and faults.remove_marks() == 1
+    assert not faults.list_reasons() and not marks(folder) and faults.remove_marks() == 0
     start()
     with pytest.warns(RuntimeWarning, match="computes wrong numbers"):  # the stand-in computes nothing
         flash_attn_func(q(), q(1), q(2))
@@ -112,8 +113,8 @@ def test_what_broke_the_context_before_is_not_blamed_on_the_kernel_that_is_tried
     start("forward", 700)
     with pytest.raises(ContextLost):
         flash_attn_func(q(), q(1), q(2))
-    faults.forget()
-    self_test._right.clear()
+    faults.remove_marks()
+    self_test._passed.clear()
     with pytest.raises(ContextLost, match=r"broken before forward .* could be tried: .*ILLEGAL_ADDRESS"):
         flash_attn_func(*[randn(1, 20, 2, 32, seed=seed, dtype=torch.float16) for seed in range(3)])
     assert not marks(folder)
@@ -125,11 +126,11 @@ def test_what_broke_the_context_before_is_not_blamed_on_the_kernel_that_is_tried
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt(), SystemExit(1), torch.cuda.OutOfMemoryError("no room")])
 def test_a_trial_whose_process_lives_on_leaves_no_mark(error: BaseException | None, folder: Path) -> None:
     expected = contextlib.nullcontext() if error is None else pytest.raises(type(error))
-    with expected, faults.watched(TRIAL, "forward", lambda: None):
-        assert len(marks(folder)) == 1 and faults.reason_against(TRIAL) is None, "it is in progress"
+    with expected, faults.watch_trial(TRIAL, "forward", lambda: None):
+        assert len(marks(folder)) == 1 and faults.decline_reason(TRIAL) is None, "it is in progress"
         if error is not None:
             raise error
-    assert not marks(folder) and faults.reason_against(TRIAL) is None
+    assert not marks(folder) and faults.decline_reason(TRIAL) is None
 
 
 def test_a_kernel_that_hangs_until_it_is_interrupted_leaves_its_mark(folder: Path) -> None:
@@ -141,9 +142,9 @@ def test_a_kernel_that_hangs_until_it_is_interrupted_leaves_its_mark(folder: Pat
             raise KeyboardInterrupt
         return None
 
-    with pytest.raises(KeyboardInterrupt), faults.watched(TRIAL, "forward", broken):
+    with pytest.raises(KeyboardInterrupt), faults.watch_trial(TRIAL, "forward", broken):
         pass
-    assert "forward ended a process when tried on this GPU" in (faults.reason_against(TRIAL) or "")
+    assert "forward ended a process when tried on this GPU" in (faults.decline_reason(TRIAL) or "")
 
 
 def ended_by(end: str) -> str:
@@ -151,7 +152,7 @@ def ended_by(end: str) -> str:
     return f"""
 from flash_attn_compat.backends.fused import faults
 import os, signal, sys, time
-with faults.watched({TRIAL!r}, "forward", lambda: None):
+with faults.watch_trial({TRIAL!r}, "forward", lambda: None):
     print("tries", flush=True)
     {end}
 """
@@ -162,9 +163,9 @@ with faults.watched({TRIAL!r}, "forward", lambda: None):
 def test_a_process_that_ends_in_a_trial_leaves_a_mark_against_that_trial_alone(end: str, folder: Path) -> None:
     variables = {"FLASH_ATTN_COMPAT_CACHE": str(folder.parent)}
     assert forked(ended_by(end), **variables).returncode
-    assert "forward ended a process" in (faults.reason_against(TRIAL) or "")
-    assert faults.reason_against("tried-ab") is faults.reason_against("tried-abcd") is None
-    assert faults.forget() == 1 and not marks(folder)
+    assert "forward ended a process" in (faults.decline_reason(TRIAL) or "")
+    assert faults.decline_reason("tried-ab") is faults.decline_reason("tried-abcd") is None
+    assert faults.remove_marks() == 1 and not marks(folder)
 
 
 @needs_fork
@@ -174,8 +175,8 @@ from flash_attn_compat.backends.fused import faults
 import os, time
 os.environ["FLASH_ATTN_COMPAT_CACHE"] = {str(folder.parent)!r}
 for _ in range(60):
-    assert faults.reason_against({TRIAL!r}) is None
-    with faults.watched({TRIAL!r}, "forward", lambda: None):
+    assert faults.decline_reason({TRIAL!r}) is None
+    with faults.watch_trial({TRIAL!r}, "forward", lambda: None):
         time.sleep(0.001)
 """
     answers = forked_each([code] * 4)
@@ -184,18 +185,18 @@ for _ in range(60):
 
 
 def test_a_mark_that_others_could_have_written_counts_for_nothing(folder: Path) -> None:
-    with pytest.raises(ContextLost), faults.watched(TRIAL, "forward", iter([None, "ILLEGAL_ADDRESS"]).__next__):
+    with pytest.raises(ContextLost), faults.watch_trial(TRIAL, "forward", iter([None, "ILLEGAL_ADDRESS"]).__next__):
         pass
-    assert faults.reason_against(TRIAL)
+    assert faults.decline_reason(TRIAL)
     (mark,) = marks(folder)
     content = mark.read_bytes()
     mark.chmod(0o666)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert faults.reason_against(TRIAL) is None
+        assert faults.decline_reason(TRIAL) is None
     mark.chmod(0o644)
     mark.write_bytes(b"rubbish" + content)
-    assert faults.reason_against(TRIAL) is None
+    assert faults.decline_reason(TRIAL) is None
 
 
 @pytest.mark.parametrize("how", ["no locks", "not writable"])
@@ -206,12 +207,12 @@ def test_where_no_mark_can_be_left_kernels_are_tried_all_the_same(
         monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", os.devnull)
     else:
         monkeypatch.setattr("fcntl.flock", refuse_locks)
-    with faults.watched(TRIAL, "forward", lambda: None):
-        assert faults.reason_against(TRIAL) is None
+    with faults.watch_trial(TRIAL, "forward", lambda: None):
+        assert faults.decline_reason(TRIAL) is None
     expected = pytest.raises(ContextLost, match="FUSED=0" if how == "not writable" else "is noted")
-    with expected, faults.watched(TRIAL, "forward", iter([None, "ILLEGAL_ADDRESS"]).__next__):
+    with expected, faults.watch_trial(TRIAL, "forward", iter([None, "ILLEGAL_ADDRESS"]).__next__):
         pass
-    assert bool(faults.reason_against(TRIAL)) == (how == "no locks"), "what is known needs no lock"
+    assert bool(faults.decline_reason(TRIAL)) == (how == "no locks"), "what is known needs no lock"
 
 
 def refuse_locks(*given: Any) -> None:
@@ -223,4 +224,4 @@ def test_without_locks_a_killed_process_leaves_nothing_that_counts(folder: Path)
     refused = "import fcntl\ndef refuse(*given): raise OSError\nfcntl.flock = refuse\n"
     code = refused + ended_by("os.kill(os.getpid(), signal.SIGKILL)")
     assert forked(code, FLASH_ATTN_COMPAT_CACHE=str(folder.parent)).returncode == -signal.SIGKILL
-    assert faults.reason_against(TRIAL) is None
+    assert faults.decline_reason(TRIAL) is None

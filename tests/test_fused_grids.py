@@ -31,7 +31,7 @@ TRAINED = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=5, head_di
 def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int) -> None:
     for type, vec in itertools.product((FP16, BF16_AS_FP16), (8, 1)):
         variant = variants.decode(Kind(75, type, D, vec=vec))
-        found = grids.splits(variant, 1, 2**20, T4)
+        found = grids.count_splits(variant, 1, 2**20, T4)
         assert found % 40 == 0 and found // 40 * variant.shared <= offline.SHARED_MEMORY[75]
         assert found // 40 == offline.blocks(variant), "what the registers are bounded for"
 
@@ -65,7 +65,7 @@ def test_keys_are_read_for_sixteen_rows_at_once_whatever_the_heads(
 def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
     for group, local, blocks in itertools.product((2, 5, 32, 71), (False, True), (1, 7, 32, 64, 500)):
         variant = variants.dkdv(Kind(75, FP16, D, local=local))
-        splits = grids.head_splits(variant, blocks, group, 2048, T4)
+        splits = grids.count_head_splits(variant, blocks, group, 2048, T4)
         each = -(-group // splits)
         assert 0 < group - (splits - 1) * each <= each
         assert splits == 1 or splits * blocks <= 40 * offline.blocks(variant) * (1 + local)
@@ -74,9 +74,9 @@ def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
 def test_one_key_head_for_all_queries_fills_a_small_gpu() -> None:
     variant = variants.dkdv(Kind(75, FP16, 64))
     tiles = 2048 // variant.rows
-    assert grids.head_splits(variant, tiles, 16, 2048, T4) == 2
-    assert grids.head_splits(variant, tiles, 1, 2048, T4) == 1
-    assert grids.head_splits(variant, tiles, 16, 17, T4) == 1, "too few rows to be worth it"
+    assert grids.count_head_splits(variant, tiles, 16, 2048, T4) == 2
+    assert grids.count_head_splits(variant, tiles, 1, 2048, T4) == 1
+    assert grids.count_head_splits(variant, tiles, 16, 17, T4) == 1, "too few rows to be worth it"
 
 
 GROUPS = {
@@ -104,14 +104,14 @@ GROUPS = {
 def test_gradients_are_right_where_blocks_share_a_groups_heads(
     gpu: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grids, "head_splits", lambda *shapes: 3)
+    monkeypatch.setattr(grids, "count_head_splits", lambda *shapes: 3)
     launches = fused_on_cpu.emulate(monkeypatch, gpu)
     with flash_attn_compat.use_backend("fused"):
         verdict = Examination(GROUPS[name]).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
     assert [launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "dkdv"] == [3]
     (workspace,) = launcher._workspaces.values()
-    assert workspace[launcher.PARTS_AT :].any() and not workspace[: launcher.PARTS_AT].any()
+    assert workspace[launcher.PARTS_OFFSET :].any() and not workspace[: launcher.PARTS_OFFSET].any()
 
 
 # ---- packed sequences of very different lengths: all share a grid of seats
@@ -119,11 +119,11 @@ def test_gradients_are_right_where_blocks_share_a_groups_heads(
 
 def test_sequences_share_a_grid_where_most_of_their_own_blocks_would_have_nothing_to_do() -> None:
     many = 2**16
-    assert grids.grid(2**20, 128, many, 16, 2**20) == Grid(64, 1153, 64 * 1153)
+    assert grids.choose_grid(2**20, 128, many, 16, 2**20) == Grid(64, 1153, 64 * 1153)
     assert 64 * 1153 >= 2**20 // 128 + many + 1 > 64 * 1152
-    assert grids.grid(256, 128, many, 16, 2**20) == Grid(2, many + 1), "no more than twice as many"
-    assert grids.grid(2**20, 128, many, 16, None) == Grid(8192, many), "sequences that are all as long"
-    assert grids.grid(512, 128, 16, 16, 600) == Grid(4, 17), "too few to matter"
+    assert grids.choose_grid(256, 128, many, 16, 2**20) == Grid(2, many + 1), "no more than twice as many"
+    assert grids.choose_grid(2**20, 128, many, 16, None) == Grid(8192, many), "sequences that are all as long"
+    assert grids.choose_grid(512, 128, 16, 16, 600) == Grid(4, 17), "too few to matter"
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
@@ -132,7 +132,7 @@ def test_there_is_a_seat_for_every_tile_of_any_lengths(rows: int) -> None:
         draw = functools.partial(torch.randint, generator=torch.Generator().manual_seed(seed))
         size, batch = int(draw(1, 400, ())), int(draw(1, 90, ()))
         lengths = draw(0, size, (batch,)) * draw(0, 2, (batch,))
-        found = grids.grid(size, rows, batch, 1, int(lengths.sum()), shares=True)
+        found = grids.choose_grid(size, rows, batch, 1, int(lengths.sum()), shares=True)
         assert found.seats > int((-(-lengths // rows)).sum()) and found.seats == found.tiles * found.slabs
 
 

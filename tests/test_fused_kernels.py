@@ -234,8 +234,8 @@ def test_the_largest_values_of_a_long_sequence_are_found_wherever_they_are(turin
 def test_the_same_bits_come_back_in_any_order_of_blocks_and_warps(
     dtype: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grids, "splits", lambda *shapes: splits)
-    monkeypatch.setattr(grids, "head_splits", lambda *shapes: min(splits, 2))
+    monkeypatch.setattr(grids, "count_splits", lambda *shapes: splits)
+    monkeypatch.setattr(grids, "count_head_splits", lambda *shapes: min(splits, 2))
     call, found = replace(DENSE, causal=True, dtype=dtype, seqlens_k=(270,)).build(), []
     for seed in (1, 2, 3):
         with monkeypatch.context() as patch, flash_attn_compat.use_backend("fused"):
@@ -350,7 +350,7 @@ MANY = replace(STEP, new_keys=150, capacity=300, rotary_dim=32, rotary_interleav
 def test_more_new_keys_are_appended_by_a_launch_of_its_own(
     turing: Launches, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "_MOST_NEW", 0)
+    monkeypatch.setattr(forward, "_MAX_NEW_KEYS", 0)
     check(APPENDS.get(name, MANY))
     assert turing.entries == ["append", "decode"]
 
@@ -473,10 +473,10 @@ def test_blocks_may_share_the_keys_of_many_rows(
     gpu: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: Launches = request.getfixturevalue(gpu)
-    monkeypatch.setattr(grids, "splits", lambda *shapes: 3)
+    monkeypatch.setattr(grids, "count_splits", lambda *shapes: 3)
     check(SPLIT[name])
     (splits,) = (launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "forward")
     assert splits == 3
     (workspace,) = launcher._workspaces.values()
-    assert workspace[launcher.PARTS_AT :].any(), "some tile was split"
-    assert not workspace[: launcher.PARTS_AT].any(), "counters are as the next launch wants them"
+    assert workspace[launcher.PARTS_OFFSET :].any(), "some tile was split"
+    assert not workspace[: launcher.PARTS_OFFSET].any(), "counters are as the next launch wants them"

@@ -102,8 +102,8 @@ def test_steps_that_no_int_holds_cannot_be_read() -> None:
     def far(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=HALF, device="meta")[..., :8]
 
-    assert not launcher.is_readable(far(1, 2, 1, 2**31)) and not launcher.is_readable(far(1, 1, 2, 2**31))
-    assert launcher.is_readable(far(2, 1, 1, 2**33))  # 64 bits hold the steps between sequences
+    assert not launcher.has_kernel_layout(far(1, 2, 1, 2**31)) and not launcher.has_kernel_layout(far(1, 1, 2, 2**31))
+    assert launcher.has_kernel_layout(far(2, 1, 1, 2**33))  # 64 bits hold the steps between sequences
 
 
 def test_small_problems_are_read_element_by_element_large_ones_copied(launches: Launches) -> None:
@@ -161,7 +161,7 @@ def test_a_call_of_too_many_blocks_is_served_by_the_next_backend_and_others_like
 
     def served(most_blocks: int) -> tuple[list[str], bool]:
         """What is launched; whether the forward was ours."""
-        monkeypatch.setattr(launcher, "_MOST_BLOCKS", most_blocks)
+        monkeypatch.setattr(launcher, "_MAX_BLOCKS", most_blocks)
         prepared.forget()
         launches.seen.clear()
         reset_backend_counts()
@@ -170,7 +170,7 @@ def test_a_call_of_too_many_blocks_is_served_by_the_next_backend_and_others_like
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        served(launcher._MOST_BLOCKS)
+        served(launcher._MAX_BLOCKS)
         forward, *backward = (launch.blocks for launch in launches.seen)
         assert served(forward - 1) == ([], False)
         assert served(max(backward) - 1) == (["forward"], True)
@@ -180,7 +180,7 @@ def test_a_call_of_too_many_blocks_is_served_by_the_next_backend_and_others_like
 def test_a_step_of_too_many_blocks_is_served_by_operators_and_the_next_backend(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_MOST_BLOCKS", 0)
+    monkeypatch.setattr(launcher, "_MAX_BLOCKS", 0)
     cache, new = torch.zeros(2, 50, 2, 64, dtype=HALF), half(2, 1, 2, 64)
     for length in (5, 6):
         flash_attn_with_kvcache(half(2, 1, 8, 64), cache, cache, new, new, cache_seqlens=length)
@@ -265,7 +265,7 @@ def test_a_stream_keeps_the_memory_in_which_splits_meet(launches: Launches, monk
     monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     assert counters() == first
     kept = list(launcher._workspaces.values())  # alive, so that no other gets its id
-    launcher.forget_workspaces()
+    launcher.discard_workspaces()
     counters()
     assert set(map(id, kept)).isdisjoint(map(id, launcher._workspaces.values()))
 
@@ -278,7 +278,7 @@ def test_threads_share_a_streams_workspace_but_for_the_per_thread_default_stream
     monkeypatch.setattr(nvrtc, "stream", lambda device: stream)
 
     def ask() -> Tensor:
-        return launcher.workspace(9000, -1, torch.device("cpu"))
+        return launcher.acquire_workspace(9000, -1, torch.device("cpu"))
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(ask).result()
@@ -294,10 +294,10 @@ def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_ca
 ) -> None:
     fused_on_cpu.emulate(monkeypatch)  # where memory comes with rubbish in it
     place = torch.device("cpu")
-    small, large = launcher.workspace(9000, -1, place), launcher.workspace(90000, -1, place)
-    assert large.nbytes == 90000 and launcher.workspace(9000, -1, place) is large is not small
+    small, large = launcher.acquire_workspace(9000, -1, place), launcher.acquire_workspace(90000, -1, place)
+    assert large.nbytes == 90000 and launcher.acquire_workspace(9000, -1, place) is large is not small
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: True)
-    captured = [launcher.workspace(9000, -1, place) for _ in range(2)]
+    captured = [launcher.acquire_workspace(9000, -1, place) for _ in range(2)]
     assert len({one.data_ptr() for one in (small, large, *captured)}) == 4
     assert all(map(is_clear, (small, large, *captured)))
     assert list(launcher._workspaces.values()) == [large]
@@ -306,17 +306,17 @@ def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_ca
 def test_a_workspace_that_is_kept_comes_from_no_pool_or_mode_of_the_callers_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads, cleared = [], launcher._cleared
+    threads, cleared = [], launcher._allocate_cleared
 
     def watched(size: int, place: torch.device) -> Tensor:
         threads.append(threading.get_ident())
         return cleared(size, place)
 
-    monkeypatch.setattr(launcher, "_cleared", watched)
+    monkeypatch.setattr(launcher, "_allocate_cleared", watched)
     monkeypatch.setattr(launcher, "_workspaces", {})
     monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     with FakeTensorMode():
-        kept = launcher.workspace(9000, -1, torch.device("cpu"))
+        kept = launcher.acquire_workspace(9000, -1, torch.device("cpu"))
     assert type(kept) is Tensor and kept.data_ptr() and is_clear(kept)
     assert len(threads) == 1 and threading.get_ident() not in threads
 
@@ -328,22 +328,22 @@ def test_memory_of_a_pool_is_known_where_pools_are_not_a_threads(
     memory = torch.empty(64, dtype=torch.uint8)
     segment = {"address": memory.data_ptr() + address, "total_size": 4096, "segment_pool_id": pool}
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment])
-    assert launcher._is_in_a_pool(memory) == expected
+    assert launcher._is_in_pool(memory) == expected
 
 
 def test_a_workspace_lives_until_its_launch_whatever_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
     launches = fused_on_cpu.record(monkeypatch, compute=lambda *launch: alive.append(made[-1]() is not None))
-    workspace = launcher.workspace
+    workspace = launcher.acquire_workspace
 
     def replaced(size: int, device: int, place: torch.device) -> Tensor:
         found = workspace(size, device, place)
-        launcher.forget_workspaces()  # as another thread does whose call wants a larger one
+        launcher.discard_workspaces()  # as another thread does whose call wants a larger one
         made.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(launcher, "workspace", replaced)
+    monkeypatch.setattr(launcher, "acquire_workspace", replaced)
     flash_attn_func(half(1, 1, 2, 64), half(1, 512, 2, 64), half(1, 512, 2, 64))
     assert alive == [True] and launches.last.fields["splits"] > 1
 
@@ -369,7 +369,7 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
     if far is not None and far.endswith("cache"):
         assert run is None
     else:
-        assert isinstance(getattr(run, "__self__", None), forward.Attention) == (far is None)
+        assert isinstance(getattr(run, "__self__", None), forward.ForwardPlan) == (far is None)
 
 
 def test_appending_is_known_to_autograd(launches: Launches) -> None:

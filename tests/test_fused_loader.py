@@ -20,7 +20,7 @@ from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import cuda_capture
 
 VARIANT = variants.forward(Kind(75, variants.FP16, 64))
-FIELDS = (*params.HEAD, *params.REST)
+FIELDS = (*params.HEAD_FIELDS, *params.REST_FIELDS)
 KNOWN = (75, 80, 86, 89, 90, 100)
 
 
@@ -28,7 +28,7 @@ KNOWN = (75, 80, 86, 89, 90, 100)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a Turing GPU, as far as the loader can see."""
     monkeypatch.setattr(nvrtc, "compiler", lambda: SimpleNamespace(version=(13, 0), architectures=KNOWN))
-    monkeypatch.setattr(nvrtc, "own_capability", lambda device: (7, 5))
+    monkeypatch.setattr(nvrtc, "real_capability", lambda device: (7, 5))
     monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
     monkeypatch.setattr(nvrtc, "_kernels", {})
     monkeypatch.setattr(nvrtc, "_locks", {})
@@ -53,7 +53,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_kernels_are_made_for_the_gpu_or_the_forced_capability(
     real: tuple[int, int], forced: str | None, expected: Target, gpu: pytest.MonkeyPatch
 ) -> None:
-    gpu.setattr(nvrtc, "own_capability", lambda device: real)
+    gpu.setattr(nvrtc, "real_capability", lambda device: real)
     if forced:
         gpu.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
     assert nvrtc.target(0) == expected
@@ -84,7 +84,7 @@ def loading(gpu: pytest.MonkeyPatch, kept: bytes | None = None, understood: byte
         return b"fresh"
 
     gpu.setattr(nvrtc, "driver", lambda: SimpleNamespace(load=load))
-    gpu.setattr(nvrtc, "binary", binary)
+    gpu.setattr(nvrtc, "compile_variant", binary)
     gpu.setattr(cache, "read", lambda name: kept)
     gpu.setattr(cache, "write", lambda name, payload: done.append(f"keep {payload.decode()}") or True)
     return done
@@ -112,7 +112,7 @@ def test_a_kernel_is_loaded_once_for_all_threads_of_a_device_and_compiled_only_w
 def test_a_capture_is_not_left_to_other_threads(gpu: pytest.MonkeyPatch) -> None:
     done = loading(gpu)
     gpu.setattr(cuda_capture, "is_capturing", lambda device: True)
-    nvrtc.load_together([VARIANT, variants.delta(Kind(75, variants.FP16, 64))], 0)
+    nvrtc.load_all([VARIANT, variants.delta(Kind(75, variants.FP16, 64))], 0)
     assert done == []
 
 
@@ -145,7 +145,7 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_log(
     real_compiler: nvrtc.Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = {"broken.cu": '#include "part.cuh"\nint x = undeclared_name;', "part.cuh": "#pragma once\n"}
-    monkeypatch.setattr(nvrtc, "source", texts.__getitem__)
+    monkeypatch.setattr(nvrtc, "read_source", texts.__getitem__)
     monkeypatch.setattr(nvrtc, "HEADERS", ("part.cuh",))
     with pytest.raises(KernelError, match=r"refuses broken.cu(.|\n)*undeclared_name"):
         real_compiler.compile("broken.cu", ("--gpu-architecture=compute_75",))
@@ -168,14 +168,14 @@ def test_python_and_c_agree_on_every_field(tmp_path: Path) -> None:
 
 def test_an_unknown_field_is_refused() -> None:
     with pytest.raises(KeyError, match="seqlen_x"):
-        params.rest({"seqlen_x": 1})
+        params.pack_rest({"seqlen_x": 1})
 
 
 def test_addresses_in_another_order_than_the_structs_are_refused() -> None:
-    head = params.head(["q", "v", "delta"])
-    names, kinds = zip(*params.HEAD, strict=True)
+    head = params.head_struct(["q", "v", "delta"])
+    names, kinds = zip(*params.HEAD_FIELDS, strict=True)
     written = dict(zip(names, struct.unpack("<" + "".join(kinds), head.pack(1, 2, 3, 4)), strict=True))
     assert {name: value for name, value in written.items() if value} == {"q": 1, "v": 2, "delta": 3, "seqlen_k": 4}
     for given in (["v", "q"], ["q", "q"], ["q", "w"]):
         with pytest.raises(ValueError, match="in the order of struct Params"):
-            params.head(given)
+            params.head_struct(given)

@@ -129,8 +129,8 @@ def test_blocks_that_share_keys_are_right_and_give_the_same_bits_in_fifty_repeat
     head_dim: int, half_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    splits = grids.splits
-    monkeypatch.setattr(grids, "splits", lambda *shapes: counts.append(splits(*shapes)) or counts[-1])
+    splits = grids.count_splits
+    monkeypatch.setattr(grids, "count_splits", lambda *shapes: counts.append(splits(*shapes)) or counts[-1])
     problem = Problem(
         "kvcache", (70, 3, 40, 64), (5000, 1, 0, 300), 1, 4, head_dim, dtype=half_dtype, causal=True, capacity=5100,
         leftpad=(7, 0, 0, 290), poison="nan",
@@ -177,12 +177,12 @@ def test_what_is_kept_between_calls_lies_in_no_memory_pool_of_the_callers() -> N
 
     right, pool = by("chunked", attend), torch.cuda.MemPool()
     by("fused", attend)  # the kernels are tried
-    launcher.forget_workspaces()
+    launcher.discard_workspaces()
     with torch.cuda.use_mem_pool(pool):
         close(by("fused", attend), right)
     kept = list(launcher._workspaces.values())
-    assert kept or not launcher._POOLS_ARE_A_THREADS
-    assert not any(map(launcher._is_in_a_pool, kept))
+    assert kept or not launcher._POOLS_ARE_PER_THREAD
+    assert not any(map(launcher._is_in_pool, kept))
     del pool
     torch.cuda.empty_cache()
     torch.full((2**26,), 0x5B, dtype=torch.uint8, device="cuda")

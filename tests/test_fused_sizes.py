@@ -119,8 +119,8 @@ def test_every_size_is_right_when_decoding(
 def test_blocks_that_share_a_tile_add_up_what_they_have_of_any_size(
     head_dims: tuple[int, int], launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grids, "splits", lambda *shapes: 3)
-    monkeypatch.setattr(grids, "head_splits", lambda *shapes: 2)
+    monkeypatch.setattr(grids, "count_splits", lambda *shapes: 3)
+    monkeypatch.setattr(grids, "count_head_splits", lambda *shapes: 2)
     check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], seqlens_k=(300,), causal=True))
     assert {one.fields["splits"] for one in launches.seen if one.variant.entry == "forward"} == {3}
 

@@ -23,7 +23,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import backward, tuned
 from flash_attn_compat.backends.fused.nvrtc import KernelError
-from flash_attn_compat.backends.fused.tuned import Card, Chosen, Times
+from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
 from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.core import prepared
 from flash_attn_compat.core.features import Feature, Traits
@@ -47,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
 
 
 def known(*times: Times, gpu: str = GPU) -> None:
-    assert tuned.keep(Card(gpu, "torch 2", times))
+    assert tuned.store_card(Card(gpu, "torch 2", times))
     prepared.forget()
 
 
@@ -164,7 +164,7 @@ def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
     steps(6)
     assert not decided and not forgotten and not launches.seen
     tuned._cards.clear()
-    tuned.keep(Card(GPU, "", (timed("causal", FAST, training=True),)))
+    tuned.store_card(Card(GPU, "", (timed("causal", FAST, training=True),)))
     forget()
 
     raised: list[bool] = []
@@ -185,17 +185,20 @@ def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
 
 
 def card() -> Card:
-    tiles = (Chosen("forward", 128, "float16", Tile(64, 8, 1, 1)), Chosen("dkdv", 64, "float16", Tile(64, 4, 1, 2)))
+    tiles = (
+        TileChoice("forward", 128, "float16", Tile(64, 8, 1, 1)),
+        TileChoice("dkdv", 64, "float16", Tile(64, 4, 1, 2)),
+    )
     return Card(GPU, "torch 2.11", (timed("causal", FAST), timed("full", SLOW, training=True)), tiles)
 
 
 def test_later_processes_decide_alike(launches: Launches) -> None:
-    assert tuned.keep(card()) and len(launches.files) == 1
+    assert tuned.store_card(card()) and len(launches.files) == 1
     tuned._cards.clear()
-    assert tuned.of(GPU) == card()
-    tuned.keep(Card(GPU, "torch 2.12", (timed("causal", SLOW),), card().tiles[:1]))
+    assert tuned.find_card(GPU) == card()
+    tuned.store_card(Card(GPU, "torch 2.12", (timed("causal", SLOW),), card().tiles[:1]))
     tuned._cards.clear()
-    both = tuned.of(GPU)
+    both = tuned.find_card(GPU)
     assert both is not None and {one.case: one.milliseconds for one in both.times} == {"causal": SLOW, "full": SLOW}
     assert both.tiles == card().tiles
 
@@ -257,37 +260,37 @@ def test_a_broken_row_among_those_that_were_sent_costs_no_other_its_verdict(
     monkeypatch.setattr(tuned, "_SHIPPED", tmp_path / "cards.jsonl")
     rows = BROKEN[name].decode(errors="replace"), json.dumps(ROW), BROKEN[name].decode(errors="replace")
     tuned._SHIPPED.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    monkeypatch.setattr(tuned, "_shipped", tuned._shipped.__wrapped__)
-    assert tuned.of(GPU) == card()
+    monkeypatch.setattr(tuned, "_read_shipped", tuned._read_shipped.__wrapped__)
+    assert tuned.find_card(GPU) == card()
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_no_verdict_and_no_error(name: str, launches: Launches) -> None:
-    launches.files[tuned._file(GPU)] = BROKEN[name]
-    assert tuned.of(GPU) is None
+    launches.files[tuned._file_name(GPU)] = BROKEN[name]
+    assert tuned.find_card(GPU) is None
     assert server(flash_attn_func, *qkv()) == "fused"
     flash_attn_func(*qkv())
-    assert tuned.keep(card()) and tuned.of(GPU) == card(), "which tune writes anew"
+    assert tuned.store_card(card()) and tuned.find_card(GPU) == card(), "which tune writes anew"
 
 
 def test_what_cannot_be_written_counts_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned.cache, "write", lambda name, payload: False)
-    assert not tuned.keep(card()) and tuned.of(GPU) == card()
+    assert not tuned.store_card(card()) and tuned.find_card(GPU) == card()
 
 
 def test_every_shipped_row_is_a_card_and_adding_one_is_all_that_is_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = tuned._SHIPPED.read_text().splitlines()
-    timed_by = {name for row in tuned._shipped().values() for times in row.times for name in times.milliseconds}
+    timed_by = {name for row in tuned._read_shipped().values() for times in row.times for name in times.milliseconds}
     assert timed_by <= {backend.name for backend in BACKENDS}
-    assert [tuned.from_row(row).gpu for row in rows] == list(tuned._shipped())
+    assert [tuned.from_row(row).gpu for row in rows] == list(tuned._read_shipped())
     monkeypatch.setattr(tuned, "_SHIPPED", tmp_path / "cards.jsonl")
     tuned._SHIPPED.write_text("".join(f"{row}\n" for row in (*rows, tuned.to_row(card()))))
-    monkeypatch.setattr(tuned, "_shipped", tuned._shipped.__wrapped__)
-    assert tuned.of(GPU) == card()
-    tuned.keep(Card(GPU, "torch 2.12", (timed("causal", SLOW),)))
-    mine = tuned.of(GPU)
+    monkeypatch.setattr(tuned, "_read_shipped", tuned._read_shipped.__wrapped__)
+    assert tuned.find_card(GPU) == card()
+    tuned.store_card(Card(GPU, "torch 2.12", (timed("causal", SLOW),)))
+    mine = tuned.find_card(GPU)
     assert mine is not None and mine.times[0].milliseconds == SLOW and mine.tiles == card().tiles
 
 

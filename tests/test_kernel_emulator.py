@@ -37,10 +37,10 @@ def launch(
     **tensors: Tensor,
 ) -> int:
     """tensors, fields: what struct Params has under these names, where params.py says; all else is 0."""
-    given = [name for name, _ in params.HEAD if name in tensors]
-    head = params.head(given).pack(*(tensors[name].data_ptr() for name in given), 0)
+    given = [name for name, _ in params.HEAD_FIELDS if name in tensors]
+    head = params.head_struct(given).pack(*(tensors[name].data_ptr() for name in given), 0)
     return machine(entry).launch(
-        head + params.rest(dict(fields)), blocks, threads, shared, list(tensors.values()), rules
+        head + params.pack_rest(dict(fields)), blocks, threads, shared, list(tensors.values()), rules
     )
 
 

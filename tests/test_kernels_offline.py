@@ -141,7 +141,9 @@ def test_a_kernel_fits_its_gpu_and_splits_count_on_the_blocks_that_it_holds(row:
     found = offline.compiled(compiler_of(version), variant, f"sm_{number}")
     assert list(offline.complaints(variant, found, number)) == []
     if variant.entry in offline.SPLITTING and variant != SPARE and version == VERSIONS[-1]:
-        assert offline.MULTIPROCESSORS[number].holds(variant, found) == grids.Gpu(1, number).holds(variant)
+        assert offline.MULTIPROCESSORS[number].resident_blocks(variant, found) == grids.Gpu(1, number).resident_blocks(
+            variant
+        )
     if number == 75:
         assert found.spilled <= offline.allowed_spills(variant), f"{found.spilled} bytes spilled, stack {found.stack}"
     if offline.cuobjdump() is None:
@@ -174,7 +176,7 @@ def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compile
     """No cp.async, no m16n8k16, no bf16 products: the PTX that a forced capability runs is a T4's."""
     assert callable(make)
     variant = make(Kind(75, BF16_AS_FP16, 64))
-    text = compiler.compile(variant.source, nvrtc.options(variant, "compute_75")).decode(errors="replace")
+    text = compiler.compile(variant.source, nvrtc.compile_options(variant, "compute_75")).decode(errors="replace")
     assert ".target sm_75" in text and "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
     assert not any(word in text for word in ("cp.async", "m16n8k16", ".bf16"))
 
@@ -197,13 +199,13 @@ def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(
     tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     major = str(compiler.version[0])
-    path = next(path for path in nvrtc.nvrtc_paths(major) if Path(path).is_file())
+    path = next(path for path in nvrtc.library_paths(major) if Path(path).is_file())
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         (folder / "deep").mkdir(parents=True)
         (folder / "deep" / f"libnvrtc.so.{major}").symlink_to(path)
     (folders[1] / "libnvrtc.so.11.2").write_text("no library")
-    monkeypatch.setattr(nvrtc, "nvrtc_paths", lambda major: [])
+    monkeypatch.setattr(nvrtc, "library_paths", lambda major: [])
     monkeypatch.delenv(offline.FOLDERS, raising=False)
     assert offline.compilers.__wrapped__() == {}
     monkeypatch.setenv(offline.FOLDERS, os.pathsep.join(map(str, folders)))

@@ -132,7 +132,7 @@ def test_a_scale_of_any_type_finds_the_step_of_the_call_before(scale: Any, monke
 @functions
 def test_nothing_is_kept_alive(function: str, backend: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.record(monkeypatch)
-    monkeypatch.setattr(launcher, "SMALL", 0)
+    monkeypatch.setattr(launcher, "MAX_SCALAR_LOADS", 0)
     problem = FIRST[function]
     call = replace(problem, dtype="float16", head_dim=head_dim, rotary_dim=0).build()
     with use_backend(backend):

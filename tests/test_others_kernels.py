@@ -209,7 +209,7 @@ def test_what_they_are_on_amds_gpus_is_unknown_and_refused(name: str, monkeypatc
 @pytest.mark.parametrize("name", ["torch_flash", "torch_efficient"])
 def test_the_installed_pytorch_has_operators_with_every_argument(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKENDS[name]().unavailable_reasons() == []
-    monkeypatch.setattr(base, "arguments_of", lambda operator: frozenset())
+    monkeypatch.setattr(base, "argument_names", lambda operator: frozenset())
     assert len(BACKENDS[name]().unavailable_reasons()) == 2
 
 
@@ -307,7 +307,7 @@ def test_the_trial_is_made_on_a_gpu_of_the_calls_kind(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpus[device.index])
-    assert smoke_test.device_of(capability) == torch.device("cuda", index)
+    assert smoke_test.find_device(capability) == torch.device("cuda", index)
 
 
 @on("official")

@@ -77,9 +77,9 @@ def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: p
     fused_on_cpu.record(monkeypatch, tried=True)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda asked: asked == 1)
     tries: list[int] = []
-    self_test.check((), device, lambda watch: tries.append(device))
+    self_test.check_kernels((), device, lambda watch: tries.append(device))
     assert tries == ([0] if device == 0 else [])
-    assert bool(self_test._right) == (device == 0)
+    assert bool(self_test._passed) == (device == 0)
 
 
 @pytest.mark.gpu

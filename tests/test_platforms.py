@@ -119,7 +119,7 @@ def test_on_windows_nvrtc_is_found_beside_torch_in_wheels_and_in_a_toolkit(
     there.parent.mkdir(parents=True)
     for name in (there.name, there.name.replace(".dll", ".alt.dll"), "nvrtc-builtins64_129.dll", "nvrtc64_100_0.dll"):
         (there.parent / name).touch()
-    assert [Path(path) for path in nvrtc.nvrtc_paths(major)] == [there, Path(there.name)]
+    assert [Path(path) for path in nvrtc.library_paths(major)] == [there, Path(there.name)]
 
 
 def test_on_windows_the_builtins_are_loaded_before_nvrtc_which_asks_for_them_by_name(
@@ -131,7 +131,7 @@ def test_on_windows_the_builtins_are_loaded_before_nvrtc_which_asks_for_them_by_
     for name in names:
         Path(name).touch()
     with pytest.raises(OSError, match="nvrtc64_120_0"):
-        nvrtc.opened(names[1])
+        nvrtc.open_library(names[1])
     assert opened == names
 
 

@@ -52,10 +52,10 @@ def test_scores_too_large_for_fp16_are_no_trouble(monkeypatch, keeps_scores, opt
 def test_causal_rows_behind_a_long_cache_are_right_on_every_cpu(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """Those without hardware for half precision compute it in fp32."""
     problem = Problem(seqlens_q=(150,), seqlens_k=(3500,), nheads_k=2, group=2, causal=True, dtype=dtype)
-    assert sdpa._is_far_behind(Block(torch.empty(1, 150, 4, 8), *[torch.empty(1, 3500, 2, 8)] * 2, None, range(1)))
+    assert sdpa._pays_to_split(Block(torch.empty(1, 150, 4, 8), *[torch.empty(1, 3500, 2, 8)] * 2, None, range(1)))
     examination = Examination(problem)
     for slow in ([], [torch.bfloat16, torch.float16]):
-        monkeypatch.setattr(sdpa, "_slow", lambda slow=slow: frozenset(slow))
+        monkeypatch.setattr(sdpa, "_slow_matmul_dtypes", lambda slow=slow: frozenset(slow))
         assert examination.judge("sdpa").failures == []
 
 
@@ -63,8 +63,8 @@ def test_causal_rows_behind_a_long_cache_are_right_on_every_cpu(monkeypatch: pyt
 def test_a_bias_is_of_keys_that_its_rows_see_and_one_for_all_sequences(
     monkeypatch: pytest.MonkeyPatch, window: tuple[int, int]
 ) -> None:
-    sizes, bias = [], sdpa._bias
-    monkeypatch.setattr(sdpa, "_bias", lambda *tile: sizes.append((found := bias(*tile)).numel()) or found)
+    sizes, bias = [], sdpa._make_bias
+    monkeypatch.setattr(sdpa, "_make_bias", lambda *tile: sizes.append((found := bias(*tile)).numel()) or found)
     q = torch.randn(3, 2048, 1, 16)
     with use_backend("sdpa"):
         flash_attn_func(q, q, q, alibi_slopes=torch.tensor([0.1]), window_size=window)
@@ -119,7 +119,7 @@ def test_padding_of_a_block_is_never_written():
 @pytest.mark.parametrize("survives", [False, True])
 @pytest.mark.parametrize("features", [Feature.VARLEN | Feature.BACKWARD, Feature.VARLEN, Feature.BACKWARD], ids=str)
 def test_packed_gradients_are_refused_where_padding_makes_them_nan(monkeypatch, device_type, survives, features):
-    monkeypatch.setattr(sdpa, "_SURVIVES_ROWS_WITHOUT_KEYS", survives)
+    monkeypatch.setattr(sdpa, "_HANDLES_ROWS_WITHOUT_KEYS", survives)
     traits = Traits(device_type, None, torch.float32, 64, 64, "?", int(features))
     is_refused = any("gradients nan" in reason for reason in Sdpa().extra_reasons(traits))
     assert is_refused == (device_type != "cpu" and not survives and features == Feature.VARLEN | Feature.BACKWARD)

@@ -42,10 +42,10 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(
         AttentionCall, "traits", lambda call: of_cpu(call)._replace(device_type="cuda", capability=(9, 4))
     )
-    monkeypatch.setattr(smoke_test, "device_of", lambda capability: torch.device("cpu"))
+    monkeypatch.setattr(smoke_test, "find_device", lambda capability: torch.device("cpu"))
     monkeypatch.setattr(cuda_capture, "current_device", lambda: None)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: False)
-    monkeypatch.setattr(smoke_test, "_tried", functools.cache(smoke_test._tried.__wrapped__))
+    monkeypatch.setattr(smoke_test, "_run_once", functools.cache(smoke_test._run_once.__wrapped__))
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: False)
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", is_half)
     monkeypatch.setattr(prepared, "_current", prepared.Memory())
@@ -152,11 +152,11 @@ def test_what_is_not_tried_is_refused_without_a_trial(
 
 def test_during_a_capture_which_allows_no_trial_it_refuses(amd: pytest.MonkeyPatch) -> None:
     amd.setattr(cuda_capture, "is_capturing", lambda device: True)
-    assert Sdpa().reasons(traits(CAUSAL)) == ["cannot be tried while a graph is captured"]
+    assert Sdpa().reasons(traits(CAUSAL)) == ["cannot run its smoke test while a graph is captured"]
 
 
 def test_nvidias_gpus_are_left_to_others() -> None:
-    assert Sdpa().reasons(traits(CAUSAL)) == ["serves AMD GPUs only, of those that PyTorch calls cuda"]
+    assert Sdpa().reasons(traits(CAUSAL)) == ["serves only AMD GPUs among PyTorch's cuda devices"]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -28,10 +28,10 @@ GPU = "GeForce GTX 1650"
 @pytest.fixture(autouse=True)
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = fused_on_cpu.record(monkeypatch)
-    tensor_cores._exist.cache_clear()
+    tensor_cores._measure_once.cache_clear()
     tensor_cores._warn.cache_clear()
     monkeypatch.setattr(arithmetic, "_without_tensor_cores", set())
-    monkeypatch.setattr(nvrtc, "own_capability", lambda device: (7, 5))
+    monkeypatch.setattr(nvrtc, "real_capability", lambda device: (7, 5))
     monkeypatch.setattr(nvrtc, "device_name", lambda device: GPU)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: False)
@@ -41,7 +41,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def takes(monkeypatch: pytest.MonkeyPatch, cycles: float) -> list[int]:
     """Let a product take so long; returns who was asked, as it goes."""
     asked: list[int] = []
-    monkeypatch.setattr(tensor_cores, "cycles", lambda device: asked.append(device) or cycles)
+    monkeypatch.setattr(tensor_cores, "measure_cycles", lambda device: asked.append(device) or cycles)
     return asked
 
 
@@ -55,25 +55,25 @@ def test_the_time_of_a_product_tells_and_is_taken_once_for_all_processes(
     cycles: float, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = takes(monkeypatch, cycles)
-    assert [tensor_cores.exist(0) for _ in range(2)] == [has, has] and asked == [0]
-    tensor_cores._exist.cache_clear()
-    assert tensor_cores.exist(0) is has and asked == [0]
+    assert [tensor_cores.has_tensor_cores(0) for _ in range(2)] == [has, has] and asked == [0]
+    tensor_cores._measure_once.cache_clear()
+    assert tensor_cores.has_tensor_cores(0) is has and asked == [0]
     monkeypatch.setattr(nvrtc, "device_name", lambda device: "Tesla T4")
-    tensor_cores.exist(1)
+    tensor_cores.has_tensor_cores(1)
     assert asked == [0, 1], "another model is another question"
 
 
 def test_ranks_that_ask_at_once_have_the_answer_that_was_kept_first(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, name = launches.files, cache.name_of("tensor-cores", GPU)
+    kept, name = launches.files, cache.make_name("tensor-cores", GPU)
 
     def meanwhile(device: int) -> float:
         kept[name] = b"8.0"
         return 60.0
 
-    monkeypatch.setattr(tensor_cores, "cycles", meanwhile)
-    assert tensor_cores.exist(0) and kept == {name: b"8.0"}
+    monkeypatch.setattr(tensor_cores, "measure_cycles", meanwhile)
+    assert tensor_cores.has_tensor_cores(0) and kept == {name: b"8.0"}
 
 
 @pytest.mark.parametrize("failing", ["time", "file"])
@@ -83,13 +83,13 @@ def test_what_goes_wrong_is_no_answer_and_fails_no_call(
     def fail(device: int) -> float:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(tensor_cores, "cycles", fail)
+    monkeypatch.setattr(tensor_cores, "measure_cycles", fail)
     if failing == "file":
-        launches.files[cache.name_of("tensor-cores", GPU)] = b"many"
+        launches.files[cache.make_name("tensor-cores", GPU)] = b"many"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call()
-    assert tensor_cores.exist(0)
+    assert tensor_cores.has_tensor_cores(0)
 
 
 def test_a_card_without_them_is_told_of_tune_once_and_not_after_it(
@@ -102,7 +102,7 @@ def test_a_card_without_them_is_told_of_tune_once_and_not_after_it(
         warnings.simplefilter("error")
         call(length=30)
         tensor_cores._warn.cache_clear()
-        tuned.keep(Card(GPU, ""))
+        tuned.store_card(Card(GPU, ""))
         call(length=40)
     assert asked == [-1] and launches.entries == ["forward"] * 3
 
@@ -140,7 +140,7 @@ def test_what_was_timed_there_counts_instead(monkeypatch: pytest.MonkeyPatch) ->
     takes(monkeypatch, 64.0)
     traits = Traits("cuda", (7, 5), torch.float16, 64, 64, "=", int(Feature.CAUSAL), GPU)
     found = {"fused": 2.0, "chunked": 3.0, "torch_efficient": 1.0, "sdpa": 4.0}
-    tuned.keep(Card(GPU, "", (tuned.Times("causal", 64, "float16", False, found),)))
+    tuned.store_card(Card(GPU, "", (tuned.Times("causal", 64, "float16", False, found),)))
     order = [backend.name for backend in choice._ordered(traits)]
     assert [name for name in order if name in found] == ["torch_efficient", "fused", "chunked", "sdpa"]
 
@@ -151,12 +151,12 @@ def test_chunked_multiplies_in_fp32_where_tensor_cores_are_known_to_be_missing(
 ) -> None:
     monkeypatch.setattr(chunked, "_BMM_HAS_OUT_DTYPE", True)
     q: Any = SimpleNamespace(is_cuda=True, dtype=torch.float16, device=torch.device("cuda", 1))
-    assert chunked._operand_dtype(q) == torch.float16, "nobody has asked"
+    assert chunked._choose_operand_dtype(q) == torch.float16, "nobody has asked"
     takes(monkeypatch, cycles)
-    tensor_cores.exist(1)
-    assert chunked._operand_dtype(q) == expected
+    tensor_cores.has_tensor_cores(1)
+    assert chunked._choose_operand_dtype(q) == expected
     q.device = torch.device("cuda", 0)
-    assert chunked._operand_dtype(q) == torch.float16, "another GPU"
+    assert chunked._choose_operand_dtype(q) == torch.float16, "another GPU"
 
 
 def test_the_fastest_of_several_launches_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,53 +168,53 @@ def test_the_fastest_of_several_launches_decides(monkeypatch: pytest.MonkeyPatch
         place[:] = [next(figures)] * launch.blocks
 
     fused_on_cpu.record(monkeypatch, compute=compute)
-    assert tensor_cores.cycles(-1) == pytest.approx(8.1)
+    assert tensor_cores.measure_cycles(-1) == pytest.approx(8.1)
 
 
 def test_tune_asks_again_and_what_it_finds_replaces_what_was_kept(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     takes(monkeypatch, 64.0)
-    assert not tensor_cores.exist(0)
+    assert not tensor_cores.has_tensor_cores(0)
     asked = takes(monkeypatch, 8.0)
-    assert not tensor_cores.exist(0) and not asked
-    assert tensor_cores.measure_again(0) and asked == [0]
-    assert tensor_cores.exist(0) and not arithmetic.lacks_tensor_cores(torch.device("cuda", 0))
-    assert launches.files[cache.name_of("tensor-cores", GPU)] == b"8.0"
+    assert not tensor_cores.has_tensor_cores(0) and not asked
+    assert tensor_cores.remeasure(0) and asked == [0]
+    assert tensor_cores.has_tensor_cores(0) and not arithmetic.lacks_tensor_cores(torch.device("cuda", 0))
+    assert launches.files[cache.make_name("tensor-cores", GPU)] == b"8.0"
 
 
 def test_where_our_kernels_are_forbidden_none_is_launched_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
     asked = takes(monkeypatch, 64.0)
-    assert tensor_cores.exist(0) and not asked
-    cache.write(cache.name_of("tensor-cores", GPU), b"64.0")
-    assert not tensor_cores.exist(0), "it is known"
+    assert tensor_cores.has_tensor_cores(0) and not asked
+    cache.write(cache.make_name("tensor-cores", GPU), b"64.0")
+    assert not tensor_cores.has_tensor_cores(0), "it is known"
 
 
 def test_a_timing_that_has_ended_a_process_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = {cache.name_of("tensor-cores", GPU): "tensor_cores ended a process"}
-    monkeypatch.setattr(faults, "reason_against", reasons.get)
+    reasons = {cache.make_name("tensor-cores", GPU): "tensor_cores ended a process"}
+    monkeypatch.setattr(faults, "decline_reason", reasons.get)
     asked = takes(monkeypatch, 64.0)
-    assert tensor_cores.exist(0) and not asked
+    assert tensor_cores.has_tensor_cores(0) and not asked
     reasons.clear()
-    tensor_cores._exist.cache_clear()
+    tensor_cores._measure_once.cache_clear()
 
     def fault(device: int) -> float:
         raise nvrtc.ContextLost("ILLEGAL_ADDRESS")
 
-    monkeypatch.setattr(tensor_cores, "cycles", fault)
+    monkeypatch.setattr(tensor_cores, "measure_cycles", fault)
     with pytest.raises(nvrtc.ContextLost):
-        tensor_cores.exist(0)
+        tensor_cores.has_tensor_cores(0)
 
 
 def test_other_gpus_and_captures_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = takes(monkeypatch, 64.0)
     with monkeypatch.context() as patch:
         patch.setattr(cuda_capture, "is_capturing", lambda device: True)
-        assert tensor_cores.exist(0)
-    monkeypatch.setattr(nvrtc, "own_capability", lambda device: (9, 0))
+        assert tensor_cores.has_tensor_cores(0)
+    monkeypatch.setattr(nvrtc, "real_capability", lambda device: (9, 0))
     call()
-    assert tensor_cores.exist(0) and not asked
+    assert tensor_cores.has_tensor_cores(0) and not asked
 
 
 def test_doctor_says_that_there_are_none_and_what_is_known_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,16 +222,16 @@ def test_doctor_says_that_there_are_none_and_what_is_known_of_speed(monkeypatch:
     takes(monkeypatch, 64.0)
     first, *others = doctor.kernels(torch.device("cuda", 0))
     assert "for sm_75 by NVRTC 13.0" in first and len(others) == 1, "nothing is launched to find out"
-    tensor_cores.exist(0)
+    tensor_cores.has_tensor_cores(0)
     _, *others = doctor.kernels(torch.device("cuda", 0))
     assert "no tensor cores: use float32" in others[0] and "not tuned" in others[1] and len(others) == 2
     times = tuned.Times("causal", 64, "float16", True, {"fused": 2.0, "chunked": 1.0})
-    tuned.keep(Card(GPU, "torch 2.11", (times,)))
+    tuned.store_card(Card(GPU, "torch 2.11", (times,)))
     assert doctor.kernels(torch.device("cuda", 0))[2:] == [
         "tuned with torch 2.11",
         "causal, head_dim 64, float16, training  chunked 1 ms, fused 2 ms",
     ]
-    monkeypatch.setattr(nvrtc, "why_not", lambda: "NVRTC cannot be used")
+    monkeypatch.setattr(nvrtc, "decline_reason", lambda: "NVRTC cannot be used")
     assert doctor.kernels(torch.device("cuda", 0)) == ["none: NVRTC cannot be used"]
 
 
@@ -242,7 +242,7 @@ def test_doctor_says_that_there_are_none_and_what_is_known_of_speed(monkeypatch:
 def test_the_kernel_counts_every_product_of_its_warps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator's clock ticks once for each lane's part in a product, of one warp at least and of eight at most."""
     fused_on_cpu.emulate(monkeypatch)
-    assert 16 <= tensor_cores.cycles(-1) <= 128
+    assert 16 <= tensor_cores.measure_cycles(-1) <= 128
 
 
 def test_its_loop_is_products_and_little_else_between_two_looks_at_the_clock() -> None:

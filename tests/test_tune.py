@@ -16,7 +16,7 @@ import torch
 from flash_attn_compat import backend_counts, cli, explain, flash_attn_func, reset_backend_counts, settings, tune
 from flash_attn_compat.backends.fused import candidates, nvrtc, tuned, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
-from flash_attn_compat.backends.fused.tuned import Card, Chosen
+from flash_attn_compat.backends.fused.tuned import Card, TileChoice
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Tile, Variant
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.card import NO_LIMITS, Limits
@@ -97,14 +97,14 @@ def test_the_fastest_tile_and_backend_serve_all_later_calls(
     tell(monkeypatch, launches, by_warps)
     found = tune_here()
     assert not found.failures
-    assert found.card.tiles == (Chosen("dkdv", 64, "float16", FOUR_WARPS),)
+    assert found.card.tiles == (TileChoice("dkdv", 64, "float16", FOUR_WARPS),)
     assert {(one.case, one.training): one.milliseconds for one in found.card.times} == {
         (case, training): {"fused": 5.0 if training else 2.0, "torch_efficient": 3.0}
         for case in ("full", "causal")
         for training in (False, True)
     }
-    assert tuned.of(GPU) is None, "nothing counts before it is kept"
-    assert tuned.keep(found.card)
+    assert tuned.find_card(GPU) is None, "nothing counts before it is kept"
+    assert tuned.store_card(found.card)
     in_another_process()
     q, k, v = (randn(2, 80, 4, 64, seed=seed, dtype=HALF) for seed in range(3))
     assert explain(flash_attn_func, q, k, v).backend == "fused"
@@ -161,8 +161,8 @@ def test_without_tensor_cores_every_kind_of_call_is_timed_beside_plain_pytorch(
 
 def test_a_kept_tile_that_is_none_of_the_candidates_is_not_taken(launches: Launches) -> None:
     """It may not fit, and then our kernels would not serve."""
-    tiles = [Chosen("forward", 64, "float16", Tile(64, 8, 4, 4)), Chosen("dkdv", 64, "float16", FOUR_WARPS)]
-    tuned.keep(Card(GPU, "", (), (*tiles, Chosen("dq", 128, "float16", Tile(32, 8, 1, 1)))))
+    tiles = [TileChoice("forward", 64, "float16", Tile(64, 8, 4, 4)), TileChoice("dkdv", 64, "float16", FOUR_WARPS)]
+    tuned.store_card(Card(GPU, "", (), (*tiles, TileChoice("dq", 128, "float16", Tile(32, 8, 1, 1)))))
     train()
     assert [one.variant.threads for one in launches.seen] == [128, 256, 128, 128]
 
@@ -183,7 +183,7 @@ CANDIDATES = [
     for number in (75, 90)
     for entry in candidates.ENTRIES
     for D in variants.HEAD_DIMS
-    for tile in candidates.tiles(entry, number, D)
+    for tile in candidates.candidate_tiles(entry, number, D)
     if tile != getattr(variants, f"{entry}_tile")(Kind(number, FP16, D, local=True))
 ]
 
@@ -196,7 +196,7 @@ def test_candidates_fit_and_are_right(
     variant = getattr(variants, entry)(Kind(number, FP16, D, tiles=((entry, tile),)))
     assert variant.shared * (tile.MINB if number == 75 else 1) <= {75: 64, 90: 99}[number] * 1024
     launches = fused_on_cpu.emulate(monkeypatch, number)
-    monkeypatch.setattr(tuned, "tiles_of", lambda *of: ((entry, tile),))
+    monkeypatch.setattr(tuned, "find_tiles", lambda *of: ((entry, tile),))
     problem = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=2, head_dim=D, dtype="float16", causal=True)
     verdict = Examination(replace(problem, backward=entry != "forward")).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
@@ -237,7 +237,7 @@ def test_the_command_shows_its_progress_keeps_prints_and_writes_what_it_found(
     assert err.splitlines()[0].startswith("1/") and "head_dim 64, float16" in err
     card = tuned.from_row((tmp_path / "t4.json").read_text())
     in_another_process()
-    assert tuned.of(GPU) == card and tuned.summary(GPU)[1:] == tuned.lines(card)
+    assert tuned.find_card(GPU) == card and tuned.summarize(GPU)[1:] == tuned.format_lines(card)
 
 
 @pytest.mark.usefixtures("command")
@@ -290,7 +290,7 @@ def test_a_file_that_becomes_unwritable_meanwhile_costs_nothing_of_what_was_foun
     out, err = capsys.readouterr()
     assert "causal, head_dim 64" in out and "cannot write /dev/full: No space left on device" in err
     in_another_process()
-    assert tuned.of(GPU) is not None
+    assert tuned.find_card(GPU) is not None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -310,10 +310,10 @@ def test_usual_shapes_are_those_of_the_gpus_models(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(nvrtc, "why_not", lambda: None)
+    monkeypatch.setattr(nvrtc, "decline_reason", lambda: None)
     monkeypatch.setattr(settings, "capability", lambda device: capability)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
-    monkeypatch.setattr(tune, "tensor_cores", SimpleNamespace(measure_again=lambda device: capability > (7, 5)))
+    monkeypatch.setattr(tune, "tensor_cores", SimpleNamespace(remeasure=lambda device: capability > (7, 5)))
     monkeypatch.setattr(tune, "measure", lambda device, dtype: NO_LIMITS)
     found: Any = tune.of_this_gpu([], [], 2048)
     assert (found.device.index, found.head_dims, found.dtypes) == (1, [64, 128], [dtype])

@@ -214,7 +214,7 @@ def test_rows_of_several_child_processes_come_in_the_order_of_one(tmp_path, monk
 @pytest.mark.parametrize(("on_gpu", "refused"), [(True, []), (True, ["dq ended a process"]), (False, [])])
 def test_a_kernel_that_ends_its_process_is_one_wrong_answer_on_a_gpu(on_gpu, refused, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "may_break", lambda device_type: on_gpu)
-    monkeypatch.setattr(faults, "reasons", lambda: refused)
+    monkeypatch.setattr(faults, "list_reasons", lambda: refused)
     saved = tmp_path / "rows.json"
     wanted = ["-k", "head_dim 256,head_dim 264" if on_gpu else "head_dim 264", "--json", str(saved)]
     name = "tests.test_verify_cli:ends_its_process"

@@ -215,7 +215,7 @@ def main(arguments: argparse.Namespace) -> int:
         for error in row.verdict.errors
     ):
         remarks.append(BROKEN)
-    remarks += [f"refused: {reason}" for reason in faults.reasons()]
+    remarks += [f"refused: {reason}" for reason in faults.list_reasons()]
     remarks += locate_words(rows, isolated)
     summary = report(rows, environment, arguments.verbose, remarks, own or OURS, bool(own), bool(texts))
     deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)

@@ -1,8 +1,8 @@
-"""The ordered list of backends: the first that can serve a call exactly does. Nothing else names them."""
+"""The ordered list of backends. The first backend that computes a call exactly serves it. No other file lists them."""
 
 from __future__ import annotations
 
-from flash_attn_compat.backends.base import Backend, CallRefused, Capabilities, KernelsFailed, Negated
+from flash_attn_compat.backends.base import Backend, CallRefused, Capabilities, KernelsFailed, NegatedView
 from flash_attn_compat.backends.chunked import Chunked
 from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.official import Official
@@ -21,4 +21,4 @@ BACKENDS: tuple[Backend, ...] = (
     Reference(),
 )
 
-__all__ = ["BACKENDS", "Backend", "CallRefused", "Capabilities", "KernelsFailed", "Negated"]
+__all__ = ["BACKENDS", "Backend", "CallRefused", "Capabilities", "KernelsFailed", "NegatedView"]

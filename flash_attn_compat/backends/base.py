@@ -1,9 +1,8 @@
-"""What a backend is: a table of what it can compute, its reasons against a call, forward and backward.
+"""The interface of a backend: a table of capabilities, reasons to decline a call, a forward and a backward.
 
-How calls that are alike are computed is prepared once; by default that is its forward and its backward.
-
-Reasons come from the table wherever they can, so that the table is also the documentation and the tests'
-parametrisation. A backend never looks at another one.
+A backend prepares one run for all calls with the same cache key. The default run is its forward or its backward.
+Reasons come from the table wherever possible: the table is also the documentation and parametrises the tests. A backend
+never looks at another backend.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _DEVICES = {"cpu": "CPUs", "cuda": "CUDA GPUs", "mps": "Apple GPUs", "xpu": "Int
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend computes exactly.
+    """The calls that a backend computes exactly.
 
     devices: device types, None for any; min_capability, max_capability: CUDA compute capabilities, inclusive
-    not_on_rocm: why it does not serve AMD's GPUs, which PyTorch calls cuda too; None if it does
+    rocm_reason: reason to decline AMD's GPUs, which PyTorch calls cuda too; None where the backend serves them
     """
 
     features: Feature
@@ -45,24 +44,24 @@ class Capabilities:
     min_capability: tuple[int, int] | None = None
     max_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None
-    not_on_rocm: str | None = None
+    rocm_reason: str | None = None
 
 
 class KernelsFailed(RuntimeError):
-    """A backend's kernels turn out not to work for a call: compiling, loading, launching or trying them fails.
+    """A backend's kernels failed for a call: in compilation, loading, launch or self-test.
 
-    Nothing was written, unless ``appended`` is q, rotated if that was asked for: then the new keys are in their cache.
+    appended: q, rotated where the call rotates, if the new keys are in the cache already; None if nothing was written
     """
 
     appended: Tensor | None = None
 
 
 class CallRefused(KernelsFailed):
-    """The kernels cannot compute this very call, for its sizes; other calls of the same traits they can."""
+    """The kernels cannot compute a call of this size. Other calls with the same traits may run."""
 
 
-class Negated(RuntimeError):
-    """A tensor's memory holds its numbers with the other sign, which PyTorch knows and a kernel does not."""
+class NegatedView(RuntimeError):
+    """A tensor is a lazily negated view: its memory holds the negated numbers, which a kernel cannot know."""
 
 
 class Backend(abc.ABC):
@@ -76,12 +75,12 @@ class Backend(abc.ABC):
         return {}
 
     def reasons(self, traits: Traits) -> list[str]:
-        """Every reason why this backend cannot serve calls of these traits; empty when it can."""
+        """Every reason to decline calls with these traits; empty if the backend is eligible."""
         table = self.capabilities
-        refuses_rocm = torch.version.hip is not None and table.not_on_rocm
-        reasons = [refuses_rocm] if refuses_rocm else list(self.unavailable_reasons())
+        rocm_reason = torch.version.hip is not None and table.rocm_reason
+        reasons = [rocm_reason] if rocm_reason else list(self.unavailable_reasons())
         if table.devices is not None and traits.device_type not in table.devices:
-            reasons.append(f"runs on {_named(table.devices)} only")
+            reasons.append(f"runs on {_join_device_names(table.devices)} only")
         reasons += _capability_reasons(table, traits)
         if traits.dtype not in table.dtypes:
             reasons.append(f"does not compute {dtype_name(traits.dtype)}")
@@ -96,32 +95,32 @@ class Backend(abc.ABC):
         return reasons or self.late_reasons(traits)
 
     def rank(self, traits: Traits) -> int:
-        """Where it stands among the others for such calls: lower goes first, equals in the order of the list."""
+        """The backend's rank for such calls: lower ranks go first, equal ranks keep the order of BACKENDS."""
         return 0
 
     def times(self, traits: Traits) -> Mapping[str, float] | None:
-        """Milliseconds of such calls by the backends that were timed on this GPU, itself among them.
+        """Milliseconds of such calls by backend name, this backend included; None where nothing was timed on this GPU.
 
-        These backends change places among themselves, the fastest first, whatever their rank; the others stay.
+        The timed backends are sorted by time and not by rank. Every other backend keeps its place.
         """
         return None
 
     def has_failed(self, traits: Traits) -> bool:
         return traits in self._failures
 
-    def give_up(self, traits: Traits, failure: KernelsFailed) -> None:
-        """From now on the failure is a reason against such calls; warns once of each."""
+    def record_failure(self, traits: Traits, failure: KernelsFailed) -> None:
+        """Decline such calls from now on, with the failure as the reason. Each reason warns once."""
         reason = " ".join(str(failure).split())[:400]
         if reason not in self._failures.values():
             warnings.warn(f"a {self.name} kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
         self._failures[traits] = reason
 
-    def forget_failures(self) -> None:
-        """Try again what has failed."""
+    def clear_failures(self) -> None:
+        """Allow calls that failed to be tried again."""
         self._failures.clear()
 
     def unavailable_reasons(self) -> list[str]:
-        """Why this backend cannot serve any call on this machine."""
+        """Reasons to decline every call on this machine."""
         return []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
@@ -129,11 +128,11 @@ class Backend(abc.ABC):
         return []
 
     def late_reasons(self, traits: Traits) -> list[str]:
-        """What takes a library or a trial to find out: asked only where nothing else speaks against."""
+        """Reasons that need a library or a self-test; asked only where no other reason exists."""
         return []
 
     def prepare(self, alike: Alike) -> Run:
-        """What computes all calls that are ``alike``. May raise KernelsFailed, as may what it returns."""
+        """Return the run for all calls with the cache key of ``alike``. It and its run may raise KernelsFailed."""
         bind, forward = alike.bind, self.forward
         if not alike.is_over_cache:
             return lambda tensors, length: forward(bind(tensors, length)[0])
@@ -146,47 +145,46 @@ class Backend(abc.ABC):
         return run
 
     def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
-        """The same for gradients: of all calls like this one, from what comes from above as this does."""
+        """Return the run for gradients, for all calls and upstreams with the cache key of these."""
         described, backward = call.with_tensors(), self.backward
         return lambda tensors, upstream, into: Derived(backward(described.with_tensors(*tensors), upstream, into))
 
-    def kept_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
-        """The dense mask that a forward saw, shaped as ``mask`` is, if ``saved`` holds it; None if not.
+    def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
+        """The dense mask that a forward read, in the shape of ``mask``, if ``saved`` holds it; else None.
 
-        A backend that keeps it does not read the mask's own memory in its backward.
+        A backend that saves the mask does not read ``mask`` in its backward.
         """
         return None
 
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> Result:
-        """Compute out, softmax_lse (+inf for rows without keys) and the dropout's rng_state."""
+        """Return out, softmax_lse (+inf for rows without keys) and the dropout's rng_state."""
 
     @abc.abstractmethod
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-        """Gradients from the ``out`` and ``softmax_lse`` in ``upstream``, whoever computed those.
+        """Return dq, dk, dv from the ``out`` and ``softmax_lse`` in ``upstream``, which any backend may have computed.
 
-        ``upstream`` has a gradient of softmax_lse only where the backend's table lists Feature.LSE_GRADIENT.
-
-        Probabilities are exp(score - softmax_lse), so the numbers may describe a longer sequence of which
-        ``call`` holds a part. Results are written through the strides of ``into`` where it is given.
+        Probabilities are exp(score - softmax_lse), so ``upstream`` may describe a longer sequence than ``call``. It has
+        a gradient of softmax_lse only where the backend's table lists Feature.LSE_GRADIENT.
+        into: tensors to write through their strides and to return; None for new tensors
         """
 
 
 class BlockwiseBackend(Backend):
-    """A backend that computes dense blocks; packed, paged and padded calls are laid out for it."""
+    """A backend that computes dense blocks. This class cuts packed, paged and padded calls into such blocks."""
 
     @abc.abstractmethod
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """``out`` (n, seqlen_q, nheads, head_dim_v) in q's dtype, and the true LSE (n, nheads, seqlen_q).
+        """Return out (n, seqlen_q, nheads, head_dim_v) in q's dtype, and the unshifted LSE (n, nheads, seqlen_q).
 
-        Rows without keys are 0, their LSE +inf. None where nobody asked for the LSE, or the kernel has none.
+        Rows without keys are 0, their LSE is +inf. The LSE is None where the call needs none or the kernel has none.
         """
 
     @abc.abstractmethod
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv in the layout of block.q, block.k, block.v."""
+        """Return dq, dk, dv in the layout of block.q, block.k, block.v."""
 
     def forward(self, call: AttentionCall) -> Result:
         rng_state = call.rng_state
@@ -197,11 +195,11 @@ class BlockwiseBackend(Backend):
             out, lse = self.forward_block(call, block, rng_state)
             if lse is None or not call.lse_carries_alibi_position:
                 return Result(out, lse, rng_state)
-            return Result(out, lse + _lse_shift(block, lse.dtype), rng_state, saved=(lse,))
+            return Result(out, lse + _position_shift(block, lse.dtype), rng_state, saved=(lse,))
         has_lse = call.return_lse or call.needs_grad
-        layout = _layout_of(call)
+        layout = _make_layout(call)
         out, lse = layout.empty_result()
-        # The reported LSE can be large beside the true one, which the backward needs to its last digit.
+        # The reported LSE can be much larger than the unshifted one, which the backward needs to its last digit.
         saved = (lse.clone(),) if call.lse_carries_alibi_position else ()
         for block, rows, _ in layout.blocks(layout.plans()):
             block_out, block_lse = self.forward_block(call, block, rng_state)
@@ -211,35 +209,35 @@ class BlockwiseBackend(Backend):
             elif has_lse:
                 if saved:
                     rows.scatter_lse(saved[0], block_lse)
-                    block_lse = block_lse + _lse_shift(block, block_lse.dtype)
+                    block_lse = block_lse + _position_shift(block, block_lse.dtype)
                 rows.scatter_lse(lse, block_lse)
         return Result(out, lse, rng_state, saved) if has_lse else Result(out, None, rng_state)
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         block = whole_block(call)
         if block is not None:
-            found = self.backward_block(call, block, upstream._replace(softmax_lse=_true_lse(call, block, upstream)))
-            return deliver(Gradients(*found), call, into)
-        layout = _layout_of(call)
+            upstream = upstream._replace(softmax_lse=_unshifted_lse(call, block, upstream))
+            return write_gradients(Gradients(*self.backward_block(call, block, upstream)), call, into)
+        layout = _make_layout(call)
         totals = _zero_gradients(call, layout, upstream, into)
         for block, rows, keys in layout.blocks(layout.plans()):
-            # A kernel that makes its probabilities anew has some for rows of padding, too.
+            # A kernel that recomputes probabilities gets nonzero ones for rows of padding, too.
             dout = rows.with_padding(rows.gather(upstream.dout), 0.0)
-            lse = _true_lse(call, block, upstream, rows)
+            lse = _unshifted_lse(call, block, upstream, rows)
             dlse = None if upstream.dlse is None else rows.gather_lse(upstream.dlse, 0.0)
-            of_block = Upstream(dout, rows.gather(upstream.out), lse, upstream.rng_state, dlse=dlse)
-            found = self.backward_block(call, block, of_block)
-            for total, places, gradient in zip(totals, (rows, keys, keys), found):
+            block_upstream = Upstream(dout, rows.gather(upstream.out), lse, upstream.rng_state, dlse=dlse)
+            gradients = self.backward_block(call, block, block_upstream)
+            for total, places, gradient in zip(totals, (rows, keys, keys), gradients):
                 places.scatter(total, gradient)
         return totals
 
 
-def _layout_of(call: AttentionCall) -> Layout:
+def _make_layout(call: AttentionCall) -> Layout:
     return HiddenLayout(call) if has_hidden_lengths(call) else Layout(call)
 
 
 def _zero_gradients(call: AttentionCall, layout: Layout, upstream: Upstream, into: Gradients | None) -> Gradients:
-    """Gradients to scatter into: ``into`` where it is given."""
+    """Return zeroed gradients to scatter into: ``into`` where it is given, else new tensors."""
     if call.transformed:
         others = [x for x in (upstream.dout, upstream.out, upstream.softmax_lse, upstream.dlse) if x is not None]
         return Gradients(*[layout.zeros(tuple(x.shape), x.dtype, *others) for x in (call.q, call.k, call.v)])
@@ -249,69 +247,70 @@ def _zero_gradients(call: AttentionCall, layout: Layout, upstream: Upstream, int
     return totals
 
 
-def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, rows: Places | None = None) -> Tensor | None:
-    """A block's, whose ``rows`` these are: as the forward kept it, or as it was reported, without the position that
-    flash-attn adds under causal ALiBi; None from kernels that have none.
+def _unshifted_lse(call: AttentionCall, block: Block, upstream: Upstream, rows: Places | None = None) -> Tensor | None:
+    """Return the block's LSE without the position that flash-attn adds under causal ALiBi; None if there is no LSE.
+
+    rows: places of the block's rows in the call's tensors, None for a block that is the whole call
     """
     lse = upstream.saved[0] if upstream.saved else upstream.softmax_lse
     if lse is None:
         return None
     lse = lse if rows is None else rows.gather_lse(lse)
     is_shifted = call.lse_carries_alibi_position and not upstream.saved
-    return lse - _lse_shift(block, lse.dtype) if is_shifted else lse
+    return lse - _position_shift(block, lse.dtype) if is_shifted else lse
 
 
-def _lse_shift(block: Block, dtype: torch.dtype) -> Tensor:
-    assert block.slopes is not None  # nothing else shifts it
+def _position_shift(block: Block, dtype: torch.dtype) -> Tensor:
+    assert block.slopes is not None  # only ALiBi shifts the LSE
     offset = block.offset if block.first_key is None else block.offset - block.first_key
     return alibi.causal_lse_shift(block.slopes.to(dtype), block.q.shape[1], offset)
 
 
-def deliver(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gradients:
-    """``found`` in the call's dtypes, or written through the strides of ``into``."""
+def write_gradients(gradients: Gradients, call: AttentionCall, into: Gradients | None) -> Gradients:
+    """Return ``gradients`` in the call's dtypes; or ``into``, with the gradients written through its strides."""
     if into is None:
-        return Gradients(found.dq.to(call.q.dtype), found.dk.to(call.k.dtype), found.dv.to(call.v.dtype))
-    for target, value in zip(into, found):
+        return Gradients(*(value.to(tensor.dtype) for value, tensor in zip(gradients, (call.q, call.k, call.v))))
+    for target, value in zip(into, gradients):
         target.copy_(value)
     return into
 
 
 @functools.cache
-def operator(name: str) -> Any:
-    """A private operator of PyTorch's; None where this PyTorch has none."""
+def aten_operator(name: str) -> Any:
+    """Return PyTorch's private operator aten::``name``; None where this PyTorch lacks it."""
     packet = getattr(torch.ops.aten, name, None)
     return packet and packet.default
 
 
-def arguments_of(operator: Any) -> frozenset[str]:
-    """The names of its arguments in the installed PyTorch, whose schemas grow; a reason against what it lacks."""
+def argument_names(operator: Any) -> frozenset[str]:
+    """Return the argument names of an operator in the installed PyTorch; empty for None."""
     return frozenset() if operator is None else frozenset(argument.name for argument in operator._schema.arguments)
 
 
-def lacking(needed: dict[str, set[str]]) -> list[str]:
-    """Reasons against operators, by name, that lack an argument which they are called with."""
+def missing_argument_reasons(needed: dict[str, set[str]]) -> list[str]:
+    """Return a reason for each operator (key) of this PyTorch that lacks an argument that we pass (value)."""
     return [
         f"this PyTorch's aten::{name} lacks {', '.join(sorted(missing))}"
         for name, arguments in needed.items()
-        if (missing := arguments - arguments_of(operator(name)))
+        if (missing := arguments - argument_names(aten_operator(name)))
     ]
 
 
 def _capability_reasons(table: Capabilities, traits: Traits) -> list[str]:
     if traits.capability is None:
         return []
-    lowest, highest = table.min_capability, table.max_capability
+    lowest, highest, here = table.min_capability, table.max_capability, _format_capability(traits.capability)
     if lowest is not None and traits.capability < lowest:
-        return [f"needs compute capability {_dotted(lowest)}, this GPU counts as {_dotted(traits.capability)}"]
+        return [f"needs compute capability {_format_capability(lowest)}, this GPU counts as {here}"]
     if highest is not None and traits.capability > highest:
-        return [f"knows GPUs up to {_dotted(highest)}, this GPU counts as {_dotted(traits.capability)}"]
+        return [f"knows GPUs up to {_format_capability(highest)}, this GPU counts as {here}"]
     return []
 
 
-def _named(devices: frozenset[str]) -> str:
+def _join_device_names(devices: frozenset[str]) -> str:
     *others, last = [_DEVICES.get(device, device) for device in sorted(devices)]
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _format_capability(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"

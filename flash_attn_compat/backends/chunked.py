@@ -1,8 +1,8 @@
 """Online softmax over tiles of keys in plain PyTorch: every feature, every device, memory linear in length.
 
 Forward is algorithm 1 of FlashAttention-2 (Dao, 2023) and backward its algorithm 2, with tiles as large
-as a fixed memory budget allows: one pass over all visible keys of a few rows where that fits, running
-maxima only where it does not. Query heads that share a key head are rows of the same matrix product.
+as a fixed memory budget allows. Where all visible keys of a few rows fit, one pass computes them; only
+otherwise are there running maxima. Query heads that share a key head are rows of one matrix product.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Chunked(BlockwiseBackend):
         if call.return_lse or call.needs_grad:
             lse = block.q.new_empty((n, nheads, seqlen_q), dtype=lse_dtype(block.q.dtype))
         if call.mask.rows_with_keys(seqlen_q, block.k.shape[1]).size < seqlen_q:
-            # The others are not computed.
+            # The tiles below leave out rows without keys.
             out.zero_()
             if lse is not None:
                 lse.fill_(torch.inf)
-        for sub in sub_blocks(call, block, rng_state):
+        for sub in split_block(call, block, rng_state):
             for rows in sub.row_tiles():
                 row_out, row_lse = _attend_rows(sub, rows)
                 out[sub.n, rows.start : rows.stop, sub.heads] = row_out.transpose(1, 2)
@@ -56,7 +56,7 @@ class Chunked(BlockwiseBackend):
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.zeros_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
-        for sub in sub_blocks(call, block, upstream.rng_state):
+        for sub in split_block(call, block, upstream.rng_state):
             totals = [torch.zeros_like(tensor, dtype=sub.dtype) for tensor in (sub.keys, sub.values)]
             for rows in sub.row_tiles():
                 row_dq = _backpropagate_rows(sub, rows, upstream, *totals)
@@ -85,22 +85,22 @@ def _attend_rows(sub: SubBlock, rows: Range) -> tuple[Tensor, Tensor]:
 def _attend_tile(
     sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one tile of keys adds to out and to the weights' sum, and the new running maximum."""
-    weights, total, new_peak = _weigh(sub, queries, rows, columns, peak)
-    keep = sub.keep(rows, columns)
+    """Return one tile's contributions to out and to the weights' sum, and the new running maximum."""
+    weights, total, new_peak = _softmax_weights(sub, queries, rows, columns, peak)
+    keep = sub.dropout_mask(rows, columns)
     if keep is not None:
         weights.mul_(keep)
     values = sub.values[:, columns.start : columns.stop]
-    out = sub.unfold(sub.product(weights.reshape(*queries.shape[:2], -1), values), rows)
+    out = sub.unfold(sub.matmul(weights.reshape(*queries.shape[:2], -1), values), rows)
     return out, total, new_peak
 
 
-def _weigh(
+def _softmax_weights(
     sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(score - maximum) of a tile as an operand, its row sums, and the running maximum.
+    """Return exp(score - maximum) of a tile as an operand, its row sums, and the new running maximum.
 
-    That is finite where a row has seen nothing yet, too, or exp(-inf - maximum) would be nan.
+    The maximum is finite even for a row that has seen no key yet: exp(-inf - -inf) would be nan.
     """
     if _fused_weights.is_enabled and sub.block.slopes is None and sub.block.first_key is None:
         raw, hidden = sub.raw_scores(queries, rows, columns), sub.hidden(rows, columns)
@@ -116,7 +116,7 @@ def _weigh(
 def _fused_weights(
     raw: Tensor, hidden: Tensor | None, softcap: float, peak: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What _weigh does after the matrix product, out of place and in one expression for the compiler to fuse."""
+    """_softmax_weights after its matrix product, out of place and in one expression for the compiler to fuse."""
     scores = torch.tanh(raw) * softcap if softcap else raw
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -142,33 +142,33 @@ def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tens
         scores = sub.scores(queries, rows, columns)
         slope = sub.softcap_slope(queries, rows, columns, scores) if call.softcap else None
         folded = scores.sub_(row_lse).exp_().reshape(*queries.shape[:2], -1)
-        keep = sub.keep(rows, columns)
+        keep = sub.dropout_mask(rows, columns)
         dropped = folded.to(sub.operand_dtype)
         if keep is not None:
             keep = keep.mul_(1.0 / (1.0 - call.dropout_p)).reshape(folded.shape)
             dropped = dropped * keep
-        dv[:, inside] += sub.product(dropped.transpose(1, 2), dout)
-        dscores = sub.product(dout, sub.values[:, inside].transpose(1, 2))
+        dv[:, inside] += sub.matmul(dropped.transpose(1, 2), dout)
+        dscores = sub.matmul(dout, sub.values[:, inside].transpose(1, 2))
         if keep is not None:
             dscores.mul_(keep)
         dscores.sub_(delta).mul_(folded)
         if slope is not None:
             dscores.mul_(slope.reshape(dscores.shape))
         dscores = dscores.to(sub.operand_dtype)
-        tile_dq = sub.product(dscores, sub.keys[:, inside], call.softmax_scale)
+        tile_dq = sub.matmul(dscores, sub.keys[:, inside], call.softmax_scale)
         dq = tile_dq if dq is None else dq.add_(tile_dq)
-        dk[:, inside] += sub.product(dscores.transpose(1, 2), queries, call.softmax_scale)
+        dk[:, inside] += sub.matmul(dscores.transpose(1, 2), queries, call.softmax_scale)
     assert dq is not None  # rows that see no keys are in no tile
     return sub.unfold(dq, rows)
 
 
-# ---- what is worked on at once
+# ---- tiles
 
 
-def _operand_dtype(q: Tensor) -> torch.dtype:
-    """The dtype that products are computed from: halves for tensor cores, which give a result in fp32, else fp32.
+def _choose_operand_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype of matrix operands: halves for tensor cores, which accumulate in fp32; else fp32 or fp64.
 
-    A CPU's products of halves can be hundreds of times slower than of fp32.
+    On a CPU, products of halves can be hundreds of times slower than those of fp32.
     """
     if not q.is_cuda or q.dtype not in HALF_DTYPES or not _BMM_HAS_OUT_DTYPE or lacks_tensor_cores(q.device):
         return lse_dtype(q.dtype)
@@ -176,7 +176,7 @@ def _operand_dtype(q: Tensor) -> torch.dtype:
 
 
 class SubBlock:
-    """Some sequences and heads of a block in working precision, worked on one tile at a time."""
+    """Some sequences and heads of a block in working precision, computed tile by tile."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class SubBlock:
         self.count, self.seqlen_q = self.block.q.shape[:2]
         self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
         self.dtype = lse_dtype(block.q.dtype)
-        self.operand_dtype = _operand_dtype(block.q)
+        self.operand_dtype = _choose_operand_dtype(block.q)
         self.hidden = hidden
         self.keys = self._fold_keys(self.block.k)
         self.values = self._fold_keys(self.block.v)
@@ -206,34 +206,34 @@ class SubBlock:
             yield Range(start, min(start + self.size.rows, alive.stop))
 
     def key_tiles(self, rows: Range) -> Iterator[Range]:
-        """The keys that some of ``rows`` see, from a multiple of 8 on, where matrix products read fast."""
+        """Tiles of the keys that any of ``rows`` sees, from a multiple of 8 on, where matrix products read fast."""
         visible = self.call.mask.visible_keys(rows, self.offset, self.seqlen_k)
         for start in range(visible.start - visible.start % 8, visible.stop, self.size.keys):
             yield Range(start, min(start + self.size.keys, visible.stop))
 
     def fold(self, tensor: Tensor, rows: Range) -> Tensor:
-        """Rows of a (n, seqlen_q, nheads, x) tensor as operands (n * kv heads, group * rows, x)."""
+        """Return rows of a (n, seqlen_q, nheads, x) tensor as operands (n * kv heads, group * rows, x)."""
         some = tensor[self.n, rows.start : rows.stop, self.heads].to(self.operand_dtype).transpose(1, 2)
-        return self._operand(some.reshape(-1, self.group * rows.size, tensor.shape[-1]))
+        return self._align_operand(some.reshape(-1, self.group * rows.size, tensor.shape[-1]))
 
     def unfold(self, folded: Tensor, rows: Range) -> Tensor:
         """(n * kv heads, group * rows, x) -> (n, q heads, rows, x)."""
         return folded.reshape(self.count, -1, rows.size, folded.shape[-1])
 
     def _fold_keys(self, tensor: Tensor) -> Tensor:
-        return self._operand(tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1))
+        return self._align_operand(tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1))
 
-    def _operand(self, matrices: Tensor) -> Tensor:
-        """A view of the caller's memory may begin anywhere, which half-precision products on a GPU can't read."""
+    def _align_operand(self, matrices: Tensor) -> Tensor:
+        """Return matrices aligned: half-precision products on a GPU cannot read an unaligned view."""
         return ready(matrices) if self.operand_dtype != self.dtype and not matrices.shape[-1] % 8 else matrices
 
     def raw_scores(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
-        """Scaled products of queries and keys, (n, q heads, rows, columns), divided by softcap where there is one."""
+        """Return scaled products of queries and keys (n, q heads, rows, columns), divided by softcap if it is set."""
         keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
-        return self.unfold(self.product(queries, keys, self.call.softmax_scale / (self.call.softcap or 1.0)), rows)
+        return self.unfold(self.matmul(queries, keys, self.call.softmax_scale / (self.call.softcap or 1.0)), rows)
 
     def scores(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
-        """Scores (n, q heads, rows, columns), -inf where unseen."""
+        """Return scores (n, q heads, rows, columns), -inf where hidden."""
         scores = self.raw_scores(queries, rows, columns)
         if self.call.softcap:
             scores.tanh_().mul_(self.call.softcap)
@@ -250,25 +250,25 @@ class SubBlock:
         return scores
 
     def softcap_slope(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
-        """The derivative of a score with regard to what softcap was applied to."""
-        # Without ALiBi's bias, scores give the tanh; a hidden key's is -inf, and its gradient 0 whatever the slope.
-        of_scores = self.block.slopes is None
-        tanh = scores / self.call.softcap if of_scores else self.raw_scores(queries, rows, columns).tanh_()
+        """Return the derivative of softcap * tanh(x / softcap) at the uncapped scores x."""
+        # Without ALiBi, scores / softcap is the tanh. A hidden key's score is -inf; its gradient is 0 at any slope.
+        has_tanh = self.block.slopes is None
+        tanh = scores / self.call.softcap if has_tanh else self.raw_scores(queries, rows, columns).tanh_()
         return tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
 
-    def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-        """a @ b * scale with fp32 (fp64) accumulation and result, whatever precision the operands are in."""
+    def matmul(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        """Return a @ b * scale with fp32 (fp64) accumulation and result, for operands of any precision."""
         if a.dtype == self.dtype:
-            applied = 1.0 if math.isnan(scale) else scale  # a CPU's library takes nan for 0
-            found = torch.baddbmm(
+            applied = 1.0 if math.isnan(scale) else scale  # a CPU's library treats nan as 0
+            result = torch.baddbmm(
                 a.new_empty(1, 1, 1).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=applied
             )
         else:
-            applied, found = 1.0, torch.bmm(a, b, out_dtype=self.dtype)
-        return found if scale == applied else found.mul_(scale)
+            applied, result = 1.0, torch.bmm(a, b, out_dtype=self.dtype)
+        return result if scale == applied else result.mul_(scale)
 
-    def keep(self, rows: Range, columns: Range) -> Tensor | None:
-        """Surviving probabilities of a tile as 0 and 1, (n, q heads, rows, columns); None without dropout."""
+    def dropout_mask(self, rows: Range, columns: Range) -> Tensor | None:
+        """Return a tile's dropout mask, 1 to keep and 0 to drop (n, q heads, rows, columns); None without dropout."""
         if not self.call.dropout_p:
             return None
         heads = Range(self.heads.start, self.heads.stop)
@@ -276,7 +276,7 @@ class SubBlock:
 
 
 class TileSize(NamedTuple):
-    """How much is worked on at once: a tile of rows and keys, of so many heads of so many sequences."""
+    """The size of a tile: rows, keys, and the key heads and sequences computed together."""
 
     sequences: int
     heads_kv: int
@@ -284,10 +284,10 @@ class TileSize(NamedTuple):
     keys: int
 
 
-class Limits(NamedTuple):
-    """Of one tile: elements of scores, keys, the fewest rows worth a tile, and the share of visible keys in rows.
+class TileLimits(NamedTuple):
+    """Limits of one tile: most scores, most keys, fewest rows worth a tile, and the share of visible keys in rows.
 
-    small: scores that are not worth a second round of launches, even if half of them are hidden
+    small: a call of at most so many scores gets tiles of all rows, even if its mask hides half: launches cost more
     """
 
     elements: int
@@ -297,20 +297,20 @@ class Limits(NamedTuple):
     small: int
 
 
-# On a CPU a tile should stay in the cache of a core; on a GPU launches are what a small tile costs.
-_CPU = Limits(elements=2**19, keys=512, rows=128, share=2, small=0)
-_ACCELERATOR = Limits(elements=5 * 2**23, keys=8192, rows=256, share=1, small=2**24)
+# On a CPU a tile should fit the cache of a core. On a GPU small tiles cost launches.
+_CPU_LIMITS = TileLimits(elements=2**19, keys=512, rows=128, share=2, small=0)
+_ACCELERATOR_LIMITS = TileLimits(elements=5 * 2**23, keys=8192, rows=256, share=1, small=2**24)
 _ALIGNED_ROWS = 64
-# Masks of tiles kept for the next ones: both ends of a window.
-_REMEMBERED_TILES = 2
+# Masks cached for later tiles: one for each end of a window.
+_CACHED_MASKS = 2
 
 
-def _tile_size(call: AttentionCall, block: Block) -> TileSize:
+def _choose_tile_size(call: AttentionCall, block: Block) -> TileSize:
     """The largest tile within the device's budget: first rows and keys, then heads, then sequences, then rows.
 
-    Rows beyond some share of the keys, or of a window, would mostly compute scores that the mask hides.
+    Taller tiles than a share of the keys, or of a window, would mostly compute scores that the mask hides.
     """
-    limits = _CPU if block.q.is_cpu else _ACCELERATOR
+    limits = _CPU_LIMITS if block.q.is_cpu else _ACCELERATOR_LIMITS
     n, seqlen_q = block.q.shape[:2]
     seqlen_k = block.k.shape[1]
     left, right = call.mask
@@ -326,15 +326,15 @@ def _tile_size(call: AttentionCall, block: Block) -> TileSize:
     sequences = -(-n // -(-n // sequences))
     rows = max(min(rows, max(16, budget // keys)), min(most_rows, budget // (sequences * heads * keys)))
     if _ALIGNED_ROWS < rows < seqlen_q:
-        # The keys that later rows see then begin where matrix products read fast.
+        # The visible keys of later rows then start where matrix products read fast.
         rows -= rows % _ALIGNED_ROWS
     return TileSize(sequences, heads, rows, keys)
 
 
-def sub_blocks(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[SubBlock]:
-    size = _tile_size(call, block)
+def split_block(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[SubBlock]:
+    size = _choose_tile_size(call, block)
     make = functools.partial(call.mask.hidden, offset=block.offset, device=block.q.device)
-    hidden = ByDistance(make, _REMEMBERED_TILES)
+    hidden = ByDistance(make, _CACHED_MASKS)
     for start in range(0, block.q.shape[0], size.sequences):
         n = slice(start, min(start + size.sequences, block.q.shape[0]))
         for first in range(0, call.nheads_k, size.heads_kv):

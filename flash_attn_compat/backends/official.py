@@ -1,8 +1,8 @@
-"""The real flash-attn 2, used call by call where it is installed, works on this GPU and accepts the call.
+"""The installed flash-attn 2, for each call that it accepts on this GPU.
 
-Its compiled extension is called directly, whatever has the name ``flash_attn`` at present: the
-package's own functions may be running on ours. What it refuses is a reason; a build that computes something
-else (some are limited to a few head dims) is found out by a tiny call before it gets its first real one.
+This backend calls the compiled extension directly and ignores the module named ``flash_attn``, which may be patched to
+run on this package. Limits of the extension are reasons. A smoke test before the first real call detects builds that
+compute wrong numbers: some are limited to a few head dims.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.external import FLASH_LACKS, FlashBackend, Launched, window_arguments
+from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, LaunchResult, window_arguments
 from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature, Traits
 
@@ -28,18 +28,18 @@ from flash_attn_compat.core.features import Feature, Traits
 class Official(FlashBackend):
     name = "official"
     capabilities = Capabilities(
-        features=~FLASH_LACKS,
+        features=~FLASH_UNSUPPORTED,
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(8, 0),
         max_head_dim=256,
-        not_on_rocm="flash-attn's kernels for ROCm are different and untested",
+        rocm_reason="flash-attn's kernels for ROCm are different and untested",
     )
-    # By zero_tensors: launches in C++ alone, where a mask takes operators that cost the host more than the call.
+    # By zero_tensors: its launches come from C++. Operators over a mask would cost the host more than the call.
     zeroes_outside = True
 
     def rank(self, traits: Traits) -> int:
-        return -2  # whatever is faster
+        return -2  # before every other backend, whatever is faster
 
     def unavailable_reasons(self) -> list[str]:
         if settings.official_disabled():
@@ -55,49 +55,49 @@ class Official(FlashBackend):
         return reasons
 
     def late_reasons(self, traits: Traits) -> list[str]:
-        loaded = _load(installed.location())
-        wrong = loaded if isinstance(loaded, str) else smoke_test.wrong_answer(self, loaded, traits)
-        return [wrong] if wrong else []
+        loaded = _load_functions(installed.location())
+        reason = loaded if isinstance(loaded, str) else smoke_test.decline_reason(self, loaded, traits)
+        return [reason] if reason else []
 
-    def launch_forward(self, call: AttentionCall) -> Launched:
-        functions = _functions()
+    def launch_forward(self, call: AttentionCall) -> LaunchResult:
+        functions = _require_functions()
         out = seqused_k = leftpad_k = block_table = generator = None
         return_softmax = False
         options = call.softmax_scale, *window_arguments(call), call.softcap
         q, k, v, slopes, starts = call.q, call.k, call.v, call.alibi_slopes, call.cu_seqlens_q
         if starts is None:
-            found = functions.fwd(q, k, v, out, slopes, call.dropout_p, *options, return_softmax, generator)
+            results = functions.fwd(q, k, v, out, slopes, call.dropout_p, *options, return_softmax, generator)
         else:
             scale, *others = options
-            found = functions.varlen_fwd(
+            results = functions.varlen_fwd(
                 q, k, v, out, starts, call.cu_seqlens_k, seqused_k, leftpad_k, block_table, slopes, call.max_seqlen_q,
                 call.max_seqlen_k, call.dropout_p, scale, self.zeroes_outside, *others, return_softmax, generator,
             )  # fmt: skip
-        out, lse, _, rng_state = found
-        return Launched(out, lse, (rng_state,))
+        out, lse, _, rng_state = results
+        return LaunchResult(out, lse, (rng_state,))
 
     def launch_backward(
-        self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
+        self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
     ) -> Gradients:
-        functions = _functions()
+        functions = _require_functions()
         q, k, v, starts_q, starts_k = call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k
         gradients = into or Gradients(*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)))
         rng_state = launched.state[0] if launched.state and call.dropout_p else None
-        given = (dout, q, k, v, launched.out, launched.lse, *gradients)
+        tensors = (dout, q, k, v, launched.out, launched.lse, *gradients)
         generator = None
         others = *window_arguments(call), call.softcap, call.deterministic, generator, rng_state
         if starts_q is None:
-            functions.bwd(*given, call.alibi_slopes, call.dropout_p, call.softmax_scale, *others)
+            functions.bwd(*tensors, call.alibi_slopes, call.dropout_p, call.softmax_scale, *others)
         else:
             functions.varlen_bwd(
-                *given, starts_q, starts_k, call.alibi_slopes, call.max_seqlen_q, call.max_seqlen_k, call.dropout_p,
+                *tensors, starts_q, starts_k, call.alibi_slopes, call.max_seqlen_q, call.max_seqlen_k, call.dropout_p,
                 call.softmax_scale, self.zeroes_outside, *others,
             )  # fmt: skip
         return gradients
 
 
-class _Functions(NamedTuple):
-    """The extension's functions as they were when it was loaded, whatever is put in their place later."""
+class _ExtensionFunctions(NamedTuple):
+    """The extension's functions from the moment when it was loaded. Later patches of the module do not reach them."""
 
     fwd: Callable[..., Any]
     varlen_fwd: Callable[..., Any]
@@ -105,29 +105,29 @@ class _Functions(NamedTuple):
     varlen_bwd: Callable[..., Any]
 
 
-def _functions() -> _Functions:
-    loaded = _load(installed.location())
+def _require_functions() -> _ExtensionFunctions:
+    loaded = _load_functions(installed.location())
     if isinstance(loaded, str):
         raise RuntimeError(loaded)
     return loaded
 
 
 @functools.lru_cache(maxsize=8)
-def _load(location: str) -> _Functions | str:
-    """The extension's functions, or why there are none. Tried once: a second attempt would fail alike."""
+def _load_functions(location: str) -> _ExtensionFunctions | str:
+    """Return the extension's functions, or the reason why they cannot be loaded. A second attempt would fail alike."""
     version = installed.stated_version(location)
     if version is None or not (2, 7) <= version < (3,):
         known = "of unknown version" if version is None else ".".join(map(str, version))
         return f"flash-attn {known} is installed, and versions 2.7 to 2.x are called here"
     try:
-        module = _extension(location)
-        return _Functions(*(getattr(module, name) for name in _Functions._fields))
-    except Exception as error:  # noqa: BLE001  a broken installation raises anything
+        module = _import_extension(location)
+        return _ExtensionFunctions(*(getattr(module, name) for name in _ExtensionFunctions._fields))
+    except Exception as error:  # noqa: BLE001  a broken installation may raise any exception
         return f"loading flash-attn raises {installed.error_line(error)}"
 
 
-def _extension(location: str) -> Any:
-    # Installations put it beside the package; our stand-in for it is never there.
+def _import_extension(location: str) -> Any:
+    # Installations put the extension beside the package. This package's stand-in is never there.
     spec = PathFinder.find_spec(installed.EXTENSION, [str(Path(location).parent)])
     if spec is None or spec.loader is None:
         raise ImportError(f"its compiled extension {installed.EXTENSION} is missing")
@@ -138,7 +138,7 @@ def _extension(location: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     finally:
-        # Loading an extension module may enter it under its name, which may be another's.
+        # Loading an extension may register it under its name, which may belong to another module.
         sys.modules.pop(installed.EXTENSION, None)
         if before is not None:
             sys.modules[installed.EXTENSION] = before

@@ -1,7 +1,7 @@
-"""The result that everything else is checked against: all scores at once, in fp64 where the device has it.
+"""The reference that all other backends are checked against: all scores at once, in fp64 where the device has it.
 
-Written out of place in differentiable operations, so that it also computes forward-mode AD, torch.func and
-double backward. Memory grows with the product of the lengths; never chosen before another backend.
+It uses differentiable operations out of place, so it also computes forward-mode AD, torch.func and double
+backward. Its memory grows with the product of the lengths. It is never chosen before another backend.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class Reference(BlockwiseBackend):
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v = _expand(call, block)
+        q, k, v = _repeat_key_heads(call, block)
         scores, _ = scores_of(call, block, q, k)
-        peak = _peak(scores.detach())
+        peak = _row_maximum(scores.detach())
         weights = torch.exp(scores - peak)
         total = weights.sum(-1, keepdim=True)
         dead = total == 0
         lse = torch.where(dead, torch.inf, total.masked_fill(dead, 1.0).log() + peak).squeeze(-1)
         probabilities = weights / total.masked_fill(dead, 1.0)
-        keep = _keep(call, block, rng_state)
+        keep = _dropout_factors(call, block, rng_state)
         if keep is not None:
             probabilities = probabilities * keep
         out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
         return out.to(block.q.dtype).contiguous(), lse.to(torch.float64 if q.dtype == block.q.dtype else torch.float32)
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = _expand(call, block)
+        q, k, v = _repeat_key_heads(call, block)
         dout, out, lse = (tensor.to(q.dtype) for tensor in (upstream.dout, upstream.out, upstream.lse))
         scores, softcap_slope = scores_of(call, block, q, k)
         probabilities = torch.exp(scores - lse.unsqueeze(-1))
-        keep = _keep(call, block, upstream.rng_state)
+        keep = _dropout_factors(call, block, upstream.rng_state)
         dropped = probabilities if keep is None else probabilities * keep
         dv = torch.einsum("bhqk,bqhd->bkhd", dropped, dout)
         dprobabilities = torch.einsum("bqhd,bkhd->bhqk", dout, v)
@@ -61,24 +61,24 @@ class Reference(BlockwiseBackend):
         return dq, dk.unflatten(2, groups).sum(3), dv.unflatten(2, groups).sum(3)
 
 
-def _peak(scores: Tensor) -> Tensor:
-    """The largest score of each row, finite even where a row sees no key or there is none."""
+def _row_maximum(scores: Tensor) -> Tensor:
+    """Return the largest score of each row, finite even for a row that sees no key and without any keys."""
     lowest = torch.finfo(scores.dtype).min
     if not scores.shape[-1]:
         return scores.new_full((*scores.shape[:-1], 1), lowest)
     return scores.amax(-1, keepdim=True).clamp_min(lowest)
 
 
-def _expand(call: AttentionCall, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in the working precision, key and value heads repeated for their query heads."""
+def _repeat_key_heads(call: AttentionCall, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v in the working precision, with key and value heads repeated for their query heads."""
     dtype = _working_dtype(block)
     group = call.nheads // call.nheads_k
     k, v = (tensor.to(dtype).repeat_interleave(group, dim=2) for tensor in (block.k, block.v))
     return block.q.to(dtype), k, v
 
 
-def _keep(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor | None:
-    """What dropout multiplies probabilities by: 0 or 1 / (1 - p)."""
+def _dropout_factors(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor | None:
+    """Return dropout's factors of probabilities, 0 or 1 / (1 - p); None without dropout."""
     if not call.dropout_p:
         return None
     rows, keys = Range(0, block.q.shape[1]), Range(0, block.k.shape[1])

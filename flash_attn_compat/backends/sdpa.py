@@ -1,12 +1,11 @@
-"""PyTorch's fused scaled_dot_product_attention on blocks that need no padding, or next to none.
+"""PyTorch's fused scaled_dot_product_attention on blocks with little or no padding.
 
-The kernel's own causal mask is aligned at the top left; where that does not fit, and for windows, ALiBi and
-padding, an additive bias does, a few rows at a time. Where many keys come before those of causal rows, they
-have a kernel call of their own. On a CPU the fused kernel is called below PyTorch's autograd, since it
-returns the LSE that a backward needs; elsewhere the public function serves, and gradients come from
-differentiating it once more.
+The kernel's causal mask is aligned at the top left. Other masks, windows, ALiBi and padding become an additive bias, a
+few rows at a time. Where many keys precede a causal square, they get a kernel call of their own. On a CPU this backend
+calls the fused kernel below PyTorch's autograd, because that kernel returns the LSE for the backward. On other devices
+it calls the public function, and differentiates a second call of it for gradients.
 
-On AMD's GPUs it serves what a small problem has shown to be right there: plain and causal calls, laid out as in that.
+On AMD's GPUs it serves only full and causal calls, in the memory layout of its smoke test and after that has passed.
 """
 
 from __future__ import annotations
@@ -20,43 +19,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends import smoke_test
-from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, arguments_of, operator
+from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, argument_names, aten_operator
 from flash_attn_compat.core import alibi, cuda_capture, kernel_layout
 from flash_attn_compat.core.call import AttentionCall, Result, Upstream
 from flash_attn_compat.core.features import Feature, Traits, split
 from flash_attn_compat.core.mask import ByDistance, Mask, Range
 from flash_attn_compat.core.varlen import Block, lse_dtype
 
-_LACKS = (
+_UNSUPPORTED = (
     Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
     | Feature.LSE_GRADIENT | Feature.BIAS
 )  # fmt: skip
-# What is tried on AMD's GPUs, with more rows and keys than a tile has, and full calls with keys that no tile divides.
-_TRIED = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
-_CAUSAL_TRIAL, _FULL_TRIAL = (150, 150), (150, 217)
-# Elements of one bias, whatever the lengths: the memory of a windowed or ALiBi call stays bounded.
+# Features of the smoke tests on AMD's GPUs. Both lengths exceed a tile; no tile divides the keys of the full test.
+_SMOKE_TESTED = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
+_CAUSAL_LENGTHS, _FULL_LENGTHS = (150, 150), (150, 217)
+# Most elements of one bias: bounds the memory of windowed and ALiBi calls at any length.
 _BIAS_ELEMENTS = 2**21
 _MIN_BIAS_ROWS = 32
-# Scores of earlier keys, all of them visible, that are worth a kernel call of their own rather than a bias.
-_EARLIER_SCORES = 2**18
-# Under a mask, more rows at a time only share more keys that most of them do not see.
-_BOUNDED_ROWS = 256
+# From so many scores of keys before the causal square on, a second kernel call is faster than a bias.
+_MIN_SPLIT_SCORES = 2**18
+# Under a mask, taller tiles would mostly add keys that most of their rows do not see.
+_MAX_MASKED_ROWS = 256
 
 
 class Sdpa(BlockwiseBackend):
     name = "sdpa"
-    capabilities = Capabilities(features=~_LACKS, devices=frozenset({"cpu", "cuda", "mps", "xpu"}))
+    capabilities = Capabilities(features=~_UNSUPPORTED, devices=frozenset({"cpu", "cuda", "mps", "xpu"}))
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         if traits.device_type == "cuda":
-            return _reasons_on_cuda(traits)
+            return _cuda_reasons(traits)
         reasons = []
         if traits.device_type != "cpu":
             if traits.features & Feature.LSE:
                 reasons.append(f"scaled_dot_product_attention returns no softmax_lse on {traits.device_type}")
             if traits.features & Feature.GIVEN_LSE:
                 reasons.append(f"its backward on {traits.device_type} recomputes softmax_lse, it can't be given one")
-            if traits.needs_backward and traits.features & Feature.VARLEN and not _SURVIVES_ROWS_WITHOUT_KEYS:
+            if traits.needs_backward and traits.features & Feature.VARLEN and not _HANDLES_ROWS_WITHOUT_KEYS:
                 reasons.append(f"before PyTorch 2.5, padding makes its gradients nan on {traits.device_type}")
         elif _FORWARD is None:
             reasons.append("this PyTorch has no fused attention kernel for the CPU with an attn_mask")
@@ -66,18 +65,18 @@ class Sdpa(BlockwiseBackend):
         if traits.device_type != "cuda":
             return []
         if cuda_capture.is_capturing(cuda_capture.current_device() or 0):
-            return ["cannot be tried while a graph is captured"]
+            return ["cannot run its smoke test while a graph is captured"]
         if not _has_fused_kernel(traits):
             return ["PyTorch has no fused kernel for this here; its plain formula keeps the whole score matrix"]
-        lengths = _CAUSAL_TRIAL if traits.features & Feature.CAUSAL else _FULL_TRIAL
-        wrong = smoke_test.wrong_answer(self, torch.__version__, traits, lengths)
-        return [wrong] if wrong else []
+        lengths = _CAUSAL_LENGTHS if traits.features & Feature.CAUSAL else _FULL_LENGTHS
+        reason = smoke_test.decline_reason(self, torch.__version__, traits, lengths)
+        return [reason] if reason else []
 
     def forward(self, call: AttentionCall) -> Result:
-        may_be_causal = _may_be_causal(call) and call.q.shape[1] == call.k.shape[1]
+        may_be_causal = _can_use_kernel_mask(call) and call.q.shape[1] == call.k.shape[1]
         if call.is_dense and call.alibi_slopes is None and (call.mask.is_full or may_be_causal):
-            # The common case, found without blocks and tiles, which a small call would notice.
-            q, k, v = _by_head(call.q), _by_head(call.k), _by_head(call.v)
+            # A fast path for the common case: blocks and tiles would slow down a small call.
+            q, k, v = _heads_first(call.q), _heads_first(call.k), _heads_first(call.v)
             out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
             return Result(out.transpose(1, 2), lse)
         return super().forward(call)
@@ -85,13 +84,13 @@ class Sdpa(BlockwiseBackend):
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v = _by_head(block.q), _by_head(block.k), _by_head(block.v)
-        tiles = list(_tiles(call, block))
-        bias_of = _biases(call.mask, block)
-        if _is_whole(tiles, q, k):
+        q, k, v = _heads_first(block.q), _heads_first(block.k), _heads_first(block.v)
+        tiles = list(_cut_tiles(call, block))
+        bias_of = _bias_factory(call.mask, block)
+        if _is_single_tile(tiles, q, k):
             out, lse = _attend(q, k, v, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
             return out.transpose(1, 2), lse
-        # Rows in no tile see no key.
+        # Rows outside of all tiles see no key.
         out = block.q.new_zeros(block.q.shape)
         lse = q.new_full(q.shape[:3], torch.inf, dtype=lse_dtype(q.dtype))
         for tile in tiles:
@@ -106,33 +105,33 @@ class Sdpa(BlockwiseBackend):
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dtype = _backward_dtype(block.q)
         q, k, v, out, dout = (
-            _by_head(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
+            _heads_first(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
         )
-        tiles = list(_tiles(call, block))
-        bias_of = _biases(call.mask, block)
-        if _is_whole(tiles, q, k):
+        tiles = list(_cut_tiles(call, block))
+        bias_of = _bias_factory(call.mask, block)
+        if _is_single_tile(tiles, q, k):
             upstream = Upstream(dout, out, upstream.softmax_lse, None)
-            dq, dk, dv = _gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
+            dq, dk, dv = _compute_gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         totals = [torch.zeros(t.shape, dtype=lse_dtype(dtype), device=t.device) for t in (q, k, v)]
         for tile in tiles:
             rows, keys = slice(*tile.rows), slice(*tile.keys)
             lse = None if upstream.softmax_lse is None else upstream.softmax_lse[:, :, rows]
-            of_tile = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
+            part = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
             tile_q, tile_k, tile_v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            found = _gradients(tile_q, tile_k, tile_v, of_tile, tile.causal, bias_of(tile), call.softmax_scale)
-            for total, where, gradient in zip(totals, (rows, keys, keys), found):
+            terms = _compute_gradients(tile_q, tile_k, tile_v, part, tile.causal, bias_of(tile), call.softmax_scale)
+            for total, where, gradient in zip(totals, (rows, keys, keys), terms):
                 total[:, :, where] += gradient
         dq, dk, dv = (total.transpose(1, 2) for total in totals)
         return dq, dk, dv
 
 
-def _reasons_on_cuda(traits: Traits) -> list[str]:
-    """Against calls on the GPUs that PyTorch calls cuda, but for what a trial finds."""
+def _cuda_reasons(traits: Traits) -> list[str]:
+    """Reasons to decline calls on devices that PyTorch calls cuda, except those that need a smoke test."""
     if torch.version.hip is None:
-        # The kernels behind the public function have better backends there, and crash on odd strides.
-        return ["serves AMD GPUs only, of those that PyTorch calls cuda"]
-    untried = traits.features & ~int(_LACKS | _TRIED)
+        # NVIDIA GPUs have better backends for the same kernels, which crash on odd strides.
+        return ["serves only AMD GPUs among PyTorch's cuda devices"]
+    untried = traits.features & ~int(_UNSUPPORTED | _SMOKE_TESTED)
     reasons = [f"on AMD GPUs, does not support {feature.description}" for feature in split(untried)]
     if traits.features & Feature.CAUSAL and traits.sq_vs_sk != "=":
         reasons.append("on AMD GPUs, serves causal masking only of as many queries as keys")
@@ -142,24 +141,24 @@ def _reasons_on_cuda(traits: Traits) -> list[str]:
 
 
 def _has_fused_kernel(traits: Traits) -> bool:
-    """Whether scaled_dot_product_attention computes such calls without the whole score matrix, by its own word."""
-    cuda: Any = torch.backends.cuda  # its stubs know one of two signatures
+    """Whether PyTorch says that it computes such calls without the whole score matrix."""
+    cuda: Any = torch.backends.cuda  # PyTorch's stubs have only one of two signatures
     q = torch.empty(
-        1, 1, 8, traits.head_dim, dtype=traits.dtype, device=smoke_test.device_of(traits.capability),
+        1, 1, 8, traits.head_dim, dtype=traits.dtype, device=smoke_test.find_device(traits.capability),
         requires_grad=traits.needs_backward,
     )  # fmt: skip
-    given = [q, q, q, None, 0.0, bool(traits.features & Feature.CAUSAL)]
+    arguments = [q, q, q, None, 0.0, bool(traits.features & Feature.CAUSAL)]
     try:
-        params = cuda.SDPAParams(*given, False)
-    except TypeError:  # PyTorch 2.4 knows no grouped heads there
-        params = cuda.SDPAParams(*given)
+        params = cuda.SDPAParams(*arguments, False)
+    except TypeError:  # PyTorch 2.4 has no argument for grouped heads
+        params = cuda.SDPAParams(*arguments)
     return bool(cuda.can_use_flash_attention(params) or cuda.can_use_efficient_attention(params))
 
 
 class _Tile(NamedTuple):
-    """Rows and keys that are computed together.
+    """Rows and keys of one kernel call.
 
-    causal: whether by the kernel's own mask, aligned at the top left, rather than by a bias
+    causal: whether the kernel's own causal mask, aligned at the top left, replaces a bias
     """
 
     rows: Range
@@ -167,25 +166,25 @@ class _Tile(NamedTuple):
     causal: bool = False
 
 
-def _biases(mask: Mask, block: Block) -> Callable[[_Tile], Tensor | None]:
-    """The bias of each tile, broadcastable to (n, nheads, rows, keys); None where nothing is to be added."""
-    make: Callable[[Range, Range], Tensor | None] = functools.partial(_bias, mask, block)
+def _bias_factory(mask: Mask, block: Block) -> Callable[[_Tile], Tensor | None]:
+    """Return a function from a tile to its bias, broadcastable to (n, nheads, rows, keys), or None for no bias."""
+    make: Callable[[Range, Range], Tensor | None] = functools.partial(_make_bias, mask, block)
     if block.first_key is None:
         make = ByDistance(make, most=1)
     return lambda tile: None if tile.causal else make(tile.rows, tile.keys)
 
 
-def _may_be_causal(call: AttentionCall) -> bool:
-    """Whether the kernel's own mask is the call's: it multiplies its -inf by the scale, too."""
+def _can_use_kernel_mask(call: AttentionCall) -> bool:
+    """Whether the kernel's causal mask computes the call's mask: the kernel multiplies its -inf by the scale, too."""
     return call.mask.is_causal and call.softmax_scale > 0
 
 
-def _is_whole(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:
-    """Whether one tile is all rows and all keys."""
+def _is_single_tile(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:
+    """Whether there is one tile, with all rows and all keys."""
     return len(tiles) == 1 and (tiles[0].rows.size, tiles[0].keys.size) == (q.shape[2], k.shape[2])
 
 
-def _tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
+def _cut_tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
     """Cut a block so that every visible (row, key) pair lies in exactly one tile."""
     mask, seqlen_q, seqlen_k = call.mask, block.q.shape[1], block.k.shape[1]
     rows = mask.rows_with_keys(seqlen_q, seqlen_k)
@@ -193,34 +192,34 @@ def _tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
     plain = block.slopes is None and block.first_key is None
     if plain and mask.covers(rows, keys, block.offset):
         yield _Tile(rows, keys)
-    elif plain and _may_be_causal(call) and (block.offset <= 0 or _is_far_behind(block)):
+    elif plain and _can_use_kernel_mask(call) and (block.offset <= 0 or _pays_to_split(block)):
         yield _Tile(rows, keys, causal=True)
     else:
-        yield from _biased_tiles(call, block, rows)
+        yield from _cut_biased_tiles(call, block, rows)
 
 
-def _is_far_behind(block: Block) -> bool:
-    """Whether so many keys come before those of the rows that two kernel calls are faster; it takes an LSE."""
-    return block.q.is_cpu and block.q.shape[1] * block.offset >= _EARLIER_SCORES
+def _pays_to_split(block: Block) -> bool:
+    """Whether enough keys precede the causal square that two kernel calls are faster. Merging them needs an LSE."""
+    return block.q.is_cpu and block.q.shape[1] * block.offset >= _MIN_SPLIT_SCORES
 
 
-def _biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Tile]:
-    """Blocks of rows with their visible keys, as many rows as a bias may have."""
+def _cut_biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Tile]:
+    """Cut rows ``alive`` into tiles with their visible keys, as tall as the limits of a bias allow."""
     left, right = call.mask
     seqlen_k = block.k.shape[1]
     width = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
-    copies = 1 if block.slopes is None else _distinct(block.slopes).numel()
+    copies = 1 if block.slopes is None else _drop_shared_batch(block.slopes).numel()
     if block.first_key is not None:
         copies *= block.q.shape[0]
-    most = seqlen_k if call.mask.is_full else _BOUNDED_ROWS
+    most = seqlen_k if call.mask.is_full else _MAX_MASKED_ROWS
     size = max(_MIN_BIAS_ROWS, min(max(width, 128), most, _BIAS_ELEMENTS // (copies * (width + 128))))
     for start in range(alive.start, alive.stop, size):
         rows = Range(start, min(start + size, alive.stop))
         yield _Tile(rows, call.mask.visible_keys(rows, block.offset, seqlen_k))
 
 
-def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
-    """What is added to the scores of a tile: ALiBi, and -inf for keys out of sight or in padding."""
+def _make_bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
+    """Return the bias of a tile's scores: ALiBi, and -inf for hidden keys and padding; None if all would be 0."""
     hidden = mask.hidden(rows, keys, block.offset, block.q.device)
     if block.slopes is None and hidden is None and block.first_key is None:
         return None
@@ -228,20 +227,20 @@ def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
     if hidden is not None:
         bias = bias.masked_fill_(hidden, -torch.inf)
     if block.slopes is not None:
-        bias = alibi.add_bias(bias, _distinct(block.slopes), rows, keys, block.offset)
+        bias = alibi.add_bias(bias, _drop_shared_batch(block.slopes), rows, keys, block.offset)
     padding = block.padding(keys)
     return bias if padding is None else bias.masked_fill(padding, -torch.inf)
 
 
-def _distinct(slopes: Tensor) -> Tensor:
-    """(batch, nheads) slopes, one row where all sequences share them: so does their bias."""
+def _drop_shared_batch(slopes: Tensor) -> Tensor:
+    """Return the (batch, nheads) slopes as (1, nheads) where all sequences share them, as their bias does."""
     return slopes[:1] if slopes.stride(0) == 0 else slopes
 
 
-def _by_head(tensor: Tensor) -> Tensor:
+def _heads_first(tensor: Tensor) -> Tensor:
     """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim); the kernel needs contiguous channels.
 
-    On AMD's GPUs it gets its memory laid out as the trial's is.
+    On AMD's GPUs the result has the memory layout of the smoke test.
     """
     if tensor.is_cuda:
         return kernel_layout.ready(tensor.contiguous()).transpose(1, 2)
@@ -250,51 +249,53 @@ def _by_head(tensor: Tensor) -> Tensor:
 
 
 def _forward_dtype(q: Tensor) -> torch.dtype:
-    """fp32 for fp16 without hardware for it: converted both ways, it took half the time and less."""
-    if q.dtype == torch.float16 and q.is_cpu and (not _KEEPS_SCORES or torch.float16 in _slow()):
+    """fp32 for fp16 on CPUs without fp16 hardware: with both conversions it took half the time and less."""
+    if q.dtype == torch.float16 and q.is_cpu and (not _KEEPS_SCORES or torch.float16 in _slow_matmul_dtypes()):
         return torch.float32
     return q.dtype
 
 
 def _backward_dtype(q: Tensor) -> torch.dtype:
-    """fp32 for half precision without hardware for it: there, PyTorch's products of halves took ten times as long."""
-    return torch.float32 if q.is_cpu and q.dtype in _slow() else _forward_dtype(q)
+    """fp32 for halves on CPUs without hardware for them: PyTorch's half-precision products took ten times as long."""
+    return torch.float32 if q.is_cpu and q.dtype in _slow_matmul_dtypes() else _forward_dtype(q)
 
 
-def _op_with_mask(name: str) -> Any:
-    """A private operator of PyTorch, if this build has it with an attn_mask argument.
+def _find_masked_operator(name: str) -> Any:
+    """Return PyTorch's private operator ``name`` if this build has it with an attn_mask argument, else None.
 
-    Taken from torch where it is bound there: a call through torch.ops costs 4 microseconds more.
+    Prefers the binding in torch: a call through torch.ops costs 4 microseconds more.
     """
-    found = operator(name)
-    return getattr(torch, name, found) if "attn_mask" in arguments_of(found) else None
+    operator = aten_operator(name)
+    return getattr(torch, name, operator) if "attn_mask" in argument_names(operator) else None
 
 
-# torch.__version__ compares as a version, not as letters.
-# In PyTorch 2.4 the kernel reads behind the key heads if they are fewer than the query heads; 2.11 is right.
+# torch.__version__ compares as a version, not as a string.
+# In PyTorch 2.4 the kernel reads beyond the key heads if they are fewer than the query heads; 2.11 is right.
 _SHARES_KEY_HEADS = torch.__version__ >= "2.11"
-# In PyTorch 2.4 the kernel rounds fp16 inputs' scores, not yet scaled, to fp16: its LSE is off by 1e-2 where scores
-# reach 40, and past 65504 everything is nan. 2.5 keeps them in fp32, and so did every version for bf16.
+# In PyTorch 2.4 the kernel rounds unscaled scores of fp16 inputs to fp16: its LSE is off by 1e-2 where scores reach 40,
+# and beyond 65504 all results are nan. 2.5 keeps scores in fp32; every version does for bf16.
 _KEEPS_SCORES = torch.__version__ >= "2.5"
-# In PyTorch 2.4 its decomposition, which serves devices without a kernel, gives nan where a row's keys are all hidden.
-_SURVIVES_ROWS_WITHOUT_KEYS = torch.__version__ >= "2.5"
-# Any: where PyTorch lacks them no call comes this far.
-_FORWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu")
-_BACKWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu_backward")
+# In PyTorch 2.4 the decomposition for devices without a kernel returns nan for rows that see no key.
+_HANDLES_ROWS_WITHOUT_KEYS = torch.__version__ >= "2.5"
+# Typed Any, not Optional: where PyTorch lacks these operators, extra_reasons declines every call.
+_FORWARD: Any = _find_masked_operator("_scaled_dot_product_flash_attention_for_cpu")
+_BACKWARD: Any = _find_masked_operator("_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
-@functools.cache  # at the first call: whoever imports this within a trace could not ask
-def _slow() -> frozenset[torch.dtype]:
-    """The dtypes whose matrix products PyTorch spells out on this CPU, by the question that it asks itself."""
-    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return frozenset(dtype for dtype, name in asked.items() if not getattr(torch.ops.mkldnn, name, lambda: False)())
+@functools.cache  # computed at the first call: an import within a trace could not compute it
+def _slow_matmul_dtypes() -> frozenset[torch.dtype]:
+    """Return the dtypes for which PyTorch has no fast matrix product on this CPU, by PyTorch's own checks."""
+    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return frozenset(dtype for dtype, name in checks.items() if not getattr(torch.ops.mkldnn, name, lambda: False)())
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """(n, heads, rows, head_dim) inputs -> out and, on a CPU, the LSE (n, heads, rows)."""
-    return _attend_on_cpu(q, k, v, causal, bias, scale) if q.is_cpu else (_public(q, k, v, causal, bias, scale), None)
+    if q.is_cpu:
+        return _attend_on_cpu(q, k, v, causal, bias, scale)
+    return _call_public_sdpa(q, k, v, causal, bias, scale), None
 
 
 def _attend_on_cpu(
@@ -305,25 +306,25 @@ def _attend_on_cpu(
         out, lse = _attend_on_cpu(q.to(dtype), k.to(dtype), v.to(dtype), causal, bias, scale)
         return out.to(q.dtype), lse
     if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
-        return _attend_folded(q, k, v, scale)
+        return _attend_folded_heads(q, k, v, scale)
     if causal and k.shape[2] > q.shape[2]:
-        return _attend_behind(q, k, v, scale)
+        return _attend_split_causal(q, k, v, scale)
     if not _SHARES_KEY_HEADS:
-        k, v = _repeated(q, k, v)
-    found: tuple[Tensor, Tensor] = _FORWARD(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    return found
+        k, v = _repeat_key_heads(q, k, v)
+    result: tuple[Tensor, Tensor] = _FORWARD(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return result
 
 
-def _attend_folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One row that sees all keys: query heads that share a key head become its rows, and read it once."""
+def _attend_folded_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend for one row that sees all keys. Query heads of a group become rows, so each key head is read once."""
     n, nheads = q.shape[:2]
     out, lse = _FORWARD(q.reshape(n, k.shape[1], -1, q.shape[3]), k, v, 0.0, False, scale=scale)
     return out.reshape(n, nheads, 1, -1), lse.reshape(n, nheads, 1)
 
 
-def _attend_behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal rows behind keys that all of them see: these, and the causal square, merged by their LSE."""
-    (k, own_k), (v, own_v) = _split(q, k), _split(q, v)
+def _attend_split_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend for causal rows after keys that every row sees: those keys and the causal square, merged by their LSE."""
+    (k, own_k), (v, own_v) = _split_keys(q, k), _split_keys(q, v)
     out, lse = _attend_on_cpu(q, k, v, False, None, scale)
     own_out, own_lse = _attend_on_cpu(q, own_k, own_v, True, None, scale)
     share = torch.sigmoid(own_lse - lse).unsqueeze(-1)
@@ -331,41 +332,41 @@ def _attend_behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
     return out.to(q.dtype), torch.logaddexp(lse, own_lse)
 
 
-def _split(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys before the rows, and the rows' own."""
+def _split_keys(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys before the causal square, and the keys of the square."""
     seqlen_q = q.shape[2]
     return keys[:, :, :-seqlen_q], keys[:, :, -seqlen_q:]
 
 
-def _gradients(
+def _compute_gradients(
     q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
     if causal and k.shape[2] > q.shape[2]:
-        (k, own_k), (v, own_v) = _split(q, k), _split(q, v)
-        dq, *of_keys = _gradients(q, k, v, upstream, False, None, scale)
-        own_dq, *of_own = _gradients(q, own_k, own_v, upstream, True, None, scale)
-        return dq + own_dq, *(torch.cat(both, dim=2) for both in zip(of_keys, of_own))
+        (k, own_k), (v, own_v) = _split_keys(q, k), _split_keys(q, v)
+        dq, *dkv = _compute_gradients(q, k, v, upstream, False, None, scale)
+        own_dq, *own_dkv = _compute_gradients(q, own_k, own_v, upstream, True, None, scale)
+        return dq + own_dq, *(torch.cat(both, dim=2) for both in zip(dkv, own_dkv))
     dout, out, lse = upstream[:3]
     if q.is_cpu:
-        keys, values = (k, v) if _SHARES_KEY_HEADS else _repeated(q, k, v)
+        keys, values = (k, v) if _SHARES_KEY_HEADS else _repeat_key_heads(q, k, v)
         dq, dk, dv = _BACKWARD(dout, q, keys, values, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
         if keys is not k:
             dk, dv = (share.unflatten(1, (k.shape[1], -1)).sum(2) for share in (dk, dv))
         return dq, dk, dv
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     with torch.enable_grad():
-        return torch.autograd.grad(_public(q, k, v, causal, bias, scale), (q, k, v), dout)
+        return torch.autograd.grad(_call_public_sdpa(q, k, v, causal, bias, scale), (q, k, v), dout)
 
 
-def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with a head for every head of q."""
+def _repeat_key_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v with one head for every head of q."""
     group = q.shape[1] // k.shape[1]
     if group == 1:
         return k, v
     return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-def _public(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> Tensor:
-    k, v = _repeated(q, k, v)
+def _call_public_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> Tensor:
+    k, v = _repeat_key_heads(q, k, v)
     bias = None if bias is None else bias.to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)

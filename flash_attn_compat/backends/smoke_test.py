@@ -1,7 +1,7 @@
-"""A small call of each kind before the first real one: does somebody else's kernel compute it right on this GPU?
+"""Smoke tests of external kernels: a small call of each kind is compared with reference before the first real call.
 
-flash-attn can be built with fewer head dims or features, and then gives wrong answers silently; a binary
-for another GPU raises; what PyTorch runs on AMD's GPUs we have never seen. The reference backend is the judge.
+flash-attn can be built with fewer head dims or features, and then gives wrong answers silently. A binary for another
+GPU raises. We have never seen PyTorch's kernels for AMD's GPUs run.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from flash_attn_compat.core.features import Feature, Traits
 
 Lengths = tuple[int, int]  # of queries and keys
 _LENGTHS: Lengths = 20, 33
-# What separate kernels are compiled for, and what lays their memory out in another way.
-_VARIANTS = (
+# Features that select another kernel or another memory layout.
+_TESTED_FEATURES = (
     Feature.CAUSAL | Feature.WINDOW_LEFT | Feature.WINDOW_RIGHT | Feature.SOFTCAP | Feature.ALIBI | Feature.DROPOUT
     | Feature.GQA | Feature.BACKWARD | Feature.GIVEN_LSE
 )  # fmt: skip
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-9}
 
 
-def wrong_answer(backend: Backend, binary: object, traits: Traits, lengths: Lengths = _LENGTHS) -> str | None:
-    """Why ``backend`` is not to be trusted with calls of these traits; remembered per ``binary`` and kind of call."""
-    device = device_of(traits.capability)
+def decline_reason(backend: Backend, binary: object, traits: Traits, lengths: Lengths = _LENGTHS) -> str | None:
+    """Reason to decline calls with these traits, or None if their smoke test passes; cached by ``binary`` and kind."""
+    device = find_device(traits.capability)
     if device.type == "cuda" and cuda_capture.is_capturing(device.index):
-        return None  # a capture allows no look at results
-    head_dim = traits.head_dim + -traits.head_dim % 8
-    kind = traits._replace(head_dim=head_dim, head_dim_v=head_dim, sq_vs_sk="<", features=traits.features & _VARIANTS)
-    return _tried(backend, binary, kind, lengths)
+        return None  # results cannot be read in a capture
+    head_dim, features = traits.head_dim + -traits.head_dim % 8, traits.features & _TESTED_FEATURES
+    kind = traits._replace(head_dim=head_dim, head_dim_v=head_dim, sq_vs_sk="<", features=features)
+    return _run_once(backend, binary, kind, lengths)
 
 
 @functools.cache
-def _tried(backend: Backend, binary: object, kind: Traits, lengths: Lengths) -> str | None:
+def _run_once(backend: Backend, binary: object, kind: Traits, lengths: Lengths) -> str | None:
     try:
-        with torch_state.set_aside(device_of(kind.capability)):
-            if _is_right(backend, kind, lengths):
+        with torch_state.set_aside(find_device(kind.capability)):
+            if _matches_reference(backend, kind, lengths):
                 return None
-    except Exception as error:  # noqa: BLE001  a build for other GPUs raises anything
+    except Exception as error:  # noqa: BLE001  a build for other GPUs may raise any exception
         return f"calling it raises {installed.error_line(error)}"
     return f"its build gives a wrong answer for head_dim {kind.head_dim} with these features on this GPU"
 
 
-def _is_right(backend: Backend, kind: Traits, lengths: Lengths) -> bool:
-    call, dout = _problem(kind, lengths)
-    found, expected = (_results(one, call, dout) for one in (backend, Reference()))
+def _matches_reference(backend: Backend, kind: Traits, lengths: Lengths) -> bool:
+    call, dout = _make_problem(kind, lengths)
+    results, expected = (_compute_results(one, call, dout) for one in (backend, Reference()))
     tolerance = _TOLERANCE[kind.dtype]
-    right = all(torch.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(found, expected))
-    return right and (not kind.features & Feature.DROPOUT or _drops(backend, call))
+    is_close = all(torch.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(results, expected))
+    return is_close and (not kind.features & Feature.DROPOUT or _applies_dropout(backend, call))
 
 
-def _results(backend: Backend, call: AttentionCall, dout: Tensor) -> list[Tensor]:
-    """out, and dq, dk, dv where they are asked for."""
+def _compute_results(backend: Backend, call: AttentionCall, dout: Tensor) -> list[Tensor]:
+    """Return out, then dq, dk, dv where the call needs gradients."""
     result = backend.forward(call)
     if not call.needs_grad:
         return [result.out]
@@ -67,17 +67,17 @@ def _results(backend: Backend, call: AttentionCall, dout: Tensor) -> list[Tensor
     return [result.out, *backend.backward(call, upstream, None)]
 
 
-def _drops(backend: Backend, call: AttentionCall) -> bool:
-    """Whether dropout changes sums of probabilities, which are 1 without it."""
+def _applies_dropout(backend: Backend, call: AttentionCall) -> bool:
+    """Whether dropout changes the sums of probabilities, which are 1 without dropout."""
     devices = [call.q.device] if call.q.is_cuda else []
     with torch.random.fork_rng(devices):
         out = backend.forward(call._replace(v=torch.ones_like(call.v), dropout_p=0.5)).out
     return bool((out - 1).abs().max() > 0.1)
 
 
-def _problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor]:
-    """A small call of that kind, and a gradient of its result."""
-    device, features = device_of(kind.capability), kind.features
+def _make_problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor]:
+    """Return a small call of that kind, and a gradient of its out."""
+    device, features = find_device(kind.capability), kind.features
     rows, keys = (lengths[0], 2), (lengths[1], 1 if features & Feature.GQA else 2)
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     q, k, v, dout = (draw(1, *shape, kind.head_dim).to(device, kind.dtype) for shape in (rows, keys, keys, rows))
@@ -90,9 +90,9 @@ def _problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor]:
     return call_of(q, k, v, options, Purpose(needs_grad=kind.needs_backward)), dout
 
 
-def device_of(capability: tuple[int, int] | None) -> torch.device:
-    """A GPU for which the same binary is loaded: the current one if it is such a one, or none is."""
+def find_device(capability: tuple[int, int] | None) -> torch.device:
+    """Return the current GPU if it has this compute capability, else the first one that has, else the current one."""
     current = torch.device("cuda", torch.cuda.current_device())
     others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    alike = (device for device in (current, *others) if torch.cuda.get_device_capability(device) == capability)
-    return next(alike, current)
+    matching = (device for device in (current, *others) if torch.cuda.get_device_capability(device) == capability)
+    return next(matching, current)

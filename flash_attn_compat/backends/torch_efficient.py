@@ -1,8 +1,8 @@
-"""PyTorch's memory-efficient kernel (aten::_efficient_attention_*): where our own kernels cannot be compiled.
+"""PyTorch's memory-efficient kernel (aten::_efficient_attention_*), where our own kernels cannot be compiled.
 
-One launch computes a dense or packed call, full or causal, with dropout; grouped heads get copies of their keys.
-Windows are left to chunked, and so are dense calls in which a row may see no key: the kernel gets those wrong. Packed
-rows without a key become sequences without keys, which it leaves unwritten. Nothing waits for the GPU.
+One launch computes a dense or packed call, full or causal, with dropout; grouped key heads are copied. Windows are left
+to chunked, and so are dense calls with rows that see no key: the kernel computes such rows wrong. In packed calls such
+rows become sequences without keys, which the kernel leaves unwritten. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -11,130 +11,131 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends.base import Capabilities, lacking, operator
-from flash_attn_compat.backends.external import Launched, OneLaunch
+from flash_attn_compat.backends.base import Capabilities, aten_operator, missing_argument_reasons
+from flash_attn_compat.backends.external import LaunchResult, SingleLaunchBackend
 from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.reentry import as_decided
 from flash_attn_compat.core.unwritten import packed_lse, padded_lse, token_places
 
-_SERVES = (
+_SUPPORTED = (
     Feature.CAUSAL | Feature.DROPOUT | Feature.GQA | Feature.VALUE_HEAD_DIM | Feature.VARLEN | Feature.LSE
     | Feature.BACKWARD | Feature.GIVEN_LSE
 )  # fmt: skip
 NO_MASK, CAUSAL_BOTTOM_RIGHT = 0, 2
-# The kernel pads each sequence's LSE to a multiple of this many rows, and its backward reads them.
+# The kernel pads each sequence's LSE to a multiple of this many rows, and its backward reads the padding.
 _LSE_ROWS = 32
-_BOTH = {"cu_seqlens_q", "cu_seqlens_k", "custom_mask_type"}
-_ARGUMENTS = {
-    "_efficient_attention_forward": _BOTH | {"max_seqlen_q"},
-    "_efficient_attention_backward": _BOTH | {"logsumexp", "philox_seed"},
+_SHARED_ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "custom_mask_type"}
+_NEEDED_ARGUMENTS = {
+    "_efficient_attention_forward": _SHARED_ARGUMENTS | {"max_seqlen_q"},
+    "_efficient_attention_backward": _SHARED_ARGUMENTS | {"logsumexp", "philox_seed"},
 }
 
 
-class TorchEfficient(OneLaunch):
+class TorchEfficient(SingleLaunchBackend):
     name = "torch_efficient"
     capabilities = Capabilities(
-        features=_SERVES,
+        features=_SUPPORTED,
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
         min_capability=(5, 0),
-        not_on_rocm="its LSE layout on ROCm differs and is untested",
+        rocm_reason="its LSE layout on ROCm differs and is untested",
     )
 
     def unavailable_reasons(self) -> list[str]:
-        return lacking(_ARGUMENTS)
+        return missing_argument_reasons(_NEEDED_ARGUMENTS)
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         reasons = []
         if traits.dtype == torch.bfloat16 and traits.capability is not None and traits.capability < (8, 0):
             reasons.append("computes bfloat16 on GPUs of compute capability 8.0 and newer only")
         if traits.sq_vs_sk == ">" and traits.features & Feature.CAUSAL:
-            reasons.append("computes rows that see no key wrong: those of more queries than keys under a causal mask")
+            reasons.append("computes rows that see no key wrong: under a causal mask with more queries than keys")
         return reasons
 
-    def as_read(self, call: AttentionCall) -> AttentionCall:
-        """With copies of grouped keys and values, too."""
-        call, group = super().as_read(call), call.nheads // call.nheads_k
+    def with_kernel_layout(self, call: AttentionCall) -> AttentionCall:
+        """As SingleLaunchBackend's; copies grouped key and value heads for each query head, too."""
+        call, group = super().with_kernel_layout(call), call.nheads // call.nheads_k
         if group == 1:
             return call
         return call._replace(k=call.k.repeat_interleave(group, dim=-2), v=call.v.repeat_interleave(group, dim=-2))
 
-    def launch_forward(self, call: AttentionCall) -> Launched:
+    def launch_forward(self, call: AttentionCall) -> LaunchResult:
         bias = None
         out, lse, seed, offset, _, _ = as_decided(
-            operator("_efficient_attention_forward"), *_batched(call, call.q, call.k, call.v), bias, *_starts(call),
-            *_longest(call), call.dropout_p, _mask(call), call.needs_grad or call.return_lse, scale=call.softmax_scale,
+            aten_operator("_efficient_attention_forward"), *_add_batch_axis(call, call.q, call.k, call.v), bias,
+            *_sequence_starts(call), *_max_lengths(call), call.dropout_p, _mask_type(call),
+            call.needs_grad or call.return_lse, scale=call.softmax_scale,
         )  # fmt: skip
         if call.cu_seqlens_q is not None:
             out = out.squeeze(0)
-            _fill(call, 0.0, out)
-        return Launched(out, lse, (seed, offset))
+            _fill_unwritten(call, 0.0, out)
+        return LaunchResult(out, lse, (seed, offset))
 
     def launch_backward(
-        self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
+        self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
     ) -> Gradients:
-        longest_q, longest_k = _longest(call)
+        longest_q, longest_k = _max_lengths(call)
         longest_q, longest_k = longest_q or call.q.shape[1], longest_k or call.k.shape[1]
         unused = torch.empty((), dtype=torch.int64, device=call.q.device)
         seed, offset = launched.state or (unused, unused)
-        # The kernel reads ``out`` as if it were contiguous, whatever its strides say (2.11, fp16).
-        dout, q, k, v, out = _batched(call, dout, call.q, call.k, call.v, launched.out.contiguous())
-        # Blocks that share a head's keys add to dq atomically. For few rows one alone took a tenth of the time.
+        # The kernel ignores the strides of ``out`` and reads it as contiguous (PyTorch 2.11, fp16).
+        dout, q, k, v, out = _add_batch_axis(call, dout, call.q, call.k, call.v, launched.out.contiguous())
+        # Blocks that share a head's keys add to dq atomically. For few rows, one block alone took a tenth of the time.
         splits = 1 if longest_q <= 2 * _LSE_ROWS else None
         bias, bias_requires_grad = None, False
         dq, dk, dv, _ = as_decided(
-            operator("_efficient_attention_backward"), dout, q, k, v, bias, out, *_starts(call), longest_q, longest_k,
-            launched.lse, call.dropout_p, seed, offset, _mask(call), bias_requires_grad, scale=call.softmax_scale,
-            num_splits_key=splits,
+            aten_operator("_efficient_attention_backward"), dout, q, k, v, bias, out, *_sequence_starts(call),
+            longest_q, longest_k, launched.lse, call.dropout_p, seed, offset, _mask_type(call), bias_requires_grad,
+            scale=call.softmax_scale, num_splits_key=splits,
         )  # fmt: skip
-        found = Gradients(dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape))
-        _fill(call, 0.0, *found)
-        return found
+        gradients = Gradients(dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape))
+        _fill_unwritten(call, 0.0, *gradients)
+        return gradients
 
-    def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
-        starts, _ = _starts(call)
+    def to_flash_attn_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+        starts, _ = _sequence_starts(call)
         if starts is None:
             return lse[:, :, : call.q.shape[1]]
         lse = packed_lse(lse, starts, call.q.shape[0])
-        _fill(call, torch.inf, lse.t()[..., None])
+        _fill_unwritten(call, torch.inf, lse.t()[..., None])
         return lse
 
-    def native_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
-        """(n, heads, rows up to a multiple of _LSE_ROWS), contiguous, +inf behind the last row."""
-        (starts, _), (longest, _) = _starts(call), _longest(call)
+    def to_kernel_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+        """Return the LSE (n, heads, rows padded to a multiple of _LSE_ROWS), contiguous, padded with +inf."""
+        (starts, _), (longest, _) = _sequence_starts(call), _max_lengths(call)
         if starts is not None and longest is not None:
             return padded_lse(lse, starts, longest + -longest % _LSE_ROWS)
         return F.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf).contiguous()
 
 
-def _batched(call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """(batch, rows, heads, head_dim); packed sequences are one row of a batch."""
+def _add_batch_axis(call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors as (batch, rows, heads, head_dim). Packed tensors become a batch of 1."""
     return tensors if call.cu_seqlens_q is None else tuple(tensor[None] for tensor in tensors)
 
 
-def _longest(call: AttentionCall) -> tuple[int | None, int | None]:
-    """Queries and keys of the longest packed sequences."""
+def _max_lengths(call: AttentionCall) -> tuple[int | None, int | None]:
+    """Return the queries and keys of the longest packed sequences; None, None for a dense call."""
     if call.cu_seqlens_q is None:
         return None, None
     return max(1, min(call.max_seqlen_q, call.q.shape[0])), max(1, min(call.max_seqlen_k, call.k.shape[0]))
 
 
-def _starts(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
-    """Where packed sequences start. Under a causal mask each is two: its first rows without a key, and the others."""
+def _sequence_starts(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
+    """Return cu_seqlens of queries and keys, None if dense. A causal sequence becomes two: rows without keys, rest."""
     q, k = call.cu_seqlens_q, call.cu_seqlens_k
     if q is None or k is None or call.equal_lengths:
         return q, q
     if call.mask.right is None:
         return q, k
-    seeing = q[:-1] + (q.diff() - k.diff()).clamp_(min=0)
-    twice = torch.stack((q[:-1], seeing), dim=1).flatten(), k[:-1].repeat_interleave(2)
-    return torch.cat((twice[0], q[-1:])), torch.cat((twice[1], k[-1:]))
+    first_seeing = q[:-1] + (q.diff() - k.diff()).clamp_(min=0)
+    starts_q = torch.stack((q[:-1], first_seeing), dim=1).flatten()
+    return torch.cat((starts_q, q[-1:])), torch.cat((k[:-1].repeat_interleave(2), k[-1:]))
 
 
-def _fill(call: AttentionCall, value: float, queries: Tensor, *keys: Tensor) -> None:
-    """Write (total, heads, ...) tensors where the kernel does not: queries without keys, and keys without queries."""
-    q, k = _starts(call)
+def _fill_unwritten(call: AttentionCall, value: float, queries: Tensor, *keys: Tensor) -> None:
+    """Write ``value`` where the kernel writes nothing in (total, heads, ...): queries without keys, and the reverse."""
+    q, k = _sequence_starts(call)
     if q is None or k is None or q is k:
         return
     for tensor, own, others in ((queries, q, k), *((tensor, k, q) for tensor in keys)):
@@ -142,5 +143,5 @@ def _fill(call: AttentionCall, value: float, queries: Tensor, *keys: Tensor) -> 
         tensor.masked_fill_((others.diff() == 0)[sequence][:, None, None], value)
 
 
-def _mask(call: AttentionCall) -> int:
+def _mask_type(call: AttentionCall) -> int:
     return NO_MASK if call.mask.right is None else CAUSAL_BOTTOM_RIGHT

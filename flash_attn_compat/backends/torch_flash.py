@@ -1,7 +1,7 @@
 """PyTorch's own copy of FlashAttention-2: the path for GPUs of compute capability 8.0 and newer without flash-attn.
 
-The operators' schemas grew over PyTorch's versions; what the installed one lacks is a reason. How a call
-becomes a launch is in one_launch.py.
+The operators' schemas grew over PyTorch's versions. An argument that the installed PyTorch lacks is a reason to
+decline. external.py turns a call into a launch.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import functools
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, lacking, operator
-from flash_attn_compat.backends.external import FLASH_LACKS, FlashBackend, Launched, window_arguments
+from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, aten_operator, missing_argument_reasons
+from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, LaunchResult, window_arguments
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.unwritten import packed_lse, padded_lse
 
-# PyTorch builds its kernels without slopes, whatever the operator's schema says. Deterministic gradients depend on a
-# switch of the whole process.
-_LACKS = FLASH_LACKS | Feature.SOFTCAP | Feature.ALIBI | Feature.DETERMINISTIC
-_BOTH = {"cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"}
-_ARGUMENTS = {
-    "_flash_attention_forward": _BOTH | {"max_q", "max_k"},
-    "_flash_attention_backward": _BOTH | {"logsumexp"},
+# PyTorch builds its kernels without ALiBi slopes, though the operator's schema has them. Deterministic gradients depend
+# on a switch of the whole process.
+_UNSUPPORTED = FLASH_UNSUPPORTED | Feature.SOFTCAP | Feature.ALIBI | Feature.DETERMINISTIC
+_SHARED_ARGUMENTS = {"cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"}
+_NEEDED_ARGUMENTS = {
+    "_flash_attention_forward": _SHARED_ARGUMENTS | {"max_q", "max_k"},
+    "_flash_attention_backward": _SHARED_ARGUMENTS | {"logsumexp"},
 }
 
 
 class TorchFlash(FlashBackend):
     name = "torch_flash"
     capabilities = Capabilities(
-        features=~_LACKS,
+        features=~_UNSUPPORTED,
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(8, 0),
         max_capability=(12, 1),
         max_head_dim=256,
-        not_on_rocm="PyTorch's flash kernels for ROCm are different and untested",
+        rocm_reason="PyTorch's flash kernels for ROCm are different and untested",
     )
 
     def unavailable_reasons(self) -> list[str]:
@@ -47,34 +47,34 @@ class TorchFlash(FlashBackend):
         other = torch_state.flash_implementation()
         if other is not None:
             return [f"{other} was activated in place of PyTorch's own flash kernels"]
-        return lacking(_ARGUMENTS)
+        return missing_argument_reasons(_NEEDED_ARGUMENTS)
 
-    def launch_forward(self, call: AttentionCall) -> Launched:
+    def launch_forward(self, call: AttentionCall) -> LaunchResult:
         causal, left, right = window_arguments(call)
-        out, lse, seed, offset, _ = operator("_flash_attention_forward")(
+        out, lse, seed, offset, _ = aten_operator("_flash_attention_forward")(
             call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
             call.dropout_p, causal, False, scale=call.softmax_scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return Launched(out, lse, (seed, offset))
+        return LaunchResult(out, lse, (seed, offset))
 
     def launch_backward(
-        self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
+        self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
     ) -> Gradients:
         seed, offset = launched.state or (dout.new_empty(0), dout.new_empty(0))
         causal, left, right = window_arguments(call)
-        found = operator("_flash_attention_backward")(
+        gradients = aten_operator("_flash_attention_backward")(
             dout, call.q, call.k, call.v, launched.out, launched.lse, call.cu_seqlens_q, call.cu_seqlens_k,
             call.max_seqlen_q, call.max_seqlen_k, call.dropout_p, causal, seed, offset, scale=call.softmax_scale,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return Gradients(*found)
+        return Gradients(*gradients)
 
-    def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+    def to_flash_attn_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         if call.cu_seqlens_q is not None and lse.dim() == 3:
             lse = packed_lse(lse, call.cu_seqlens_q, call.q.shape[0])
         return lse
 
-    def native_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+    def to_kernel_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         if call.cu_seqlens_q is not None and _pads_lse(call.q.device):
             return padded_lse(lse, call.cu_seqlens_q, call.max_seqlen_q)
         return lse.contiguous()
@@ -82,8 +82,8 @@ class TorchFlash(FlashBackend):
 
 @functools.cache
 def _pads_lse(device: torch.device) -> bool:
-    """Whether packed rows' LSE is (batch, heads, max_seqlen_q), as before FlashAttention 2.6; found by a tiny call."""
+    """Whether packed calls return LSE (batch, heads, max_seqlen_q), as before FlashAttention 2.6. Makes a tiny call."""
     q = torch.zeros(1, 1, 8, dtype=torch.float16, device=device)
     starts = torch.arange(2, dtype=torch.int32, device=device)
-    lse: Tensor = operator("_flash_attention_forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]
+    lse: Tensor = aten_operator("_flash_attention_forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]
     return lse.dim() == 3

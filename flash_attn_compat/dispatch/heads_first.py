@@ -86,7 +86,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _kept_mask(known: Known, mask: Tensor, saved: tuple[Any, ...]) -> Tensor:
     """The mask of booleans as the forward saw it."""
-    found: Tensor | None = known.backend.kept_mask(mask, saved)
+    found: Tensor | None = known.backend.saved_mask(mask, saved)
     if found is None:
         raise RuntimeError(
             "attn_mask is needed for gradients, and has been modified by an inplace operation since the forward. The "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, Negated
+from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, NegatedView
 from flash_attn_compat.core import cuda_capture, prepared, torch_state
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, AttentionCall, Derived, Gradients, Result, Upstream
@@ -38,7 +38,7 @@ def run(known: Known, request: Request) -> tuple[Known, Result]:
                 _note(known.backend, alike.call, failure)
                 request = request.kind.appended(request, failure.appended)
                 known = find(request)
-        except Negated:
+        except NegatedView:
             request = _stored(known, request)
             known = find(request)
         else:
@@ -61,12 +61,14 @@ def find(request: Request) -> Known:
 
 
 def _stored(known: Known, request: Request) -> Request:
-    """Return the request without lazily negated views. Raises Negated if the only such view is a cache to write to."""
+    """Return the request without lazily negated views. Raises NegatedView if the only one is a cache to write to."""
     written = (1, 2) if known.call.appends else ()
     given = enumerate(request.tensors)
     stored = tuple([x if x is None or index in written else x.resolve_neg() for index, x in given])
     if all([one is other for one, other in zip(stored, request.tensors)]):
-        raise Negated("a negated view of a cache cannot be written by a kernel: give it the cache itself, or a copy")
+        raise NegatedView(
+            "a negated view of a cache cannot be written by a kernel: give it the cache itself, or a copy"
+        )
     return replace(request, tensors=stored)
 
 
@@ -185,7 +187,7 @@ def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | 
         return None
     if isinstance(failure, CallRefused):  # for the sizes of this call alone
         return choice.choose_besides(failed, call, failure)
-    failed.give_up(call.traits(), failure)
+    failed.record_failure(call.traits(), failure)
     prepared.forget()
     return None
 

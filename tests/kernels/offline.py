@@ -53,7 +53,7 @@ class Multiprocessor(NamedTuple):
     threads: int
     blocks: int
 
-    def holds(self, variant: Variant, found: Compiled) -> int:
+    def resident_blocks(self, variant: Variant, found: Compiled) -> int:
         """Blocks at once. A warp's registers come in units of 256."""
         registers = -(-found.registers * 32 // 256) * 256 * variant.threads // 32
         shared = found.static_shared + variant.shared + self.of_system * 1024
@@ -78,12 +78,12 @@ def compilers() -> dict[str, Compiler]:
     Those that are installed, and those that lie anywhere below the folders in the environment variable NVRTC_FOLDERS.
     """
     folders = filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
-    paths = [path for major in ("13", "12", "11") for path in nvrtc.nvrtc_paths(major)]
+    paths = [path for major in ("13", "12", "11") for path in nvrtc.library_paths(major)]
     paths += [str(path) for folder in folders for path in sorted(Path(folder).rglob("libnvrtc.so.*"))]
     found: dict[tuple[int, int], Compiler] = {}
     for path in paths:
         with contextlib.suppress(OSError, AttributeError):  # not there, or too old to have what is asked of it
-            compiler = Compiler(nvrtc.opened(path))
+            compiler = Compiler(nvrtc.open_library(path))
             found.setdefault(compiler.version, compiler)
     return {f"{major}.{minor}": found[major, minor] for major, minor in sorted(found)}
 
@@ -103,7 +103,9 @@ def compiled(compiler: Compiler, variant: Variant, architecture: str) -> Compile
 
     # Beside a driver, NVRTC from 12.9 on keeps results on disk, and the assembler says nothing of one taken from there.
     anew = ("--no-cache",) if compiler.version >= (12, 9) else ()
-    cubin = Telling().compile(variant.source, (*nvrtc.options(variant, architecture), "--ptxas-options=-v", *anew))
+    cubin = Telling().compile(
+        variant.source, (*nvrtc.compile_options(variant, architecture), "--ptxas-options=-v", *anew)
+    )
     used, spilled, static = _USED.search(log[0]), _SPILLED.search(log[0]), _STATIC.search(log[0])
     assert used is not None and spilled is not None, log[0]
     stack, stores, loads = map(int, spilled.groups())
@@ -160,7 +162,7 @@ def complaints(variant: Variant, found: Compiled, number: int) -> Iterator[str]:
     ):  # a multiprocessor has no more than one block may take
         yield f"{shared} bytes of shared memory times {blocks(variant)} blocks"
     if variant.entry in SPLITTING:
-        held, assumed = MULTIPROCESSORS[number].holds(variant, found), Gpu(1, number).holds(variant)
+        held, assumed = MULTIPROCESSORS[number].resident_blocks(variant, found), Gpu(1, number).resident_blocks(variant)
         if held < assumed:
             yield f"a multiprocessor holds {held} blocks, splits count on {assumed}"
 

@@ -31,7 +31,7 @@ def errors(problem: Problem, truncates: bool, decodes: bool = False) -> dict[str
     with pytest.MonkeyPatch.context() as patch, flash_attn_compat.use_backend("fused"):
         fused_on_cpu.emulate(patch, 75, truncates=truncates)
         patch.setattr(variants, "takes_decode", lambda *shapes: decodes)
-        patch.setattr(grids, "splits", lambda *shapes: 1)
+        patch.setattr(grids, "count_splits", lambda *shapes: 1)
         patch.setattr(variants, "forward_tile", small_tile)
         verdict = Examination(problem).judge("fused")
     assert not verdict.refused and not verdict.errors, verdict

@@ -195,7 +195,7 @@ def test_no_tile_is_wider_than_a_pass_over_a_mask_expects() -> None:
         tile
         for entry in ("forward", "dkdv", "dq")
         for number, kind in itertools.product((75, 80), variants.HEAD_DIMS)
-        for tile in candidates.tiles(entry, number, kind)
+        for tile in candidates.candidate_tiles(entry, number, kind)
     ]
     for number in (75, 80):
         for kind in variants.kinds(number):
@@ -234,7 +234,7 @@ def test_a_backward_does_not_look_through_booleans_again(served: Launches) -> No
 def test_refilled_booleans_that_a_backend_did_not_keep_are_an_error(
     served: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Fused, "kept_mask", lambda *_: None)
+    monkeypatch.setattr(Fused, "saved_mask", lambda *_: None)
     bias = mask(CASES[0]._replace(kind="bool", shape=(0, 0)))
     out = sdpa(*qkv(Inputs()), attn_mask=bias)
     bias.zero_()

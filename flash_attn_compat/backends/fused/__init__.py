@@ -14,8 +14,8 @@ from flash_attn_compat.core.call import AttentionCall, Gradients, Result, Upstre
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, alike_to
 
-# What a call with a dense mask may ask for besides.
-_WITH_BIAS = (
+# Features that the kernels combine with a dense mask.
+_SUPPORTED_WITH_BIAS = (
     Feature.BIAS | Feature.DROPOUT | Feature.GQA | Feature.VALUE_HEAD_DIM | Feature.LSE | Feature.BACKWARD
     | Feature.GIVEN_LSE | Feature.LSE_GRADIENT | Feature.DETERMINISTIC | Feature.SCALE_NOT_POSITIVE
 )  # fmt: skip
@@ -24,20 +24,20 @@ _WITH_BIAS = (
 class Fused(Backend):
     name = "fused"
     capabilities = Capabilities(
-        # Its tanh is good to 1e-7 of the softcap, which is little beside half precision's rounding up to 1024.
+        # The kernels' tanh has an error of 1e-7 of the softcap: small beside half precision's rounding up to 1024.
         features=~(Feature.TRANSFORMS | Feature.WIDE_SOFTCAP),
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(7, 5),
         max_head_dim=512,
-        not_on_rocm="its kernels are for NVIDIA GPUs",
+        rocm_reason="its kernels are for NVIDIA GPUs",
     )
 
     def rank(self, traits: Traits) -> int:
-        """Ahead of PyTorch's flash kernels where it was the faster one on an H200 (docs/dispatch.md)."""
+        """Before PyTorch's flash kernels for calls that were faster with ours on an H200 (docs/dispatch.md)."""
         features = traits.features
         if traits.capability is None or traits.capability < (8, 0):
-            return 0  # there are none
+            return 0  # PyTorch has no flash kernels there
         if features & Feature.WINDOW_RIGHT:
             return -1
         if traits.needs_backward or features & Feature.DROPOUT or traits.sq_vs_sk == "<":
@@ -45,8 +45,8 @@ class Fused(Backend):
         return -1 if max(traits.head_dim, traits.head_dim_v) <= 64 or features & Feature.WINDOW_LEFT else 0
 
     def times(self, traits: Traits) -> Mapping[str, float] | None:
-        found = tuned.times_of(traits)
-        return tensor_cores.assumed_times(traits) if found is None else found.milliseconds
+        times = tuned.find_times(traits)
+        return tensor_cores.estimate_times(traits) if times is None else times.milliseconds
 
     def unavailable_reasons(self) -> list[str]:
         return [f"{settings.FUSED}=0 forbids it"] if settings.fused() is False else []
@@ -54,13 +54,13 @@ class Fused(Backend):
     def extra_reasons(self, traits: Traits) -> list[str]:
         if traits.needs_backward and traits.features & Feature.PAGED:
             return ["does not compute gradients over pages"]
-        if traits.features & Feature.BIAS and traits.features & ~int(_WITH_BIAS):
+        if traits.features & Feature.BIAS and traits.features & ~int(_SUPPORTED_WITH_BIAS):
             return ["serves a dense mask of dense sequences only, with dropout at most"]
         return []
 
     def late_reasons(self, traits: Traits) -> list[str]:
-        lacking = nvrtc.why_not()
-        return [] if lacking is None else [lacking]
+        reason = nvrtc.decline_reason()
+        return [] if reason is None else [reason]
 
     def prepare(self, alike: Alike) -> Run:
         return forward.prepare(alike) or super().prepare(alike)
@@ -68,8 +68,8 @@ class Fused(Backend):
     def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)
 
-    def kept_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
-        return masks.kept_booleans(mask, saved)
+    def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
+        return masks.unpack_saved_mask(mask, saved)
 
     def forward(self, call: AttentionCall) -> Result:
         alike = alike_to(call)

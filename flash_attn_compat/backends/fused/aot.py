@@ -1,4 +1,4 @@
-"""Kernels compiled before anything calls them, with or without a GPU at hand: for container images, say."""
+"""Ahead-of-time compilation of kernels, with or without a GPU: for container images, for example."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from flash_attn_compat.backends.fused import cache, nvrtc, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 
-_OLDEST = 75
-_USUAL = 32, 64, 80, 96, 128, 256
+_MIN_ARCHITECTURE = 75
+_COMMON_HEAD_DIMS = 32, 64, 80, 96, 128, 256
 
 
-def architecture_number(architecture: str) -> int:
-    """90 of sm_90 or compute_90; raises KernelError for what the NVRTC at hand, or this package, has no kernels for."""
-    known: list[int] = [one for one in nvrtc.compiler().architectures if one >= _OLDEST]
+def parse_architecture(architecture: str) -> int:
+    """Return 90 for sm_90 or compute_90. Raises KernelError where NVRTC or this package does not support it."""
+    known: list[int] = [one for one in nvrtc.compiler().architectures if one >= _MIN_ARCHITECTURE]
     numbers = {f"{kind}_{one}": one for kind in ("sm", "compute") for one in known}
     if architecture not in numbers:
         names = ", ".join(f"sm_{one}" for one in known)
@@ -24,20 +24,20 @@ def architecture_number(architecture: str) -> int:
     return numbers[architecture]
 
 
-def usual_kinds(
+def common_kinds(
     number: int, head_dims: Collection[int], dtypes: Collection[str], masks: bool = False
 ) -> Iterator[Kind]:
-    """What models ask for: rows on 16 bytes, and at most one of ALiBi, softcap, dropout and a dense mask.
+    """Yield the kinds that models use: 16-byte aligned rows, at most one of ALiBi, softcap, dropout and a dense mask.
 
     head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
-    masks: whether those with a dense mask too, of booleans or biases in the dtype: PyTorch's operators bring them
+    masks: whether to include dense masks, of booleans or of biases in the dtype, which PyTorch's operators take
     """
-    sizes = set(map(variants.size_of, head_dims or _USUAL))
+    sizes = set(map(variants.size_of, head_dims or _COMMON_HEAD_DIMS))
     for kind in variants.kinds(number):
         name = "float16" if kind.type == FP16 else "bfloat16"
-        is_usual = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
-        is_usual = is_usual and (not kind.bias or (masks and kind.bias != variants.FLOAT_BIAS))
-        if is_usual and kind.D in sizes and (name in dtypes or not dtypes):
+        is_common = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
+        is_common = is_common and (not kind.bias or (masks and kind.bias != variants.FLOAT_BIAS))
+        if is_common and kind.D in sizes and (name in dtypes or not dtypes):
             yield kind
 
 
@@ -50,29 +50,29 @@ def compile_all(
 
     Args:
         watched: yields the jobs in order, to show progress
-        pool: runs the jobs and is shut down; threads by default
+        pool: runs the jobs, and is shut down at the end; threads by default
 
     Returns:
         the number of kernels that were not in the cache yet, and the errors
     """
-    made, errors = 0, []
+    compiled, errors = 0, []
     pool = pool or ThreadPoolExecutor(os.cpu_count())
     try:
         for job in watched([pool.submit(_compile, *one) for one in wanted]):
             try:
-                made += job.result()
+                compiled += job.result()
             except KernelError as error:
                 errors.append(str(error))
-    finally:  # whoever interrupts it waits for what is being compiled, not for all
+    finally:  # an interrupt waits only for running compilations
         pool.shutdown(cancel_futures=True)
-    return made, errors
+    return compiled, errors
 
 
 def _compile(variant: Variant, architecture: str) -> bool:
-    """Whether the kernel was not in the cache yet."""
+    """Compile the kernel if the cache lacks it; returns whether it did. Raises KernelError."""
     name = nvrtc.cache_name(variant, architecture)
     if cache.read(name) is not None:
         return False
-    if not cache.write(name, nvrtc.binary(variant, architecture)):
-        raise KernelError(f"{cache.described()} cannot be written")
+    if not cache.write(name, nvrtc.compile_variant(variant, architecture)):
+        raise KernelError(f"{cache.describe_folder()} cannot be written")
     return True

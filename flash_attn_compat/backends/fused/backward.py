@@ -1,6 +1,6 @@
-"""A call's gradients: delta, then dkdv for tiles of keys, then dq for tiles of rows.
+"""Gradients of calls: delta, then dkdv for tiles of keys, then dq for tiles of rows.
 
-Nothing is added by atomics: the same bits each time.
+The kernels add nothing by atomics: gradients have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused import grids, launcher, masks, self_test, variants
 from flash_attn_compat.backends.fused.launcher import Plan
-from flash_attn_compat.backends.fused.plan_builder import Launches, with_copies
+from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall, Derived, Gradients, Upstream
@@ -25,28 +25,29 @@ _KERNELS = "delta", "dkdv", "dq"
 
 
 def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
-    """What computes the gradients of all calls like ``call``, from what is like ``upstream``.
+    """Return the run for gradients, for all calls and upstreams with the cache key of these.
 
-    Raises KernelError where a kernel cannot be used.
+    Raises KernelError where a kernel fails.
     """
-    read = functools.partial(_read, launcher.untidy(call.tensors), False)
-    tensors, given, targets = read(call.tensors, upstream, into)
-    vec = launcher.vector_size((*tensors[:3], given.dout, given.out, *targets), in_place=False)
+    read = functools.partial(_prepare_inputs, launcher.find_strided_inputs(call.tensors), False)
+    tensors, ready, targets = read(call.tensors, upstream, into)
+    vec = launcher.vector_size((*tensors[:3], ready.dout, ready.out, *targets), in_place=False)
     copies = not vec or not all(map(_is_writable, targets))
     if copies:
-        read = functools.partial(_read, launcher.untidy(call.tensors), True)
-        (tensors, given, targets), vec = read(call.tensors, upstream, into), 8
+        read = functools.partial(_prepare_inputs, launcher.find_strided_inputs(call.tensors), True)
+        (tensors, ready, targets), vec = read(call.tensors, upstream, into), 8
     call = call.with_tensors(*tensors)
-    device, kind = call.q.get_device(), with_copies(call, launcher.kind_of(call, vec), True)
-    plan = _plan(call, given, targets, kind)
+    device, kind = call.q.get_device(), enable_copies(call, launcher.choose_kind(call, vec), True)
+    plan = _build_plan(call, ready, targets, kind)
     kernels = tuple(variant for variant in plan.variants if variant.entry in _KERNELS)
     in_seats = tuple(map(variants.is_in_seats, kernels))
 
     def run_tiny(call: AttentionCall, upstream: Upstream, targets: Gradients) -> Gradients:
-        _launch(_plan(call, upstream, targets, kind, 2, in_seats), call.tensors, upstream, targets)
+        _launch(_build_plan(call, upstream, targets, kind, 2, in_seats), call.tensors, upstream, targets)
         return targets
 
-    self_test.check(kernels, device, lambda watch: self_test.of_backward(kind, call.q.device, run_tiny, watch))
+    place = call.q.device
+    self_test.check_kernels(kernels, device, lambda watch: self_test.find_backward_error(kind, place, run_tiny, watch))
 
     def run(tensors: Tensors, upstream: Upstream, into: Gradients | None) -> Derived:
         readable, upstream, targets = read(tensors, upstream, into)
@@ -66,33 +67,33 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
 
 
 def _launch(plan: Plan, tensors: Sequence[Any], upstream: Upstream, targets: Gradients) -> Tensor:
-    """Writes the gradients, or some of them, into ``targets``; returns delta."""
+    """Launch a plan, which writes gradients into ``targets``; returns delta."""
     dout, out, lse, _, saved, dlse = upstream
     return plan.run((*tensors, dout, out, lse, dlse, *targets, *saved[1:]))["delta"]
 
 
-def _read(
-    untidy: Collection[int], copies: bool, tensors: Tensors, upstream: Upstream, into: Gradients | None
+def _prepare_inputs(
+    strided: Collection[int], copies: bool, tensors: Tensors, upstream: Upstream, into: Gradients | None
 ) -> tuple[Sequence[Any], Upstream, Gradients]:
-    """All as kernels read it, and what they write. copies: what is not on 16 bytes is copied into place"""
-    given: Sequence[Any] = tensors
-    if untidy:
-        given = [launcher.tidied(tensor) if index in untidy else tensor for index, tensor in enumerate(tensors)]
-    # Under causal ALiBi the LSE has a position, maybe a large one, added: the true one is kept.
+    """Return inputs in the kernels' layout, and gradients to write into. copies: whether to copy unaligned tensors"""
+    inputs: Sequence[Any] = tensors
+    if strided:
+        inputs = [launcher.copy_contiguous(x) if index in strided else x for index, x in enumerate(tensors)]
+    # Under causal ALiBi the reported LSE includes a position, which may be large: the forward saves the unshifted LSE.
     lse = upstream.saved[0] if upstream.saved else upstream.lse
     dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
     upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
     if not copies:
-        return given, upstream, into or Gradients(*map(_empty, given[:3]))
-    q, k, v, dout, out = map(launcher.aligned, (*given[:3], upstream.dout, upstream.out))
+        return inputs, upstream, into or Gradients(*map(_empty_contiguous, inputs[:3]))
+    q, k, v, dout, out = map(launcher.align, (*inputs[:3], upstream.dout, upstream.out))
     targets = [
-        place if place is not None and _is_writable(place) and launcher.is_aligned(place) else _empty(x)
+        place if place is not None and _is_writable(place) and launcher.is_aligned(place) else _empty_contiguous(x)
         for place, x in zip(into or (None, None, None), (q, k, v))
     ]
-    return (q, k, v, *given[3:]), upstream._replace(dout=dout, out=out), Gradients(*targets)
+    return (q, k, v, *inputs[3:]), upstream._replace(dout=dout, out=out), Gradients(*targets)
 
 
-def _plan(
+def _build_plan(
     call: AttentionCall,
     upstream: Upstream,
     targets: Gradients,
@@ -100,44 +101,44 @@ def _plan(
     splits: int | None = None,
     in_seats: Sequence[bool] = (False,) * 3,
 ) -> Plan:
-    """Three launches. For bf16 that is converted one more, if the forward kept no maxima, and two if it is copied: the
-    same memory holds q and dout for dkdv, then k and v for dq.
+    """Return a plan of three launches. Converted bf16 needs one more if the forward saved no maxima, and two more with
+    copies: the same memory holds q and dout for dkdv, then k and v for dq.
 
-    upstream.saved: nothing; or the forward's true LSE; or that and what it kept besides, as masks.names_of_kept has it
-    splits: blocks that share the query heads of a tile of keys, None: as many as pay
+    upstream.saved: empty; or the forward's unshifted LSE, alone or followed by the tensors of masks.saved_names
+    splits: blocks that share the query heads of a tile of keys, None for the best number
     in_seats: as shares in grids.py, for each of the three
     """
-    kept = dict(zip(masks.names_of_kept(upstream.saved), upstream.saved[1:]))
+    saved = dict(zip(masks.saved_names(upstream.saved), upstream.saved[1:]))
     results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}
-    fields = launcher.described(call)
-    fields |= {"out_s": launcher.strides(upstream.out), "dout_s": launcher.strides(upstream.dout)}
-    fields |= {f"{name}_s": launcher.strides(target) for name, target in targets._asdict().items()}
+    fields = launcher.call_fields(call)
+    fields |= {"out_s": launcher.kernel_strides(upstream.out), "dout_s": launcher.kernel_strides(upstream.dout)}
+    fields |= {f"{name}_s": launcher.kernel_strides(target) for name, target in targets._asdict().items()}
     if upstream.saved:
         fields["lse_has_position"] = 0
-    launches = Launches(call, kind, fields, has_mask="bias_map" in kept)
+    builder = PlanBuilder(call, kind, fields, has_mask="bias_map" in saved)
     if kind.type == variants.BF16_AS_FP16:
-        if "absmax" not in kept:
-            launches.find_maxima(of_rows=True)
-        launches.leave("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
-    launches.leave("delta", call.lse_shape, torch.float32)
+        if "absmax" not in saved:
+            builder.add_maxima_pass(of_rows=True)
+        builder.add_output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
+    builder.add_output("delta", call.lse_shape, torch.float32)
     if kind.copied:
-        most = max(call.q.numel() + upstream.dout.numel(), call.k.numel() + call.v.numel())
-        launches.leave("copies", (most,), torch.float16)
-    rows = launcher.longest_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
-    keys = launcher.longest_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
+        elements = max(call.q.numel() + upstream.dout.numel(), call.k.numel() + call.v.numel())
+        builder.add_output("copies", (elements,), torch.float16)
+    rows = launcher.max_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
+    keys = launcher.max_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
     kernels = variants.delta(kind), variants.dkdv(kind), variants.dq(kind)
     for variant, (longest, heads, tokens), shares in zip(kernels, (rows, keys, rows), in_seats):
         clears = variant.entry != "delta"
-        grid = grids.grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)
-        launches.add_tiles(variant, grid, heads, splits if variant.entry == "dkdv" else 1)
-    return launches.plan(others={**results, **targets._asdict(), **kept})
+        grid = grids.choose_grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)
+        builder.add_tiled_launch(variant, grid, heads, splits if variant.entry == "dkdv" else 1)
+    return builder.build(others={**results, **targets._asdict(), **saved})
 
 
-def _empty(like: Tensor) -> Tensor:
+def _empty_contiguous(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Whether a kernel can write it: readable, and no two elements in one place."""
-    apart = all(size <= 1 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride()))
-    return apart and launcher.is_readable(tensor)
+    """Whether kernels can write the tensor: it has the kernel layout, and no two elements share memory."""
+    is_disjoint = all(size <= 1 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride()))
+    return is_disjoint and launcher.has_kernel_layout(tensor)

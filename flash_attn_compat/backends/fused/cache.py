@@ -1,8 +1,7 @@
-"""Files that outlive the process: compiled kernels, and what was found out about them.
+"""Files that outlive the process: compiled kernels, and results of self-tests, tuning and measurements.
 
-A file is trusted only as far as it can be checked: it is a regular file, nobody but this user and root could write it,
-and it begins with a digest of its name and of what was written. Whatever goes wrong on the way, the caller makes its
-content anew.
+``read`` trusts a file only if it is a regular file, if only this user and root could have written it, and if it begins
+with the digest of its name and payload. On any failure ``read`` returns None, and the caller makes the payload again.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _NO_HOME = f"there is no home directory: set {settings.CACHE} to a folder"
 
 
 def folder() -> Path:
-    """FLASH_ATTN_COMPAT_CACHE, or the user's cache directory of this platform.
+    """Return FLASH_ATTN_COMPAT_CACHE, or the user's cache directory of this platform.
 
-    Raises RuntimeError where that is in a home directory, and there is none.
+    Raises RuntimeError where the path starts at a home directory and there is none.
     """
     chosen = settings.cache_folder()
     if chosen:
@@ -41,8 +40,8 @@ def folder() -> Path:
     return Path(base) / "flash_attn_compat"
 
 
-def described() -> str:
-    """The folder's path, or why there is no folder."""
+def describe_folder() -> str:
+    """Return the folder's path, or the reason why there is no folder."""
     try:
         return str(folder())
     except RuntimeError:
@@ -50,61 +49,61 @@ def described() -> str:
 
 
 def write_error() -> str | None:
-    """Why no file can be kept; None if one can. Creates the folder, as the first file that is kept does."""
+    """Return the reason why no file can be written, or None. Creates the folder, as the first write does."""
     try:
-        with tempfile.TemporaryFile(dir=_created()):
+        with tempfile.TemporaryFile(dir=_create_folder()):
             return None
     except RuntimeError:
         return f"kernels cannot be kept: {_NO_HOME}"
     except OSError as error:
-        return f"{described()} cannot be written: {error.strerror}"
+        return f"{describe_folder()} cannot be written: {error.strerror}"
 
 
-def name_of(prefix: str, *parts: str) -> str:
-    """The name of a file for what follows from ``parts``: another one if any of them differs."""
+def make_name(prefix: str, *parts: str) -> str:
+    """Return a file name that is unique to ``prefix`` and ``parts``."""
     return f"{prefix}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}"
 
 
 def read(name: str) -> bytes | None:
-    """What was written under ``name``; None where there is nothing that can be trusted."""
+    """Return the payload written under ``name``; None where there is no file that can be trusted."""
     try:
         place = folder()
-        with open(place / name, "rb", opener=_without_waiting) as file:
-            against = _reason_against_trust(os.fstat(file.fileno()))  # of what was opened, whatever has the name by now
-            content = b"" if against else file.read()
+        with open(place / name, "rb", opener=_open_nonblocking) as file:
+            reason = _distrust_reason(os.fstat(file.fileno()))  # of the open file: its name may be another's by now
+            content = b"" if reason else file.read()
     except PermissionError:
-        against, content = "you may not read them", b""
+        reason, content = "you may not read them", b""
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None
-    if against:
-        _warn(place, against)
+    if reason:
+        _warn(place, reason)
         return None
     digest, payload = content[:_DIGEST], content[_DIGEST:]
     return payload if digest == _digest(name, payload) else None
 
 
-def keep_first(name: str, payload: bytes) -> bytes:
-    """What is kept under ``name``: ``payload``, unless another process has written there first. Then all have that."""
-    found = read(name)
-    if found is None:
+def write_if_absent(name: str, payload: bytes) -> bytes:
+    """Write ``payload`` unless ``name`` exists; returns the payload of the first writer, the same in all processes."""
+    stored = read(name)
+    if stored is None:
         write(name, payload, only_first=True)
-        found = read(name)
-    return payload if found is None else found
+        stored = read(name)
+    return payload if stored is None else stored
 
 
 def write(name: str, payload: bytes, only_first: bool = False) -> bool:
-    """Keep ``payload`` under ``name``, whole or not at all; False where the folder cannot be written.
+    """Write ``payload`` under ``name`` atomically; returns False where the folder cannot be written.
 
-    only_first: what is there already stays
+    only_first: leave an existing file alone
     """
     try:
-        place = _created()
+        place = _create_folder()
     except (OSError, RuntimeError):
         return False
     temporary = place / f".{name}.{secrets.token_hex(8)}"
     try:
-        with open(temporary, "xb", opener=_for_others_to_read) as file:
-            file.write(sealed(name, payload))
+        with open(temporary, "xb", opener=_open_readable_by_all) as file:
+            file.write(seal(name, payload))
         (os.link if only_first else os.replace)(temporary, place / name)  # readers see the old file or the new one
         return True
     except OSError:
@@ -114,24 +113,24 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
             os.unlink(temporary)
 
 
-def _created() -> Path:
+def _create_folder() -> Path:
     place = folder()
-    # A folder that somebody chose may be one to share.
+    # A folder set by the user may be shared.
     place.mkdir(parents=True, exist_ok=True, mode=0o755 if settings.cache_folder() else 0o700)
     return place
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file at once: a named pipe would wait for somebody to write, and a terminal become this process's own."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without waiting for a named pipe's writer, and without taking a terminal as the controlling one."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
-def _for_others_to_read(path: str, flags: int) -> int:
+def _open_readable_by_all(path: str, flags: int) -> int:
     return os.open(path, flags, 0o644)
 
 
-def sealed(name: str, payload: bytes) -> bytes:
-    """The bytes of the file ``name``, from which ``read`` takes ``payload``."""
+def seal(name: str, payload: bytes) -> bytes:
+    """Return the bytes of the file ``name`` with ``payload``: its digest first."""
     return _digest(name, payload) + payload
 
 
@@ -139,8 +138,8 @@ def _digest(name: str, payload: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\0" + payload).digest()
 
 
-def _reason_against_trust(file: os.stat_result) -> str | None:
-    """Why it is no file, or somebody else may have written it: others' code is not run unasked."""
+def _distrust_reason(file: os.stat_result) -> str | None:
+    """Return the reason not to load the file, or None: it is not regular, or another user may have written its code."""
     if not stat.S_ISREG(file.st_mode):
         return "they are no regular files"
     if not hasattr(os, "getuid") or settings.trusts_cache():
@@ -151,10 +150,10 @@ def _reason_against_trust(file: os.stat_result) -> str | None:
 
 
 @functools.cache
-def _warn(place: Path, against: str) -> None:
-    """Once in a process."""
+def _warn(place: Path, reason: str) -> None:
+    """Warn once in a process."""
     warnings.warn(
-        f"kernels kept in {place} are not used but compiled anew: {against}. Set {settings.CACHE} to a folder of your "
+        f"kernels kept in {place} are not used but compiled anew: {reason}. Set {settings.CACHE} to a folder of your "
         f"own, or {settings.TRUST_CACHE}=1 if you trust whoever can write there",
         RuntimeWarning,
         stacklevel=2,

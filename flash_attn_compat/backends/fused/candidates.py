@@ -1,6 +1,6 @@
-"""Tiles that may be faster than the table's on some card, for `flash-attn-compat tune` to time: by entry and head dim.
+"""Tiles that `flash-attn-compat tune` times, by entry and head dim: some may be faster than the table's on some card.
 
-Each fits the architectures that it stands for. No other tile is taken from what somebody has kept or sent.
+Each tile fits its architectures. Tuning results may name only these tiles.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 4, 1, 1, reg_p=False)),
     },
 }
-# A multiprocessor has 100 KB and more: room for a block's own operands.
+# A multiprocessor has 100 KB or more: enough to keep a block's stationary operands in shared memory.
 _SHARED = {"reg_s": False, "reg_p": False, "copies": True}
 _FOR_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
@@ -63,7 +63,7 @@ _FOR_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
 }
 
 
-def tiles(entry: str, number: int, D: int) -> tuple[Tile, ...]:
-    """number: the architecture's, as 75; D: a size that kernels are made for. Today's may be among them."""
+def candidate_tiles(entry: str, number: int, D: int) -> tuple[Tile, ...]:
+    """Return the tiles to time; they may include the table's. number: architecture, such as 75; D: one of HEAD_DIMS."""
     table = _FOR_NEWER if number >= 80 else _FOR_TURING
     return table.get(entry, {}).get(D, ())

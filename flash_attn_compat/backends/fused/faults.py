@@ -1,8 +1,8 @@
-"""Kernels that ended a process when they were tried: later processes on the same machine refuse them.
+"""Kernels that ended a process in their self-test: later processes on the same machine decline them.
 
-A trial leaves a file, the mark, beside the kernels and removes it when its launches are done. The process holds a lock
-on the mark while it lives. So a mark without a lock was left by a process that ended during the trial, while the mark
-of a trial that goes on in another process, container or node says nothing. A file system without locks gets no marks.
+A self-test writes a file, the mark, beside the kernels and removes it after its launches. The process holds a lock on
+the mark while it lives. A mark without a lock therefore belongs to a process that ended during the self-test. A locked
+mark belongs to a running self-test, in any process, container or node. File systems without locks get no marks.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from flash_attn_compat.backends.fused import cache
 from flash_attn_compat.backends.fused.nvrtc import ContextLost
 
 _FOLDER = "trials"
-# What a mark begins with: the trial goes on, or is known to have broken the GPU's context, whoever still holds a lock.
+# The first bytes of a mark: the self-test runs, or it broke the GPU's context. A broken mark counts even while locked.
 _TRYING, _BROKEN = b"trying ", b"broken "
-AGAIN = "flash-attn-compat doctor --again"
+RETRY_COMMAND = "flash-attn-compat doctor --again"
 
 
-def place() -> Path:
-    """The folder of the marks; raises RuntimeError where there is no home directory."""
+def marks_folder() -> Path:
+    """Return the folder of the marks. Raises RuntimeError where there is no home directory."""
     return cache.folder() / _FOLDER
 
 
-def reason_against(trial: str) -> str | None:
-    """Why the kernels of ``trial``, a name without dots, are refused; None where no process is known to have ended."""
-    return next((reason for _, reason in _evidence(trial)), None)
+def decline_reason(trial: str) -> str | None:
+    """Return the reason to decline the kernels of ``trial``, a name without dots; None without a mark of a fault."""
+    return next((reason for _, reason in _find_fault_marks(trial)), None)
 
 
-def reasons() -> list[str]:
-    """What earlier processes left behind, a sentence for each trial."""
-    return list(dict.fromkeys(reason for _, reason in _evidence()))
+def list_reasons() -> list[str]:
+    """Return one sentence for each self-test that ended a process or broke its context."""
+    return list(dict.fromkeys(reason for _, reason in _find_fault_marks()))
 
 
-def forget() -> int:
-    """Remove what earlier processes left, so that these kernels are tried again; how many files that were."""
+def remove_marks() -> int:
+    """Remove the marks of faults, so that these kernels are tested again; returns the number of files."""
     removed = 0
-    for path, _ in list(_evidence()):
+    for path, _ in list(_find_fault_marks()):
         with contextlib.suppress(OSError):
             path.unlink()
             removed += 1
@@ -51,13 +51,13 @@ def forget() -> int:
 
 
 @contextlib.contextmanager
-def watched(trial: str, kernels: str, broken: Callable[[], str | None]) -> Iterator[None]:
-    """Around the launches of a trial: raises ContextLost, noted for later processes, if they break the GPU's context.
+def watch_trial(trial: str, kernels: str, sticky_error: Callable[[], str | None]) -> Iterator[None]:
+    """Guard the launches of a self-test. If they break the GPU's context, keeps a mark and raises ContextLost.
 
-    kernels: their names, for people
-    broken: waits for the GPU; returns what has broken its context for good, if anything has
+    trial: name of the mark, without dots; kernels: their names, for messages
+    sticky_error: waits for the GPU; returns the error that broke its context for good, or None
     """
-    earlier = broken()
+    earlier = sticky_error()
     if earlier is not None:
         raise ContextLost(f"this process's use of the GPU was broken before {kernels} could be tried: {earlier}")
     mark, raised = _Mark(trial, f"{kernels} ended a process when tried on this GPU"), None
@@ -65,7 +65,7 @@ def watched(trial: str, kernels: str, broken: Callable[[], str | None]) -> Itera
         yield
     except BaseException as error:  # noqa: BLE001  raised again
         raised = error
-    lost = broken()
+    lost = sticky_error()
     if lost is None:
         mark.remove()
         if raised is not None:
@@ -80,16 +80,16 @@ def watched(trial: str, kernels: str, broken: Callable[[], str | None]) -> Itera
 
 
 class _Mark:
-    """The mark of this process's trial. ``is_kept``: whether it was left for later processes."""
+    """The mark of a running self-test of this process. ``is_kept``: whether later processes find it."""
 
     def __init__(self, trial: str, reason: str) -> None:
         self._name = f"{trial}.{secrets.token_hex(8)}"
         self.is_kept = False
         self._file: io.FileIO | None = None
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
-            place().mkdir(parents=True, exist_ok=True, mode=0o755)
-            self._file = open(place() / self._name, "xb", buffering=0, opener=_for_others_to_read)  # noqa: SIM115
-            if _locks(self._file, wait=True):
+            marks_folder().mkdir(parents=True, exist_ok=True, mode=0o755)
+            self._file = open(marks_folder() / self._name, "xb", buffering=0, opener=_open_readable_by_all)  # noqa: SIM115
+            if _acquire_lock(self._file, wait=True):
                 self._write(_TRYING + reason.encode())
 
     def keep(self, reason: str) -> None:
@@ -101,68 +101,68 @@ class _Mark:
     def remove(self) -> None:
         with contextlib.suppress(OSError):
             if self._file is not None:
-                self._file.truncate(0)  # without the lock it says nothing from now on
-                if sys.platform == "win32":  # where an open file cannot be removed
+                self._file.truncate(0)  # an empty mark counts as none, even without its lock
+                if sys.platform == "win32":  # Windows cannot remove an open file
                     self._close()
-                os.unlink(place() / self._name)
+                os.unlink(marks_folder() / self._name)
         self._close()
 
     def _write(self, payload: bytes) -> None:
         if self._file is not None:
             self._file.seek(0)
             self._file.truncate(0)
-            self._file.write(cache.sealed(f"{_FOLDER}/{self._name}", payload))
+            self._file.write(cache.seal(f"{_FOLDER}/{self._name}", payload))
 
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
-def _evidence(trial: str = "") -> Iterator[tuple[Path, str]]:
-    """Marks that no living process holds, or that say that a context broke; and what they say."""
+def _find_fault_marks(trial: str = "") -> Iterator[tuple[Path, str]]:
+    """Yield the path and the reason of each mark that no living process locks or that says that a context broke."""
     try:
-        names = sorted(entry.name for entry in os.scandir(place()))
+        names = sorted(entry.name for entry in os.scandir(marks_folder()))
     except (OSError, RuntimeError):
         return
     for name in names:
         if trial and name.partition(".")[0] != trial:
             continue
-        said = cache.read(f"{_FOLDER}/{name}")
-        if said is None:
+        content = cache.read(f"{_FOLDER}/{name}")
+        if content is None:
             continue
-        path = place() / name
-        if said.startswith(_BROKEN) or (said.startswith(_TRYING) and _is_left(path)):
-            reason = said.partition(b" ")[2].decode(errors="replace")
-            yield path, f"{reason} ({path}; `{AGAIN}` lets it be tried again)"
+        path = marks_folder() / name
+        if content.startswith(_BROKEN) or (content.startswith(_TRYING) and _is_abandoned(path)):
+            reason = content.partition(b" ")[2].decode(errors="replace")
+            yield path, f"{reason} ({path}; `{RETRY_COMMAND}` lets it be tried again)"
 
 
-def _is_left(path: Path) -> bool:
+def _is_abandoned(path: Path) -> bool:
     try:
         with open(path, "rb", buffering=0) as file:
-            # A trial that ends now empties the file before it gives the lock away.
-            return _locks(file, wait=False) and bool(file.read(1))
+            # A self-test that ends now empties its mark before it releases the lock.
+            return _acquire_lock(file, wait=False) and bool(file.read(1))
     except OSError:
         return False
 
 
-def _locks(file: io.FileIO, wait: bool) -> bool:
-    """Whether the lock on ``file`` is had, until it is closed. wait: to write under it, else it may be shared."""
+def _acquire_lock(file: io.FileIO, wait: bool) -> bool:
+    """Lock ``file`` until it is closed; returns whether that worked. wait: for an exclusive lock; else a shared one."""
     try:
         if sys.platform == "win32":
             import msvcrt
 
             position = file.tell()
-            file.seek(2**30)  # what is locked there can still be read
+            file.seek(2**30)  # beyond the content, which others must be able to read
             msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
             file.seek(position)
         else:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held by another process, or a file system without locks
+    except OSError:  # another process holds the lock, or the file system has no locks
         return False
     return True
 
 
-def _for_others_to_read(path: str, flags: int) -> int:
+def _open_readable_by_all(path: str, flags: int) -> int:
     return os.open(path, flags, 0o644)

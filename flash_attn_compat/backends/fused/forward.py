@@ -1,7 +1,8 @@
-"""A call's forward: the forward kernel for tiles of rows, the decode kernel for few rows over many keys."""
+"""Forwards of calls: the forward kernel for tiles of rows, the decode kernel for few rows over many keys."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.base import Negated
+from flash_attn_compat.backends.base import NegatedView
 from flash_attn_compat.backends.fused import grids, launcher, masks, self_test, tensor_cores, variants
-from flash_attn_compat.backends.fused.plan_builder import Launches, kind_of_append, with_copies
+from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, choose_append_kind, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import dropout, kernel_layout
 from flash_attn_compat.core.append import Append
@@ -19,84 +20,83 @@ from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, TENSORS, Attentio
 from flash_attn_compat.core.prepared import Alike, Run, Tensors
 from flash_attn_compat.core.torch_state import note_written
 
-# Each block that sees new keys writes them all.
-_MOST_NEW = 16
-# How some of a request's tensors are copied, by their places there.
+# The decode kernel appends at most so many new keys itself: each block that sees new keys writes all of them.
+_MAX_NEW_KEYS = 16
+# Functions that copy some of a request's tensors, by index.
 _Copies = dict[int, Callable[[Tensor], Tensor]]
 
 
 def prepare(alike: Alike) -> Run | None:
-    """What computes all calls that are ``alike``; None where no kernel can read a cache as it lies.
+    """Return the run for all calls with the cache key of ``alike``; None if no kernel supports the cache's strides.
 
-    What kernels cannot read otherwise is copied into place at each call. Raises KernelError where a kernel cannot be
-    used.
+    Inputs with unsupported strides are copied on every call. Raises KernelError where a kernel fails.
     """
     tensors, call, new = alike.tensors, alike.whole, alike.new
-    few = variants.takes_decode(launcher.longest_rows(call), call.nheads // call.nheads_k, call.bias is not None)
+    few = variants.takes_decode(launcher.max_rows(call), call.nheads // call.nheads_k, call.bias is not None)
     in_place = not call.is_dense and call.cu_seqlens_k is None
     appended = range(len(TENSORS), len(tensors))
     read = [0, 1, 2]
-    copies: _Copies = dict.fromkeys(launcher.untidy(tensors), launcher.tidied)
+    copies: _Copies = dict.fromkeys(launcher.find_strided_inputs(tensors), launcher.copy_contiguous)
     if alike.is_over_cache:
         in_place = in_place or few
-        if not launcher.is_readable(call.q):
+        if not launcher.has_kernel_layout(call.q):
             copies[0] = Tensor.contiguous
-        if new is not None and not launcher.is_tidy(new):
+        if new is not None and not launcher.append_has_kernel_layout(new):
             copies |= {index: Tensor.contiguous for index in appended if tensors[index] is not None}
-        if new is not None and few and new.k.shape[1] <= _MOST_NEW:
+        if new is not None and few and new.k.shape[1] <= _MAX_NEW_KEYS:
             read += appended
-    tensors = _copied(tensors, copies)
+    tensors = _apply_copies(tensors, copies)
     vec = launcher.vector_size([tensors[index] for index in read], in_place)
     if not vec:
         if alike.is_over_cache:
             return None
-        copies |= dict.fromkeys(read, launcher.aligned)
-        tensors, vec = _copied(alike.tensors, copies), 8
+        copies |= dict.fromkeys(read, launcher.align)
+        tensors, vec = _apply_copies(alike.tensors, copies), 8
     if copies:
         call = call.with_tensors(*tensors)
         new = new and new._replace(**dict(zip(Append._fields, tensors[len(TENSORS) :])))
-    tensor_cores.warn_where_missing(call.q.get_device(), settings.gpu(call.q.device))
-    kind = launcher.kind_of(call, vec, decodes=few and not call.dropout_p)
-    attention = Attention(call, kind if few or alike.is_over_cache else with_copies(call, kind, False), new)
-    attention.try_first()
-    if new is not None and attention.writes_first:
-        try_append(call, new)
+    tensor_cores.warn_if_missing(call.q.get_device(), settings.gpu(call.q.device))
+    kind = launcher.choose_kind(call, vec, decodes=few and not call.dropout_p)
+    forward = ForwardPlan(call, kind if few or alike.is_over_cache else enable_copies(call, kind, False), new)
+    forward.run_self_test()
+    if new is not None and forward.appends_first:
+        self_test_append(call, new)
     if not copies:
-        return attention.run
+        return forward.run
     width = alike.call.head_dim_v
 
     def run(tensors: Tensors, length: int | None) -> Result:
-        result = attention.run(_copied(tensors, copies), length)
+        result = forward.run(_apply_copies(tensors, copies), length)
         return result._replace(out=kernel_layout.narrowed(result.out, width))
 
     return run
 
 
-def _copied(tensors: Tensors, copies: _Copies) -> Tensors:
+def _apply_copies(tensors: Tensors, copies: _Copies) -> Tensors:
     return tuple([copies[index](tensor) if index in copies else tensor for index, tensor in enumerate(tensors)])
 
 
-def try_append(call: AttentionCall, new: Append) -> None:
-    """Raises KernelError if the kernel that only appends turns out to be wrong."""
-    kind, place = kind_of_append(call, new), call.q.device
+def self_test_append(call: AttentionCall, new: Append) -> None:
+    """Self-test the kernel that only appends. Raises KernelError if it fails."""
+    kind, place = choose_append_kind(call, new), call.q.device
 
     def run_tiny(call: AttentionCall, new: Append) -> dict[str, Tensor]:
-        launches = Launches(call, kind, launcher.described(call) | launcher.described_new(new))
-        launches.append(new)
-        made = launches.plan(new).run((*call.tensors, *new[:4]))
-        return {"q": made.get("q_rotated", call.q)}
+        builder = PlanBuilder(call, kind, launcher.call_fields(call) | launcher.append_fields(new))
+        builder.add_append(new)
+        outputs = builder.build(new).run((*call.tensors, *new[:4]))
+        return {"q": outputs.get("q_rotated", call.q)}
 
-    def wrong(watch: self_test.Watch) -> str | None:
-        return self_test.of_forward(kind, place, run_tiny, few_rows=True, appends=True, watch=watch)
+    def find_error(watch: self_test.Watch) -> str | None:
+        return self_test.find_forward_error(kind, place, run_tiny, few_rows=True, appends=True, watch=watch)
 
-    self_test.check((variants.append(kind),), call.q.get_device(), wrong)
+    self_test.check_kernels((variants.append(kind),), call.q.get_device(), find_error)
 
 
-class Attention:
-    """A launch of the forward or the decode kernel; the latter writes a few ``new`` keys on its way.
+class ForwardPlan:
+    """The plan of a forward or decode kernel. The decode kernel appends a few ``new`` keys itself.
 
-    More of them, or those of more rows, are written by a launch before it.
-    splits: blocks that share the keys of a tile of rows, None: as many as pay; in_seats: as shares in grids.py
+    A launch before it appends more new keys, or those of more rows.
+    splits: blocks that share the keys of a tile of rows, None for the best number; in_seats: as shares in grids.py
     """
 
     def __init__(
@@ -107,67 +107,68 @@ class Attention:
         splits: int | None = None,
         in_seats: bool = False,
     ) -> None:
-        rows, group = launcher.longest_rows(call), call.nheads // call.nheads_k
+        rows, group = launcher.max_rows(call), call.nheads // call.nheads_k
         self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout or kind.bias > 0)
         self.seqlen_new = 0 if new is None else new.k.shape[1]
-        self.appends, self.writes_first = new is not None, False
+        self.appends, self.appends_first = new is not None, False
         self.needs_grad, self.drops = call.needs_grad, call.dropout_p > 0.0
-        self.kept = masks.KEPT[: 3 if kind.bias == variants.BOOLEANS else 1]
-        fields = launcher.described(call) | {"out_s": launcher.contiguous_strides(call.out_shape)}
-        launches = Launches(call, kind, fields)
+        self.saved = masks.SAVED[: 3 if kind.bias == variants.BOOLEANS else 1]
+        fields = launcher.call_fields(call) | {"out_s": launcher.contiguous_strides(call.out_shape)}
+        builder = PlanBuilder(call, kind, fields)
         if new is not None:
-            fields |= launcher.described_new(new)
-            self.writes_first = not (self.is_decode and self.seqlen_new <= _MOST_NEW)
-            if self.writes_first:
-                launches.append(new)
-        launches.leave("out", call.out_shape, call.q.dtype)
+            fields |= launcher.append_fields(new)
+            self.appends_first = not (self.is_decode and self.seqlen_new <= _MAX_NEW_KEYS)
+            if self.appends_first:
+                builder.add_append(new)
+        builder.add_output("out", call.out_shape, call.q.dtype)
         if call.return_lse or call.needs_grad:
-            launches.leave("lse", call.lse_shape, torch.float32)
+            builder.add_output("lse", call.lse_shape, torch.float32)
         if call.needs_grad and fields["lse_has_position"]:
-            launches.leave("lse_true", call.lse_shape, torch.float32)
-        # The decode kernel scales what it converts step by step.
+            builder.add_output("lse_true", call.lse_shape, torch.float32)
+        # The decode kernel finds a scale for each step itself.
         if kind.type == variants.BF16_AS_FP16 and not self.is_decode:
-            launches.find_maxima(of_rows=False)
+            builder.add_maxima_pass(of_rows=False)
         is_packed = call.cu_seqlens_q is not None
-        if self.is_decode:  # the heads of a group are rows of one tile
-            variant = variants.decode_append(kind) if self.appends and not self.writes_first else variants.decode(kind)
-            heads, grid = call.nheads_k, grids.apart(rows * group, variant.rows, call.batch, is_packed)
+        if self.is_decode:  # the query heads of a group are rows of one tile
+            variant = (variants.decode_append if self.appends and not self.appends_first else variants.decode)(kind)
+            heads, grid = call.nheads_k, grids.per_sequence_grid(rows * group, variant.rows, call.batch, is_packed)
         else:
             variant, heads, tokens = variants.forward(kind), call.nheads, call.q.shape[0] if is_packed else None
-            grid = grids.grid(rows, variant.rows, call.batch, heads, tokens, shares=in_seats)
-        launches.add_tiles(variant, grid, heads, splits)
-        self.plan = launches.plan(new)
+            grid = grids.choose_grid(rows, variant.rows, call.batch, heads, tokens, shares=in_seats)
+        builder.add_tiled_launch(variant, grid, heads, splits)
+        self.plan = builder.build(new)
 
-    def try_first(self) -> None:
-        """Raises KernelError if the kernel turns out to be wrong."""
-        kind, plan, appends = self.kind, self.plan, self.appends and not self.writes_first
+    def run_self_test(self) -> None:
+        """Self-test the kernel of this plan. Raises KernelError if it fails."""
+        kind, plan, appends = self.kind, self.plan, self.appends and not self.appends_first
         in_seats = variants.is_in_seats(plan.variants[-1])
 
         def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
-            attention = Attention(call, kind, new, splits=2, in_seats=in_seats)
-            result = attention.run((*call.tensors, *(() if new is None else new[:4])))
+            forward = ForwardPlan(call, kind, new, splits=2, in_seats=in_seats)
+            result = forward.run((*call.tensors, *(() if new is None else new[:4])))
             return {"out": result.out, "softmax_lse": result.lse}
 
-        asked = kind, plan.place, run_tiny, self.is_decode, appends
-        self_test.check(plan.variants[-1:], plan.device, lambda watch: self_test.of_forward(*asked, watch))
+        arguments = kind, plan.torch_device, run_tiny, self.is_decode, appends
+        find_error = functools.partial(self_test.find_forward_error, *arguments)
+        self_test.check_kernels(plan.variants[-1:], plan.device, find_error)
 
     def run(self, tensors: Sequence[Any], length: int | None = None) -> Result:
-        """As Run of core/prepared.py."""
+        """Launch the plan, as Run of core/prepared.py; returns its Result."""
         rng_state = None
         if self.drops:
-            if any([x.is_neg() for x in tensors[:3]]):  # before a random number is taken
-                raise Negated("q, k and v must not be lazily negated views")
+            if any([x.is_neg() for x in tensors[:3]]):  # before the generator advances
+                raise NegatedView("q, k and v must not be lazily negated views")
             rng_state = (*tensors, *NO_TENSORS)[RNG_STATE]
-            rng_state = dropout.new_rng_state(self.plan.place) if rng_state is None else rng_state
+            rng_state = dropout.new_rng_state(self.plan.torch_device) if rng_state is None else rng_state
             tensors = (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state)
-        made = self.plan.run(tensors, None if length is None else length + self.seqlen_new)
+        outputs = self.plan.run(tensors, None if length is None else length + self.seqlen_new)
         if self.appends:
             note_written(tensors[1:3])
-        out, lse = made["out"], made.get("lse")
+        out, lse = outputs["out"], outputs.get("lse")
         if not self.needs_grad:
             return tuple.__new__(Result, (out, lse, rng_state, ()))  # Result() takes three times as long
-        # The backward takes the true LSE first, then the maxima, then what was found in a mask of booleans.
-        true_lse, found = made.get("lse_true"), [made[name] for name in self.kept if name in made]
-        if found:
-            return Result(out, lse, rng_state, (lse if true_lse is None else true_lse, *found))
+        # The backward takes the unshifted LSE first, then the maxima, then the results of the pass over a boolean mask.
+        true_lse, saved = outputs.get("lse_true"), [outputs[name] for name in self.saved if name in outputs]
+        if saved:
+            return Result(out, lse, rng_state, (lse if true_lse is None else true_lse, *saved))
         return Result(out, lse, rng_state, () if true_lse is None else (true_lse,))

@@ -1,9 +1,9 @@
-"""How many blocks a launch has: as many as the longest sequence needs for the tiles of a head, for each or for all.
+"""The grid of a launch: blocks for the tiles of each head, and splits where a call has too few tiles for the GPU.
 
-Where a call has too few tiles for the GPU, splits share the keys, or the query heads, of one tile.
-
-Nothing is read from the GPU. Of packed sequences the host knows how many there are, all their tokens, and what the
-caller says of the longest. Where that is far above most of them, almost all of its blocks would have nothing to do.
+Each sequence gets as many blocks as the longest one needs, or all sequences share seats. Splits share the keys, or the
+query heads, of one tile. Nothing is read from the GPU. Of packed sequences the host knows the count, the total of
+tokens, and the caller's maximum. If that maximum is far above most lengths, almost all blocks of a grid by sequence
+would be idle.
 """
 
 from __future__ import annotations
@@ -12,93 +12,93 @@ from typing import NamedTuple
 
 from flash_attn_compat.backends.fused.variants import Variant
 
-# Neighbouring seats of one head whose blocks stand together, and so share its keys in the L2 cache.
-_TOGETHER = 64
-# Blocks that a GPU starts in no time, and more than it holds at once: splits pay with fewer alone.
-_FEW = 1024
-# Keys that are worth a block of their own, and blocks that share a tile's keys at most.
+# Neighbouring seats of one head in a slab: their blocks are adjacent, and so share the head's keys in the L2 cache.
+_SEATS_PER_SLAB = 64
+# A GPU starts so many blocks in negligible time. It holds fewer at once, so splits pay only below this.
+_FEW_BLOCKS = 1024
+# The fewest keys worth a split, and the most splits of a tile.
 _SPLIT_KEYS = {"forward": 256, "decode": 64}
-_MOST_SPLITS = 256
-# Rows of queries worth a block of their own in dkdv: they cost as much as leaving its gradients and adding them up.
+_MAX_SPLITS = 256
+# The fewest query rows worth a split of dkdv: they cost as much as storing its gradients and adding them up.
 _SPLIT_ROWS = 512
-# KB of shared memory that a multiprocessor has for its blocks, by architecture; and of those that are not named here.
-_SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
+# KB of shared memory of a multiprocessor by architecture, and the minimum for all other architectures.
+_SHARED, _MIN_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
 
 
 class Grid(NamedTuple):
-    """Blocks of one head: ``tiles`` a slab. A slab is a sequence, or some of the ``seats`` that all have together."""
+    """Blocks of one head: ``tiles`` for each slab. A slab is a sequence, or a part of all sequences' ``seats``."""
 
     tiles: int
     slabs: int
     seats: int = 0
 
 
-def grid(
+def choose_grid(
     longest: int, rows: int, batch: int, heads: int, total: int | None, clears: bool = True, shares: bool = False
 ) -> Grid:
-    """Of tiles of ``rows`` in sequences of up to ``longest``.
+    """Return the grid for tiles of ``rows`` in sequences of at most ``longest``.
 
-    heads: or whatever else there are such blocks for; total: tokens of packed sequences. Where they are more than so
-        many sequences hold, one is longer: seats are enough for any lengths
-    clears: whether blocks set the tokens to 0 that lie outside of all; shares: seats even where they do not pay
+    heads: heads, or other units, that each have such a grid; total: tokens of packed sequences, None for dense ones. If
+        they are more than longest * batch, some sequence is longer: seats are enough for any lengths
+    clears: whether blocks set tokens outside of all sequences to 0; shares: use seats even where they do not pay
     """
-    found = apart(longest, rows, batch, total is not None and clears)
+    grid = per_sequence_grid(longest, rows, batch, total is not None and clears)
     if total is None:
-        return found
-    # Seat in cuda/common.cuh: sequence i has those from its first token // rows + i on; and one is left for none.
-    seats, blocks = total // rows + batch + 1, found.tiles * batch
-    if not shares and total <= longest * batch and (blocks * heads <= _FEW or blocks <= 2 * seats):
-        return found
-    slabs = -(-seats // _TOGETHER)
-    return Grid(_TOGETHER, slabs, _TOGETHER * slabs)
+        return grid
+    # As in cuda/common.cuh: the seats of sequence i start at its first token // rows + i; one more is left unused.
+    seats, blocks = total // rows + batch + 1, grid.tiles * batch
+    if not shares and total <= longest * batch and (blocks * heads <= _FEW_BLOCKS or blocks <= 2 * seats):
+        return grid
+    slabs = -(-seats // _SEATS_PER_SLAB)
+    return Grid(_SEATS_PER_SLAB, slabs, _SEATS_PER_SLAB * slabs)
 
 
-def apart(longest: int, rows: int, batch: int, clears: bool) -> Grid:
-    """The same where each sequence has blocks of its own; with one slab more for what lies outside of all."""
+def per_sequence_grid(longest: int, rows: int, batch: int, clears: bool) -> Grid:
+    """Return the grid where each sequence has its own blocks; ``clears``: one more slab for tokens outside of all."""
     return Grid(-(-longest // rows), batch + clears)
 
 
 class Gpu(NamedTuple):
-    """Its multiprocessors, and the architecture's number, as 75."""
+    """A GPU's multiprocessors, and its architecture's number, such as 75."""
 
     processors: int
     number: int
 
-    def holds(self, variant: Variant) -> int:
-        """Blocks of a variant at once: as many as registers are bounded for, or 8 warps, if shared memory suffices."""
+    def resident_blocks(self, variant: Variant) -> int:
+        """Return the blocks of a variant that run at once: bounded by registers (or 8 warps) and shared memory."""
         macros = dict(variant.macros)
-        taken = variant.shared + 1024 * (self.number >= 80)  # the system has some of each block's there
-        room = _SHARED.get(self.number, _LEAST_SHARED) * 1024 // max(taken, 1)
+        used = variant.shared + 1024 * (self.number >= 80)  # CUDA reserves 1 KB of each block there
+        room = _SHARED.get(self.number, _MIN_SHARED) * 1024 // max(used, 1)
         return self.processors * max(1, min(room, max(macros["MINB"], 256 // variant.threads * macros.get("MMA16", 0))))
 
 
-def splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
-    """Blocks for the keys of one tile of rows, as many as the GPU holds at once (benchmarks/kernel_tiles.py).
+def count_splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
+    """Return the splits of one tile of rows: as many blocks as the GPU holds at once (benchmarks/kernel_tiles.py).
 
-    variant: of forward or decode; tiles: of the whole call; keys: that a tile can see, or the capacity. The kernel uses
-    fewer where a sequence turns out to be short.
+    variant: of forward or decode; tiles: of the whole call; keys: the most that a tile sees, or the cache's capacity.
+    The kernel uses fewer splits for a short sequence.
     """
     macros = dict(variant.macros)
     if variant.entry == "forward" and macros["D"] > 192 and not macros.get("MMA16", 0):
         return 1  # the kernel has no registers left for it
-    return max(1, min(gpu.holds(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
+    return max(1, min(gpu.resident_blocks(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MAX_SPLITS))
 
 
-def head_splits(variant: Variant, blocks: int, group: int, rows: int, gpu: Gpu) -> int:
-    """Blocks for the query heads of one tile of keys: all have as many of them, but for the last.
+def count_head_splits(variant: Variant, blocks: int, group: int, rows: int, gpu: Gpu) -> int:
+    """Return the splits of one tile of keys by query heads. All splits have equally many heads, except the last.
 
-    variant: of dkdv; blocks: of the whole call; group: heads; rows: queries of each
+    variant: of dkdv; blocks: of the whole call; group: query heads of a key head; rows: queries of each head
     """
-    # Under a mask some blocks are short: with twice as many, others take their place.
-    room = gpu.holds(variant) * (1 + dict(variant.macros).get("LOCAL", 0))
+    # Under a mask some blocks finish early: twice as many blocks keep the GPU busy.
+    room = gpu.resident_blocks(variant) * (1 + dict(variant.macros).get("LOCAL", 0))
     most = max(1, min(room // blocks, group, group * rows // _SPLIT_ROWS))
     return -(-group // -(-group // most))
 
 
-def part_bytes(variant: Variant) -> int:
-    """What one split of a tile leaves for the last one, at most, in fp32.
+def split_bytes(variant: Variant) -> int:
+    """Return the most bytes that one split of a tile stores for the last split, in fp32.
 
-    The result, with maxima and sums of its rows; of dkdv, two gradients.
+    Forward and decode store a result with the maxima and sums of its rows, dkdv two gradients.
     """
     macros = dict(variant.macros)
     D = macros["D"]

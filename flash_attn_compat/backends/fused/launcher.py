@@ -1,7 +1,7 @@
-"""The only place where a tensor becomes an address. What a kernel may rely on is checked right there.
+"""The only file that turns a tensor into an address. It checks there everything that a kernel relies on.
 
-A plan holds everything of a call's launches that follows from shapes, strides and options; it is made once for all
-calls that are alike. What is left for each call are the addresses.
+A plan holds everything about a call's launches that follows from shapes, strides and options. It is built once for all
+calls with the same cache key. Each call only adds its addresses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.base import Negated
+from flash_attn_compat.backends.base import NegatedView
 from flash_attn_compat.backends.fused import grids, masks, nvrtc, params, tuned, variants
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import cuda_capture, dropout, kernel_layout
@@ -24,19 +24,19 @@ from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import TENSORS, AttentionCall
 from flash_attn_compat.core.torch_state import note_written
 
-_LARGEST_INT = 2**31 - 1
-_MOST_BLOCKS = 2**31 - 1
-# Longer windows than a sequence that fits a GPU; the kernels add them to positions.
-_LONGEST_WINDOW = 2**29
-# Words at the start of a workspace, one for each tile with splits; bytes before the parts that these leave.
+_MAX_INT = 2**31 - 1
+_MAX_BLOCKS = 2**31 - 1
+# Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
+_MAX_WINDOW = 2**29
+# A workspace starts with counters, one for each tile with splits. Partial results of splits begin at PARTS_OFFSET.
 _COUNTERS = 1024
-PARTS_AT = 4 * _COUNTERS
-# Elements up to which loading one by one costs less than copying into place first.
-SMALL = 2**18
+PARTS_OFFSET = 4 * _COUNTERS
+# Up to so many elements, loading them one by one costs less than an aligned copy.
+MAX_SCALAR_LOADS = 2**18
 
-# What an append gives, by its name in struct Params; plans take it behind a call's TENSORS.
-_APPEND = "k_new", "v_new", "rotary_cos", "rotary_sin"
-# Of what is not in q's dtype.
+# An append's tensors by their names in struct Params. Plans take them after a call's TENSORS.
+_APPEND_NAMES = "k_new", "v_new", "rotary_cos", "rotary_sin"
+# Dtypes of the tensors that are not in q's dtype.
 _DTYPES = {
     **dict.fromkeys(("alibi_slopes", "lse", "dlse"), torch.float32),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"), torch.int32),
@@ -44,15 +44,15 @@ _DTYPES = {
     "rng_state": torch.int64,
 }
 
-# Made for this call, or checked where the caller gives them. A storage that Python has looked at counts as shared ever
-# after: autograd, where a gradient is one of several, would not add to it in place.
-_MADE = frozenset({"dq", "dk", "dv"})
+# Gradients: new, or checked where the caller passes them. Plan.run must not look at their storages: a storage that
+# Python has seen counts as shared, and autograd would no longer add other gradients to it in place.
+_UNCHECKED = frozenset({"dq", "dk", "dv"})
 
 
 class Output(NamedTuple):
-    """Memory that a plan's launches write: a new tensor of ``shape`` and ``dtype`` for each run.
+    """A result of a plan's launches: a new tensor of ``shape`` and ``dtype`` for each run.
 
-    name: its address's in struct Params; starts_as_zero: whether the launches add to it, or raise what is there
+    name: of its address in struct Params; starts_as_zero: whether to zero it, for launches that add or take maxima
     """
 
     name: str
@@ -62,20 +62,20 @@ class Output(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel (``variant``) and how many ``blocks`` of it.
+    """A launch of ``blocks`` blocks of a kernel.
 
-    fields: of struct Params behind the head, by name; 0 where there is none
-    instead: addresses that it is given for others, by name: of an output, and how many bytes behind its start
+    fields: of struct Params after the head, by name; absent ones are 0
+    redirects: addresses to replace, by name: by an output's address plus an offset in bytes
     """
 
     variant: Variant
     blocks: int
     fields: dict[str, params.Value]
-    instead: Mapping[str, tuple[str, int]] = {}
+    redirects: Mapping[str, tuple[str, int]] = {}
 
 
 class Plan:
-    """Launches, one behind the other, that are given the same addresses."""
+    """A sequence of launches over the same addresses."""
 
     def __init__(
         self,
@@ -86,98 +86,98 @@ class Plan:
         others: Mapping[str, Tensor] | None = None,
         workspace: int = 0,
     ) -> None:
-        """others: whatever else calls give, by its name in struct Params; workspace: bytes that splits need"""
+        """others: further inputs of a call, by their names in struct Params; workspace: bytes that splits need"""
         most = max(launches, key=lambda launch: launch.blocks, default=None)
-        if most is not None and most.blocks > _MOST_BLOCKS:
+        if most is not None and most.blocks > _MAX_BLOCKS:
             raise nvrtc.TooManyBlocks(
-                f"{most.variant.entry} would need {most.blocks} blocks, a launch has {_MOST_BLOCKS} at most: batch "
-                f"{call.batch}, {call.nheads} heads, sequences of up to {longest_rows(call)} rows and "
-                f"{longest_keys(call)} keys"
+                f"{most.variant.entry} would need {most.blocks} blocks, a launch has {_MAX_BLOCKS} at most: batch "
+                f"{call.batch}, {call.nheads} heads, sequences of up to {max_rows(call)} rows and "
+                f"{max_keys(call)} keys"
             )
-        self.place, self.device = call.q.device, call.q.get_device()
-        self.seqlen_k = longest_keys(call)
+        self.torch_device, self.device = call.q.device, call.q.get_device()
+        self.seqlen_k = max_keys(call)
         self._workspace = workspace
         self.variants = tuple(launch.variant for launch in launches)
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
-        like: dict[str, Any] = dict(zip(TENSORS, call.tensors, strict=True))
-        like |= dict(zip(_APPEND, () if new is None else new[:4])) | dict(others or {})
+        inputs: dict[str, Any] = dict(zip(TENSORS, call.tensors, strict=True))
+        inputs |= dict(zip(_APPEND_NAMES, () if new is None else new[:4])) | dict(others or {})
         dtypes = _DTYPES if call.bias is None else {**_DTYPES, "bias": call.bias.dtype}
-        for name, tensor in like.items():
+        for name, tensor in inputs.items():
             dtype = dtypes.get(name, call.q.dtype)
-            if tensor is not None and (tensor.dtype, tensor.device) != (dtype, self.place):
-                raise RuntimeError(f"{name} must be {dtype} on {self.place}, got {tensor.dtype} on {tensor.device}")
-        sizes = {name: reach(tensor) for name, tensor in like.items()}
+            if tensor is not None and (tensor.dtype, tensor.device) != (dtype, self.torch_device):
+                raise RuntimeError(f"{name} must be {dtype} on {call.q.device}, got {tensor.dtype} on {tensor.device}")
+        sizes = {name: addressed_bytes(tensor) for name, tensor in inputs.items()}
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
-            (index, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _MADE else size)
+            (index, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _UNCHECKED else size)
             for index, (name, size) in enumerate(sizes.items())
             if size
         ]
-        alike = call.q.shape, call.q.dtype, call.q.is_contiguous()
-        self._outputs = [(*output, (output.shape, output.dtype, True) == alike) for output in outputs]
-        given = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
-        self._given = [*given, "counters", "parts"] if workspace else given
-        self._head = params.head(self._given)
-        nvrtc.load_together(self.variants, self.device)
+        like_q = call.q.shape, call.q.dtype, call.q.is_contiguous()
+        self._outputs = [(*output, (output.shape, output.dtype, True) == like_q) for output in outputs]
+        names = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
+        self._names = [*names, "counters", "parts"] if workspace else names
+        self._head = params.head_struct(self._names)
+        nvrtc.load_all(self.variants, self.device)
         self._launch = nvrtc.driver().launch
-        at = self._given.index
+        at = self._names.index
         self._launches = [
             (
                 nvrtc.kernel(variant, self.device),
                 blocks,
-                params.rest(fields),
-                [(at(name), at(output), behind) for name, (output, behind) in instead.items()],
+                params.pack_rest(fields),
+                [(at(name), at(output), offset) for name, (output, offset) in redirects.items()],
             )
-            for variant, blocks, fields, instead in launches
+            for variant, blocks, fields, redirects in launches
         ]
 
     def run(self, tensors: Sequence[Any], seqlen_k: int | None = None) -> dict[str, Tensor]:
         """Launch on the current stream of the plan's device; returns the outputs by name.
 
-        tensors: as the plan was made for: AttentionCall.tensors, then k to rotary_sin of an Append if there is one, and
-            the ``others`` in their order; each may be None where the plan's was
-        seqlen_k: the keys of each sequence where calls that are alike differ in it; None for the plan's own
-        Raises RuntimeError for a tensor without memory or with too little, Negated for a lazily negated view, and
-        KernelError, with ``appended`` where new keys are in their cache already.
+        tensors: in the plan's order: AttentionCall.tensors, then k to rotary_sin of an Append if there is one, then the
+            ``others``; each may be None where the plan's was
+        seqlen_k: the keys of each sequence, which calls with the same cache key may vary; None for the plan's own
+        Raises RuntimeError for a tensor without memory or with too little, NegatedView for a lazily negated view, and
+        KernelError, with ``appended`` set where new keys are in the cache already.
         """
-        numbers: list[int] = []
+        addresses: list[int] = []
         for index, itemsize, size in self._expected:
             tensor = tensors[index]
             reaches_beyond = size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes()
             if reaches_beyond or tensor.is_neg():
-                raise self._refusal(tensor, len(numbers))
-            numbers.append(tensor.data_ptr())
-        made, q = {}, tensors[0]
+                raise self._input_error(tensor, len(addresses))
+            addresses.append(tensor.data_ptr())
+        outputs, q = {}, tensors[0]
         for name, shape, dtype, starts_as_zero, is_like_q in self._outputs:
-            if is_like_q and type(q) is Tensor:  # in half the time
+            if is_like_q and type(q) is Tensor:  # takes half the time
                 output = torch.empty_like(q)
             else:
-                output = torch.empty(shape, dtype=dtype, device=self.place)
+                output = torch.empty(shape, dtype=dtype, device=self.torch_device)
             if starts_as_zero:
                 output.zero_()
-            made[name] = output
-            numbers.append(output.data_ptr())
+            outputs[name] = output
+            addresses.append(output.data_ptr())
         if self._workspace:
-            parts = workspace(self._workspace, self.device, self.place)  # alive until its launch
-            start = parts.data_ptr()
-            numbers += start, start + PARTS_AT
-        if 0 in numbers:  # at which a launch would end the process's use of the GPU
-            at = numbers.index(0)
-            tensor = tensors[self._expected[at][0]] if at < len(self._expected) else made.get(self._given[at])
+            workspace = acquire_workspace(self._workspace, self.device, self.torch_device)  # lives until the launches
+            start = workspace.data_ptr()
+            addresses += start, start + PARTS_OFFSET
+        if 0 in addresses:  # a launch over a null address would break the GPU's context
+            at = addresses.index(0)
+            tensor = tensors[self._expected[at][0]] if at < len(self._expected) else outputs.get(self._names[at])
             raise RuntimeError(
-                f"{self._given[at]} must be a tensor with memory of its own; got {type(tensor).__name__}: fake and "
+                f"{self._names[at]} must be a tensor with memory of its own; got {type(tensor).__name__}: fake and "
                 "distributed tensors and pending collectives have none"
             )
         length = self.seqlen_k if seqlen_k is None else seqlen_k
-        head = self._head.pack(*numbers, length)
+        head = self._head.pack(*addresses, length)
         launched = 0
         try:
-            for kernel, blocks, rest, instead in self._launches:
-                if instead:
-                    moved = numbers.copy()
-                    for index, output_at, behind in instead:
-                        moved[index] = numbers[output_at] + behind
-                    self._launch(kernel, blocks, self.device, self._head.pack(*moved, length) + rest)
+            for kernel, blocks, rest, redirects in self._launches:
+                if redirects:
+                    redirected = addresses.copy()
+                    for index, output_at, offset in redirects:
+                        redirected[index] = addresses[output_at] + offset
+                    self._launch(kernel, blocks, self.device, self._head.pack(*redirected, length) + rest)
                 else:
                     self._launch(kernel, blocks, self.device, head + rest)
                 launched += 1
@@ -186,62 +186,62 @@ class Plan:
         except nvrtc.KernelError as error:
             if launched and self._appends_first:
                 note_written(tensors[1:3])
-                error.appended = made.get("q_rotated", q)
+                error.appended = outputs.get("q_rotated", q)
             raise
-        return made
+        return outputs
 
-    def _refusal(self, tensor: Tensor, at: int) -> RuntimeError:
-        """Of a tensor, one of those expected, which reaches beyond its storage or is negated."""
-        name, (_, itemsize, size), storage = self._given[at], self._expected[at], tensor.untyped_storage().nbytes()
+    def _input_error(self, tensor: Tensor, at: int) -> RuntimeError:
+        """Return the error for input ``at``, which reaches beyond its storage or is lazily negated."""
+        name, (_, itemsize, size), storage = self._names[at], self._expected[at], tensor.untyped_storage().nbytes()
         if size and tensor.storage_offset() * itemsize + size > storage:
             return RuntimeError(
                 f"{name} must have {size} bytes in its storage from its first element on; got shape "
                 f"{tuple(tensor.shape)}, strides {tensor.stride()}, storage of {storage} bytes, "
                 f"offset {tensor.storage_offset()}"
             )
-        return Negated(f"{name} must not be a lazily negated view")
+        return NegatedView(f"{name} must not be a lazily negated view")
 
 
-def run_alone(variant: Variant, blocks: int, numbers: Tensor) -> None:
-    """A kernel that takes nothing; it writes fp32 ``numbers``, which it knows as lse."""
-    head = params.head(["lse"]).pack(numbers.data_ptr(), 0)
-    device = numbers.get_device()
-    nvrtc.driver().launch(nvrtc.kernel(variant, device), blocks, device, head + params.rest({}))
+def launch_without_inputs(variant: Variant, blocks: int, output: Tensor) -> None:
+    """Launch a kernel without inputs. It writes fp32 numbers to ``output``, at the address lse of struct Params."""
+    head = params.head_struct(["lse"]).pack(output.data_ptr(), 0)
+    device = output.get_device()
+    nvrtc.driver().launch(nvrtc.kernel(variant, device), blocks, device, head + params.pack_rest({}))
 
 
-def reach(tensor: Tensor | None) -> int:
-    """Bytes from the first element to the last one that shape and strides can reach, both included."""
+def addressed_bytes(tensor: Tensor | None) -> int:
+    """Return the bytes from the first element to the end of the last one that shape and strides address."""
     if tensor is None or not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (last + 1) * tensor.element_size()
 
 
-def strides(tensor: Tensor) -> tuple[int, int, int]:
-    """(batch or page, row, head) in elements; 0 for the batch of packed tensors, and where there is one element."""
-    *batch, row, head, _ = (step(tensor, axis) for axis in range(tensor.dim()))
+def kernel_strides(tensor: Tensor) -> tuple[int, int, int]:
+    """Return strides (batch or page, row, head) in elements; 0 for packed tensors' batch and axes of one element."""
+    *batch, row, head, _ = (effective_stride(tensor, axis) for axis in range(tensor.dim()))
     return batch[0] if batch else 0, row, head
 
 
-def step(tensor: Tensor, axis: int) -> int:
-    """The stride along an axis; 0 where it leads nowhere, and may be any number."""
+def effective_stride(tensor: Tensor, axis: int) -> int:
+    """Return the stride along an axis in elements; 0 for an axis of one element, whose stride is arbitrary."""
     return tensor.stride(axis) if tensor.shape[axis] > 1 else 0
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
-    """The same of a contiguous tensor, found without making one: a cache that grows gets a plan in each step."""
+    """Return ``kernel_strides`` of a contiguous tensor without making one: growing caches need a plan each step."""
     *batch, rows, heads, width = (max(size, 1) for size in shape)
     return rows * heads * width if batch else 0, heads * width, width
 
 
-def is_readable(tensor: Tensor) -> bool:
-    """Whether a kernel can read it at all: neighbouring channels, row and head strides that an int holds."""
+def has_kernel_layout(tensor: Tensor) -> bool:
+    """Whether kernels can read the tensor: contiguous channels, and row and head strides within an int."""
     *rows, (channels, channel) = list(zip(tensor.shape, tensor.stride()))[-3:]
-    return (channels == 1 or channel == 1) and all(size == 1 or stride <= _LARGEST_INT for size, stride in rows)
+    return (channels == 1 or channel == 1) and all(size == 1 or stride <= _MAX_INT for size, stride in rows)
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether every row starts on 16 bytes and is made of pieces of 16."""
+    """Whether every row is aligned to 16 bytes and a multiple of 16 bytes long."""
     return (
         tensor.shape[-1] % 8 == 0
         and tensor.data_ptr() % 16 == 0
@@ -250,52 +250,46 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def vector_size(tensors: Iterable[Tensor | None], in_place: bool) -> int:
-    """Elements a load may take at once: 8; 1 where rows are not on 16 bytes and copies cost more; 0 where to copy.
-
-    in_place: whether there is a cache among them, which is not copied
-    """
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not all(map(is_readable, given)):
+    """Return the elements of a load: 8; 1 if unaligned and copies cost more, or ``in_place``; 0 to copy the tensors."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not all(map(has_kernel_layout, present)):
         return 0
-    if all(map(is_aligned, given)):
+    if all(map(is_aligned, present)):
         return 8
-    return 1 if in_place or sum(tensor.numel() for tensor in given) <= SMALL else 0
+    return 1 if in_place or sum(tensor.numel() for tensor in present) <= MAX_SCALAR_LOADS else 0
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy whose channels are padded with 0 to a multiple of 8 and whose rows are on 16 bytes."""
-    if not is_readable(tensor):
+def align(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` if aligned, else a copy with aligned rows, channels padded with 0 to a multiple of 8."""
+    if not has_kernel_layout(tensor):
         tensor = tensor.contiguous()
     return tensor if is_aligned(tensor) else kernel_layout.padded(tensor)
 
 
-def untidy(tensors: Sequence[Any]) -> list[int]:
-    """Which of slopes, page table and bias, a call's fourth, ninth and tenth, are not as the kernels step through them.
-
-    Booleans may lie anyhow.
-    """
-    given = [(index, tensors[index]) for index in (3, 8, 9) if tensors[index] is not None]
-    apart = [(index, x) for index, x in given if x.stride(-1) != 1 and x.shape[-1] > 1]
-    return [index for index, tensor in apart if tensor.dtype is not torch.bool]
+def find_strided_inputs(tensors: Sequence[Any]) -> list[int]:
+    """Return the indices of slopes, block table and bias (unless boolean) that lack a contiguous last axis."""
+    present = [(index, tensors[index]) for index in (3, 8, 9) if tensors[index] is not None]
+    strided = [(index, x) for index, x in present if x.stride(-1) != 1 and x.shape[-1] > 1]
+    return [index for index, tensor in strided if tensor.dtype is not torch.bool]
 
 
-def tidied(tensor: Tensor) -> Tensor:
-    """A copy of one that is ``untidy``; what its sequences, heads or rows share is copied once."""
-    own = tensor[tuple([slice(None if stride else 1) for stride in tensor.stride()[:-1]])]
-    return own.contiguous().expand(tensor.shape)
+def copy_contiguous(tensor: Tensor) -> Tensor:
+    """Return a copy with a contiguous last axis. Broadcast axes are copied once and stay broadcast."""
+    unique = tensor[tuple([slice(None if stride else 1) for stride in tensor.stride()[:-1]])]
+    return unique.contiguous().expand(tensor.shape)
 
 
-def is_tidy(new: Append) -> bool:
-    """Whether what is appended lies as the kernels read it: cos and sin by the same steps."""
+def append_has_kernel_layout(new: Append) -> bool:
+    """Whether kernels can read the appended tensors: each has the kernel layout, cos and sin have equal strides."""
     cos, sin = new.rotary_cos, new.rotary_sin
-    all_readable = all(tensor is None or is_readable(tensor) for tensor in new[:4])
-    return all_readable and (cos is None or sin is None or cos.stride() == sin.stride())
+    have_layout = all(tensor is None or has_kernel_layout(tensor) for tensor in new[:4])
+    return have_layout and (cos is None or sin is None or cos.stride() == sin.stride())
 
 
-def kind_of(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
-    """decodes: whether the decode kernel, which refuses longer sequences, may rely on rows being one a sequence."""
+def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
+    """Return a call's kind. decodes: for the decode kernel, which rejects sequences longer than max_rows."""
     left, right = call.mask
-    is_alone = longest_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
+    has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
     device, number = call.q.device, nvrtc.target(call.q.get_device()).number
     half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
     kind = Kind(
@@ -303,52 +297,52 @@ def kind_of(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
         type=variants.BF16_AS_FP16 if half and number < 80 else half,
         head_dim=call.q.shape[-1],
         head_dim_v=call.v.shape[-1],
-        # One row stands at the last key: nothing is to its right.
-        local=left is not None or (right is not None and not is_alone),
+        # A single row is at the last key: no key is to its right.
+        local=left is not None or (right is not None and not has_one_row),
         alibi=call.alibi_slopes is not None,
         softcap=call.softcap > 0.0,
         dropout=call.dropout_p > 0.0,
         paged=call.block_table is not None,
         vec=vec,
         window=None if left is None or right is None else left + right + 1,
-        few_rows=longest_rows(call) <= variants.FEW_ROWS,
-        short=call.bias is None and max(longest_rows(call), longest_keys(call)) <= variants.SHORT,
-        bias=masks.kind(call.bias),
-        bias_pairs=masks.has_pairs(call.bias),
+        few_rows=max_rows(call) <= variants.FEW_ROWS,
+        short=call.bias is None and max(max_rows(call), max_keys(call)) <= variants.SHORT,
+        bias=masks.bias_macro(call.bias),
+        bias_pairs=masks.can_load_pairs(call.bias),
     )
-    return kind._replace(tiles=tuned.tiles_of(settings.gpu(device), number, kind.size, call.q.dtype))
+    return kind._replace(tiles=tuned.find_tiles(settings.gpu(device), number, kind.size, call.q.dtype))
 
 
-def described(call: AttentionCall) -> dict[str, params.Value]:
-    """The fields of struct Params that a call's shapes and options give, whatever the kernel."""
+def call_fields(call: AttentionCall) -> dict[str, params.Value]:
+    """Return the fields of struct Params that follow from a call's shapes and options, for any kernel."""
     q, k, v = call.q, call.k, call.v
     left, right = call.mask
-    alike = "batch", "nheads", "nheads_k", "softmax_scale", "softcap"
-    fields: dict[str, params.Value] = {name: getattr(call, name) for name in alike}
+    same = "batch", "nheads", "nheads_k", "softmax_scale", "softcap"
+    fields: dict[str, params.Value] = {name: getattr(call, name) for name in same}
     fields |= {
-        "q_s": strides(q),
-        "k_s": strides(k),
-        "v_s": strides(v),
+        "q_s": kernel_strides(q),
+        "k_s": kernel_strides(k),
+        "v_s": kernel_strides(v),
         "group": call.nheads // call.nheads_k,
-        "seqlen_q": longest_rows(call),
+        "seqlen_q": max_rows(call),
         "total_q": q.shape[0] if call.cu_seqlens_q is not None else 0,
         "total_k": k.shape[0] if call.cu_seqlens_k is not None else 0,
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
-        "window_left": -1 if left is None else min(left, _LONGEST_WINDOW),
-        "window_right": -1 if right is None else min(right, _LONGEST_WINDOW),
+        "window_left": -1 if left is None else min(left, _MAX_WINDOW),
+        "window_right": -1 if right is None else min(right, _MAX_WINDOW),
         "lse_has_position": int(call.lse_carries_alibi_position),
         "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
         "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
     }
     if call.bias is not None:
-        fields |= masks.described(call.bias)
+        fields |= masks.mask_fields(call.bias)
     table, slopes = call.block_table, call.alibi_slopes
     if slopes is not None:
-        fields["slopes_batch"] = step(slopes, 0) if slopes.dim() == 2 else 0
+        fields["slopes_batch"] = effective_stride(slopes, 0) if slopes.dim() == 2 else 0
     if table is not None:
         fields |= {
-            "table_stride": step(table, 0),
+            "table_stride": effective_stride(table, 0),
             "page_size": k.shape[1],
             "pages_per_sequence": table.shape[1],
             "num_pages": k.shape[0],
@@ -359,24 +353,24 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
     return fields
 
 
-def mask_pass(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[list[Output], list[Launch]]:
-    """The pass over a dense mask, if the call has one."""
+def plan_mask(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[list[Output], list[Launch]]:
+    """Return the outputs and launches of the pass over a dense mask; none without such a mask."""
     if call.bias is None:
         return [], []
-    blocks, found, of_rows = masks.found(call.bias)
+    blocks, map_shape, rows_shape = masks.mask_pass_shapes(call.bias)
     outputs = [
-        Output("bias_map", found, torch.int32),
-        Output("bias_of_rows", of_rows, torch.int32, starts_as_zero=kind.bias != variants.BOOLEANS),
+        Output("bias_map", map_shape, torch.int32),
+        Output("bias_of_rows", rows_shape, torch.int32, starts_as_zero=kind.bias != variants.BOOLEANS),
     ]
-    return outputs, [Launch(variants.mask(kind._replace(bias_words=masks.words(call.bias))), blocks, fields)]
+    return outputs, [Launch(variants.mask(kind._replace(bias_words=masks.words_per_block(call.bias))), blocks, fields)]
 
 
-def described_new(new: Append) -> dict[str, params.Value]:
-    """The fields that new keys give."""
+def append_fields(new: Append) -> dict[str, params.Value]:
+    """Return the fields of struct Params that follow from an append."""
     cos = new.rotary_cos
     fields: dict[str, params.Value] = {
-        "k_new_s": strides(new.k),
-        "v_new_s": strides(new.v),
+        "k_new_s": kernel_strides(new.k),
+        "v_new_s": kernel_strides(new.v),
         "seqlen_new": new.k.shape[1],
     }
     if cos is not None:
@@ -384,21 +378,21 @@ def described_new(new: Append) -> dict[str, params.Value]:
             "rotary_dim": 2 * cos.shape[1],
             "rotary_interleaved": int(new.rotary_interleaved),
             "rotary_rows": cos.shape[0],
-            "rotary_row_stride": step(cos, 0),
+            "rotary_row_stride": effective_stride(cos, 0),
             "rotate_rows_apart": int(new.rows_have_own_position),
         }
     return fields
 
 
-def longest_rows(call: AttentionCall) -> int:
-    """Rows that a sequence may have."""
+def max_rows(call: AttentionCall) -> int:
+    """Return the most query rows that a sequence may have."""
     if call.cu_seqlens_q is None:
         return call.q.shape[1]
     return max(1, min(call.max_seqlen_q, call.q.shape[0]))
 
 
-def longest_keys(call: AttentionCall) -> int:
-    """Keys that a sequence may have; slots of a cache."""
+def max_keys(call: AttentionCall) -> int:
+    """Return the most keys that a sequence may have: of a cache its slots."""
     if call.block_table is not None:
         return call.block_table.shape[1] * call.k.shape[1]
     if call.cu_seqlens_k is None:
@@ -406,74 +400,73 @@ def longest_keys(call: AttentionCall) -> int:
     return max(1, min(call.max_seqlen_k, call.k.shape[0]))
 
 
-def splits_of(call: AttentionCall, variant: Variant, tiles: int) -> int:
-    """Blocks that share the keys of each of a call's ``tiles``."""
-    if tiles > _COUNTERS:  # more than any GPU has room for at once
+def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
+    """Return the number of blocks that share the keys of each of a call's ``tiles``."""
+    if tiles > _COUNTERS:  # enough tiles to fill any GPU
         return 1
     left, right = call.mask
-    keys = longest_keys(call)
+    keys = max_keys(call)
     if left is not None and right is not None:
-        keys = min(keys, left + min(longest_rows(call), variant.rows) + right)
-    return grids.splits(variant, tiles, keys, gpu_of(call))
+        keys = min(keys, left + min(max_rows(call), variant.rows) + right)
+    return grids.count_splits(variant, tiles, keys, find_gpu(call))
 
 
-def head_splits_of(call: AttentionCall, variant: Variant, blocks: int) -> int:
-    """Blocks that share the query heads of each of the ``blocks`` of a call's dkdv."""
+def choose_head_splits(call: AttentionCall, variant: Variant, blocks: int) -> int:
+    """Return the number of blocks that share the query heads of each of the ``blocks`` of a call's dkdv."""
     if blocks > _COUNTERS:
         return 1
     group = call.nheads // call.nheads_k
-    return grids.head_splits(variant, blocks, group, longest_rows(call), gpu_of(call))
+    return grids.count_head_splits(variant, blocks, group, max_rows(call), find_gpu(call))
 
 
-def gpu_of(call: AttentionCall) -> grids.Gpu:
+def find_gpu(call: AttentionCall) -> grids.Gpu:
     device = call.q.get_device()
-    return grids.Gpu(processors(device), nvrtc.target(device).number)
+    return grids.Gpu(count_multiprocessors(device), nvrtc.target(device).number)
 
 
-# By device, stream and, on the per-thread default stream (handle 2 in every thread), thread.
+# Keys: device, stream, and the thread for the per-thread default stream, which is handle 2 in every thread.
 _workspaces: dict[tuple[int, int, int], Tensor] = {}
-# Before PyTorch 2.8 other threads allocate in a caller's pool as well.
-_POOLS_ARE_A_THREADS = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
+# Before PyTorch 2.8 all threads allocate from a caller's memory pool.
+_POOLS_ARE_PER_THREAD = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
 
 
-def workspace(size: int, device: int, place: torch.device) -> Tensor:
-    """Memory of ``size`` bytes for one launch with splits; its counters are 0 before and after each launch.
+def acquire_workspace(size: int, device: int, place: torch.device) -> Tensor:
+    """Return at least ``size`` bytes for a launch with splits; the counters are 0 before and after each launch.
 
-    Launches on one stream follow one another, and share it. What is captured has its own, for a graph's replays follow
-    nobody.
+    Launches on one stream run in order and share it. Captured launches get their own: a graph runs on any stream.
     """
     if cuda_capture.is_capturing(device):
-        return _cleared(size, place)
+        return _allocate_cleared(size, place)
     stream = nvrtc.stream(device)
     key = device, stream, threading.get_ident() if stream == 2 else 0
-    found = _workspaces.get(key)
-    if found is None or found.numel() < size:
-        found = _made_apart(size, device, place)
-        if device < 0 or _POOLS_ARE_A_THREADS or not _is_in_a_pool(found):
-            _workspaces[key] = found
-    return found
+    workspace = _workspaces.get(key)
+    if workspace is None or workspace.numel() < size:
+        workspace = _allocate_in_thread(size, device, place)
+        if device < 0 or _POOLS_ARE_PER_THREAD or not _is_in_pool(workspace):
+            _workspaces[key] = workspace
+    return workspace
 
 
-def _made_apart(size: int, device: int, place: torch.device) -> Tensor:
-    """By a thread of its own: what is kept outlives the caller's modes and pools (torch.cuda.use_mem_pool)."""
+def _allocate_in_thread(size: int, device: int, place: torch.device) -> Tensor:
+    """Allocate in a new thread, outside the caller's modes and pools (torch.cuda.use_mem_pool), which end earlier."""
     stream = torch.cuda.current_stream(place) if device >= 0 else None
 
     def make() -> Tensor:
         with torch.cuda.stream(stream):
-            return _cleared(size, place)
+            return _allocate_cleared(size, place)
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(make).result()
 
 
-def _cleared(size: int, place: torch.device) -> Tensor:
-    found = torch.empty(size, dtype=torch.uint8, device=place)
-    found[:PARTS_AT].zero_()
-    return found
+def _allocate_cleared(size: int, place: torch.device) -> Tensor:
+    workspace = torch.empty(size, dtype=torch.uint8, device=place)
+    workspace[:PARTS_OFFSET].zero_()
+    return workspace
 
 
-def _is_in_a_pool(memory: Tensor) -> bool:
-    """Whether it lies in a pool of the caller's, or of a compiler's."""
+def _is_in_pool(memory: Tensor) -> bool:
+    """Whether the tensor is in a memory pool of the caller or of a compiler."""
     start = memory.data_ptr()
     return any(
         one["address"] <= start < one["address"] + one["total_size"] and tuple(one["segment_pool_id"]) != (0, 0)
@@ -481,12 +474,12 @@ def _is_in_a_pool(memory: Tensor) -> bool:
     )
 
 
-def forget_workspaces() -> None:
-    """After a kernel that may not have left its counters as it found them."""
+def discard_workspaces() -> None:
+    """Discard all workspaces: a defective kernel may have left nonzero counters."""
     _workspaces.clear()
 
 
 @functools.cache
-def processors(device: int) -> int:
-    """Streaming multiprocessors of a GPU."""
+def count_multiprocessors(device: int) -> int:
+    """Return the number of a GPU's streaming multiprocessors."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""Dense masks, as cuda/mask.cuh has them: what a launch is given of one, and what a pass over it finds first."""
+"""Dense masks for cuda/mask.cuh: their fields of struct Params, and the results of the pass over a mask."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused import params, variants
 
-# What a forward may keep for its backward behind the LSE, in this order. Of a mask of booleans the kernels read nothing
-# but what the pass found, so its memory may be written to in between.
-KEPT = "absmax", "bias_map", "bias_of_rows"
+# Tensors that a forward may save for its backward after the LSE, in this order. Of a boolean mask the kernels read only
+# the pass's results, so the caller may write to the mask in between.
+SAVED = "absmax", "bias_map", "bias_of_rows"
 
 
-def names_of_kept(saved: Sequence[Tensor]) -> tuple[str, ...]:
-    """The names of ``saved[1:]``: the maxima, what was found in a mask, both or nothing."""
-    return KEPT[1:] if len(saved) == 3 else KEPT[: len(saved) - 1] if saved else ()
+def saved_names(saved: Sequence[Tensor]) -> tuple[str, ...]:
+    """Return the names of ``saved[1:]``: the maxima, the results of the mask pass, both or none."""
+    return SAVED[1:] if len(saved) == 3 else SAVED[: len(saved) - 1] if saved else ()
 
 
-def kept_booleans(bias: Tensor, saved: Sequence[Tensor]) -> Tensor | None:
-    """The mask that a forward saw, of bias's shape and strides of 0, if it kept that."""
-    if "bias_of_rows" not in names_of_kept(saved):
+def unpack_saved_mask(bias: Tensor, saved: Sequence[Tensor]) -> Tensor | None:
+    """Return the boolean mask that a forward saved, expanded to the shape of ``bias``; None if it saved none."""
+    if "bias_of_rows" not in saved_names(saved):
         return None
-    own, keys = [size if stride else 1 for size, stride in zip(bias.shape[:3], bias.stride())], bias.shape[-1]
-    each = 1 << torch.arange(8, dtype=torch.uint8, device=bias.device)
-    seen = (saved[-1].view(torch.uint8)[..., None] & each).bool().flatten(-2)[..., :keys]
-    return seen.reshape(*own, keys).expand(bias.shape)
+    sizes, keys = [size if stride else 1 for size, stride in zip(bias.shape[:3], bias.stride())], bias.shape[-1]
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=bias.device)
+    visible = (saved[-1].view(torch.uint8)[..., None] & bits).bool().flatten(-2)[..., :keys]
+    return visible.reshape(*sizes, keys).expand(bias.shape)
 
 
-def kind(bias: Tensor | None) -> int:
-    """The macro BIAS of a call's mask."""
+def bias_macro(bias: Tensor | None) -> int:
+    """Return the macro BIAS for a call's mask; 0 for none."""
     if bias is None:
         return 0
     kinds = {torch.bool: variants.BOOLEANS, torch.float32: variants.FLOAT_BIAS}
     return kinds.get(bias.dtype, variants.HALF_BIAS)
 
 
-def has_pairs(bias: Tensor | None) -> bool:
-    """Whether two neighbouring keys of it can be loaded together, wherever the first one is even."""
+def can_load_pairs(bias: Tensor | None) -> bool:
+    """Whether a kernel can load two neighbouring biases at once, the first at an even key."""
     if bias is None or bias.dtype == torch.bool or bias.data_ptr() % (2 * bias.element_size()):
         return False
     apart = [stride for size, stride in zip(bias.shape[:-1], bias.stride()) if size > 1]
     return not any(number % 2 for number in (bias.shape[-1], *apart))
 
 
-def words(bias: Tensor) -> int:
-    """Of 32 keys, that a block of the pass looks at: all, or as many as it can.
+def words_per_block(bias: Tensor) -> int:
+    """Return the words of 32 keys that a block of the pass reads: all of a row, or the most that a block can.
 
-    And one more where the last tile reaches behind the last key: a tile without hidden keys is computed as it is.
+    They include one key beyond the last where the last tile reaches beyond it: that tile must count as partly hidden.
     """
     keys = bias.shape[-1]
     keys += keys % variants.WIDEST_TILE > 0
     return next((words for words in variants.BIAS_WORDS if 32 * words >= keys), variants.BIAS_WORDS[-1])
 
 
-def described(bias: Tensor) -> dict[str, params.Value]:
-    """Fields of struct Params. What sequences, heads or rows share is looked through, and kept, once."""
+def mask_fields(bias: Tensor) -> dict[str, params.Value]:
+    """Return the fields of struct Params. The pass reads a mask once that sequences, heads or rows share."""
     batch, head, row, key = (stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride()))
     _, heads, rows, keys = bias.shape
     return {
@@ -71,8 +71,8 @@ def described(bias: Tensor) -> dict[str, params.Value]:
     }
 
 
-def found(bias: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
-    """Of the pass: its blocks, and the shapes of what it finds, the map and what is known of rows."""
+def mask_pass_shapes(bias: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
+    """Return the blocks of the pass, and the shapes of its results bias_map and bias_of_rows."""
     batch, heads, rows, _ = (size if stride else 1 for size, stride in zip(bias.shape, bias.stride()))
     slabs, keys = batch * heads, bias.shape[-1]
     bands, parts, chunks = slabs * -(-rows // variants.BAND), -(-keys // variants.PART_KEYS), -(-keys // variants.REACH)

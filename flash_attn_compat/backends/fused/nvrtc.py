@@ -1,7 +1,7 @@
-"""From kernel sources to functions that a GPU can run: NVRTC compiles, the driver loads, ctypes calls both.
+"""From kernel sources to loaded kernels: NVRTC compiles, the CUDA driver loads and launches, ctypes calls both.
 
-NVRTC comes with every CUDA build of PyTorch; no compiler has to be installed. What is compiled is kept on disk
-(cache.py). Nothing happens at import.
+NVRTC comes with every CUDA build of PyTorch; no compiler has to be installed. Compiled kernels are kept on disk
+(cache.py). Importing this module has no effects.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from flash_attn_compat.backends.fused.variants import DEFAULTS, Variant
 from flash_attn_compat.core import cuda_capture
 
 SOURCES = Path(__file__).resolve().parents[2] / "cuda"
-# Each compilation is given all of them.
+# Each compilation gets all headers.
 HEADERS = tuple(sorted(path.name for path in SOURCES.glob("*.cuh")))
 _INVALID_CONTEXT, _RELAXED = 201, 2
 _MAX_DYNAMIC_SHARED, _STATIC_LIMIT = 8, 48 * 1024
 _CARVEOUT, _MOST_SHARED, _SHARED_OF_MULTIPROCESSOR = 9, 100, 81
-_OTHERS = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
+_NOT_NVRTC = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
 
 
 class KernelError(KernelsFailed):
@@ -43,37 +43,37 @@ class KernelError(KernelsFailed):
 
 
 class TooManyBlocks(KernelError, CallRefused):
-    """A call needs more blocks than a launch has: no defect."""
+    """A call needs more blocks than a launch can have. The kernel has no defect."""
 
 
 class ContextLost(RuntimeError):
     """A kernel, of this package or another, has broken this process's CUDA context: nothing can run on the GPU."""
 
 
-# CUresult after which every call in the context fails: a memory error, a launch timeout, an illegal instruction, ...
-_LASTING = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
+# CUresults after which every call in the context fails: a memory error, a launch timeout, an illegal instruction, ...
+_STICKY_ERRORS = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
 
 
 class Compiler:
-    """NVRTC. ``version`` is (major, minor), ``architectures`` the compute capabilities it knows, as 75 or 90."""
+    """NVRTC. version: (major, minor); architectures: numbers of the supported compute capabilities, such as 75."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         self._check(library.nvrtcVersion(byref(major), byref(minor)))
         self._check(library.nvrtcGetNumSupportedArchs(byref(count)))
-        known = (ctypes.c_int * count.value)()
-        self._check(library.nvrtcGetSupportedArchs(known))
+        numbers = (ctypes.c_int * count.value)()
+        self._check(library.nvrtcGetSupportedArchs(numbers))
         self.version = major.value, minor.value
-        self.architectures = tuple(sorted(known))
+        self.architectures = tuple(sorted(numbers))
 
     def compile(self, name: str, options: tuple[str, ...]) -> bytes:
-        """cuda/``name`` as a cubin for --gpu-architecture=sm_XY among ``options``, as PTX for compute_XY."""
+        """Compile cuda/``name``; returns a cubin for architecture sm_XY, PTX for compute_XY. Raises KernelError."""
         program, library = ctypes.c_void_p(), self._library
-        given = source(name).encode(), name.encode(), len(HEADERS), _texts(map(source, HEADERS)), _texts(HEADERS)
-        self._check(library.nvrtcCreateProgram(byref(program), *given))
+        headers = len(HEADERS), _c_strings(map(read_source, HEADERS)), _c_strings(HEADERS)
+        self._check(library.nvrtcCreateProgram(byref(program), read_source(name).encode(), name.encode(), *headers))
         try:
-            if library.nvrtcCompileProgram(program, len(options), _texts(options)):
+            if library.nvrtcCompileProgram(program, len(options), _c_strings(options)):
                 log = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
                 raise KernelError(
                     f"NVRTC {self.version[0]}.{self.version[1]} refuses {name} {' '.join(options)}:\n{log}"
@@ -83,11 +83,11 @@ class Compiler:
         finally:
             library.nvrtcDestroyProgram(byref(program))
 
-    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+    def _text(self, program: ctypes.c_void_p, kind: str) -> bytes:
         size = ctypes.c_size_t()
-        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, byref(size)))
+        self._check(getattr(self._library, f"nvrtcGet{kind}Size")(program, byref(size)))
         text = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self._library, f"nvrtcGet{what}")(program, text))
+        self._check(getattr(self._library, f"nvrtcGet{kind}")(program, text))
         return text.raw
 
     def _check(self, code: int) -> None:
@@ -96,16 +96,16 @@ class Compiler:
             raise KernelError(f"NVRTC: {self._library.nvrtcGetErrorString(code).decode()}")
 
 
-_pointer = functools.cache(ctypes.c_void_p)  # in a third of the time
+_pointer = functools.cache(ctypes.c_void_p)  # cached: a third of the time
 
 
-def _texts(strings: Iterable[str]) -> ctypes.Array[c_char_p]:
+def _c_strings(strings: Iterable[str]) -> ctypes.Array[c_char_p]:
     encoded = [string.encode() for string in strings]
     return (c_char_p * len(encoded))(*encoded)
 
 
 class Kernel(NamedTuple):
-    """A loaded function and what each of its launches is given beside the grid."""
+    """A loaded function with its threads per block and dynamic shared memory in bytes."""
 
     handle: ctypes.c_void_p
     threads: int
@@ -113,12 +113,12 @@ class Kernel(NamedTuple):
 
 
 class Driver:
-    """The CUDA driver, as far as loading and launching goes, in the primary contexts that PyTorch uses too."""
+    """The CUDA driver's functions for loading and launching, in the primary contexts, which PyTorch uses too."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        # Without argtypes ctypes hands Python's ints over as C ints, which is what the grid is; it is a microsecond
-        # faster. Addresses come as c_void_p.
+        # No argtypes: ctypes passes Python ints as C ints, the type of the grid, a microsecond faster. Addresses are
+        # c_void_p.
         self._launch = library.cuLaunchKernel
         self._contexts: dict[int, ctypes.c_void_p] = {}
         version = ctypes.c_int()
@@ -126,26 +126,26 @@ class Driver:
         self.version = version.value // 1000, version.value % 1000 // 10
 
     def check(self, code: int) -> None:
-        """Raise ContextLost for an error that lasts, KernelError for any other."""
-        if code in _LASTING:
+        """Raise ContextLost for a sticky error, KernelError for any other error."""
+        if code in _STICKY_ERRORS:
             raise ContextLost(
-                f"{self._told(code)}: a kernel, of this package or another, has broken this process's use of the GPU. "
-                "Start the program again, with CUDA_LAUNCH_BLOCKING=1 to learn which kernel it was, or with "
+                f"{self._describe_error(code)}: a kernel, of this package or another, has broken this process's use of "
+                "the GPU. Start the program again, with CUDA_LAUNCH_BLOCKING=1 to learn which kernel it was, or with "
                 f"{settings.FUSED}=0 to do without this package's own"
             )
         if code:
-            raise KernelError(self._told(code))
+            raise KernelError(self._describe_error(code))
 
-    def broken(self, device: int) -> str | None:
-        """Wait for PyTorch's current stream; returns the error that has broken the context for good, if one has."""
+    def sticky_error(self, device: int) -> str | None:
+        """Wait for PyTorch's current stream; returns the error that broke the context for good, or None."""
         try:
             with self.context(device):
                 code = self.library.cuStreamSynchronize(_pointer(stream(device)))
         except ContextLost as error:
             return str(error)
-        return self._told(code) if code in _LASTING else None
+        return self._describe_error(code) if code in _STICKY_ERRORS else None
 
-    def _told(self, code: int) -> str:
+    def _describe_error(self, code: int) -> str:
         name, text = c_char_p(), c_char_p()
         self.library.cuGetErrorName(code, byref(name))
         self.library.cuGetErrorString(code, byref(text))
@@ -154,14 +154,14 @@ class Driver:
     def load(self, variant: Variant, code: bytes, device: int) -> Kernel:
         module, function, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
         with self.context(device):
-            # Loading a module does not count as part of a graph that the thread may be recording.
+            # In relaxed mode, loading a module does not disturb a graph that this thread may be capturing.
             self.check(self.library.cuThreadExchangeStreamCaptureMode(byref(mode)))
             try:
                 self.check(self.library.cuModuleLoadData(byref(module), code))
                 self.check(self.library.cuModuleGetFunction(byref(function), module, variant.entry.encode()))
                 if variant.shared > _STATIC_LIMIT:
                     self.check(self.library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, variant.shared))
-                # Turing may set 32 of its 64 KB aside: left to itself, the driver may make room for one block of two.
+                # Turing may give L1 32 of the 64 KB: by default the driver may leave room for only one of two blocks.
                 if 2 * variant.shared * dict(variant.macros).get("MINB", 1) > self._shared_memory():
                     self.check(self.library.cuFuncSetAttribute(function, _CARVEOUT, _MOST_SHARED))
             finally:
@@ -169,38 +169,38 @@ class Driver:
         return Kernel(function, variant.threads, variant.shared)
 
     def _shared_memory(self) -> int:
-        """Bytes that a multiprocessor of the current context's GPU has for its blocks."""
-        ordinal, found = ctypes.c_int(), ctypes.c_int()
+        """Return the bytes of shared memory of a multiprocessor of the current context's GPU."""
+        ordinal, size = ctypes.c_int(), ctypes.c_int()
         self.check(self.library.cuCtxGetDevice(byref(ordinal)))
-        self.check(self.library.cuDeviceGetAttribute(byref(found), _SHARED_OF_MULTIPROCESSOR, ordinal))
-        return found.value
+        self.check(self.library.cuDeviceGetAttribute(byref(size), _SHARED_OF_MULTIPROCESSOR, ordinal))
+        return size.value
 
     def attribute(self, device: int, number: int) -> int:
-        """An attribute of a GPU, by its number in CUdevice_attribute."""
-        ordinal, found = ctypes.c_int(), ctypes.c_int()
+        """Return an attribute of a GPU by its number in CUdevice_attribute."""
+        ordinal, value = ctypes.c_int(), ctypes.c_int()
         self.check(self.library.cuDeviceGet(byref(ordinal), device))
-        self.check(self.library.cuDeviceGetAttribute(byref(found), number, ordinal))
-        return found.value
+        self.check(self.library.cuDeviceGetAttribute(byref(value), number, ordinal))
+        return value.value
 
     def launch(self, kernel: Kernel, blocks: int, device: int, argument: bytes) -> None:
-        """Launch on PyTorch's current stream of ``device``, whichever device is current; argument: struct Params."""
+        """Launch on PyTorch's current stream of ``device``, which need not be current. argument: struct Params."""
         handle, threads, shared = kernel
-        arguments = byref(c_char_p(argument))  # which the driver copies
-        given = handle, blocks, 1, 1, threads, 1, 1, shared, _pointer(stream(device)), arguments, None
+        parameters = byref(c_char_p(argument))  # the driver copies them
+        arguments = handle, blocks, 1, 1, threads, 1, 1, shared, _pointer(stream(device)), parameters, None
         if device != cuda_capture.current_device():
             with self.context(device):
-                code = self._launch(*given)
+                code = self._launch(*arguments)
         else:
-            code = self._launch(*given)
-            if code == _INVALID_CONTEXT:  # a thread in which PyTorch has not made a context current yet
+            code = self._launch(*arguments)
+            if code == _INVALID_CONTEXT:  # in this thread PyTorch has not made a context current yet
                 self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
-                code = self._launch(*given)
+                code = self._launch(*arguments)
         if code:
             self.check(code)
 
     @contextlib.contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """The primary context of ``device`` is current inside; the thread's own is restored afterwards."""
+        """Make the primary context of ``device`` current inside; restore the thread's context afterwards."""
         self.check(self.library.cuCtxPushCurrent_v2(self._primary_context(device)))
         try:
             yield
@@ -208,11 +208,11 @@ class Driver:
             self.check(self.library.cuCtxPopCurrent_v2(byref(ctypes.c_void_p())))
 
     def _primary_context(self, device: int) -> ctypes.c_void_p:
-        """Retained once, for as long as the process lives: kernels are loaded into it."""
+        """Return the primary context, retained until the process ends: kernels are loaded into it."""
         context = self._contexts.get(device)
         if context is None:
             context, ordinal = ctypes.c_void_p(), ctypes.c_int()
-            # CUDA_VISIBLE_DEVICES hides devices from the driver as from PyTorch: both count the same ones.
+            # CUDA_VISIBLE_DEVICES hides devices from the driver, too: its ordinals are PyTorch's.
             self.check(self.library.cuDeviceGet(byref(ordinal), device))
             self.check(self.library.cuDevicePrimaryCtxRetain(byref(context), ordinal))
             self._contexts[device] = context
@@ -220,14 +220,14 @@ class Driver:
 
 
 class Target(NamedTuple):
-    """What variants are compiled for on one GPU: ``architecture`` as NVRTC spells it, ``number`` as 75 or 90."""
+    """The architecture that variants are compiled for. architecture: NVRTC's spelling, number: such as 75 or 90."""
 
     architecture: str
     number: int
 
 
 def stream(device: int) -> int:
-    """PyTorch's current stream of ``device``."""
+    """Return the handle of PyTorch's current stream of ``device``."""
     current: int = torch._C._cuda_getCurrentRawStream(device)
     return current
 
@@ -236,14 +236,14 @@ def device_name(device: int) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def own_capability(device: int) -> tuple[int, int]:
-    """The GPU's own, whatever is forced."""
+def real_capability(device: int) -> tuple[int, int]:
+    """Return the GPU's compute capability, even where the settings force another one."""
     return settings.device_capability(torch.device("cuda", device))
 
 
 def target(device: int) -> Target:
-    """The GPU's own architecture where NVRTC knows it; PTX for the driver to assemble where it is too new or forced."""
-    real, forced = own_capability(device), settings.forced_capability()
+    """Return the GPU's architecture if NVRTC supports it; else, or if a lower one is forced, one of PTX."""
+    real, forced = real_capability(device), settings.forced_capability()
     if forced is not None and forced < (8, 0) <= real:
         return Target("compute_75", 75)
     number, known = real[0] * 10 + real[1], compiler().architectures
@@ -264,87 +264,87 @@ def _key(variant: Variant, device: int) -> tuple[Variant, str, int]:
 
 
 def kernel(variant: Variant, device: int) -> Kernel:
-    """``variant`` ready to be launched on ``device``; a variant that fails once raises the same error from then on."""
+    """Return ``variant`` loaded on ``device``. Raises KernelError, the same one every time after a first failure."""
     key = _key(variant, device)
     with _locks.setdefault(key, threading.Lock()):
-        found = _kernels.get(key)
-        if found is None:
-            found = _load(*key)
-            if isinstance(found, KernelError) and cuda_capture.is_capturing(device):
+        loaded = _kernels.get(key)
+        if loaded is None:
+            loaded = _load_or_error(*key)
+            if isinstance(loaded, KernelError) and cuda_capture.is_capturing(device):
                 raise RuntimeError(
                     f"the {variant.entry} kernel of this call could not be loaded while a CUDA graph is captured: "
-                    f"make the same call once before the capture ({first_line(found)})"
+                    f"make the same call once before the capture ({first_line(loaded)})"
                 )
-            _kernels[key] = found
-    if isinstance(found, KernelError):
-        raise KernelError(str(found))
-    return found
+            _kernels[key] = loaded
+    if isinstance(loaded, KernelError):
+        raise KernelError(str(loaded))
+    return loaded
 
 
-def load_together(variants: Iterable[Variant], device: int) -> None:
-    """Load several at once, for compiling one takes a second. ``kernel`` raises what went wrong with each."""
+def load_all(variants: Iterable[Variant], device: int) -> None:
+    """Load variants in parallel: compiling one takes a second. ``kernel`` raises the errors later."""
     missing = [variant for variant in variants if _key(variant, device) not in _kernels]
-    if len(missing) < 2 or cuda_capture.is_capturing(device):  # which a thread of its own could not see
+    if len(missing) < 2 or cuda_capture.is_capturing(device):  # a new thread would not see the capture
         return
-    # RuntimeError: the interpreter ends and starts no threads any more.
+    # RuntimeError: the interpreter is ending and starts no more threads.
     with contextlib.suppress(RuntimeError), ThreadPoolExecutor(len(missing)) as pool:
         for job in [pool.submit(kernel, variant, device) for variant in missing]:
             job.exception()
 
 
 def reject(variant: Variant, device: int, error: KernelError) -> None:
-    """A variant that computes wrong numbers is not handed out again."""
+    """Make ``kernel`` raise ``error`` for this variant from now on: it computes wrong numbers."""
     _kernels[_key(variant, device)] = error
 
 
-def _load(variant: Variant, architecture: str, device: int) -> Kernel | KernelError:
+def _load_or_error(variant: Variant, architecture: str, device: int) -> Kernel | KernelError:
     try:
         name = cache_name(variant, architecture)
-        kept = cache.read(name)
-        if kept is not None:
-            with contextlib.suppress(KernelError):  # kept by an NVRTC that this driver does not understand, or the like
-                return driver().load(variant, kept, device)
-        code = binary(variant, architecture)
+        stored = cache.read(name)
+        if stored is not None:
+            with contextlib.suppress(KernelError):  # for example by an NVRTC whose output this driver cannot load
+                return driver().load(variant, stored, device)
+        code = compile_variant(variant, architecture)
         cache.write(name, code)
         return driver().load(variant, code, device)
     except KernelError as error:
         return error
 
 
-def binary(variant: Variant, architecture: str) -> bytes:
-    """``variant`` compiled now, as a cubin for sm_XY or PTX for compute_XY."""
-    return compiler().compile(variant.source, options(variant, architecture))
+def compile_variant(variant: Variant, architecture: str) -> bytes:
+    """Compile ``variant``; returns a cubin for sm_XY, PTX for compute_XY. Raises KernelError."""
+    return compiler().compile(variant.source, compile_options(variant, architecture))
 
 
-def options(variant: Variant, architecture: str) -> tuple[str, ...]:
+def compile_options(variant: Variant, architecture: str) -> tuple[str, ...]:
     macros = (f"-D{name}={value}" for name, value in {**DEFAULTS, **dict(variant.macros)}.items())
     return f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", *macros
 
 
 def cache_name(variant: Variant, architecture: str) -> str:
-    """The file that keeps a compiled variant: a name for every source, option and compiler."""
-    sources = map(source, (variant.source, *HEADERS))
-    given = *options(variant, architecture), str(compiler().version)
-    return cache.name_of(f"{variant.entry}-{architecture}", *sources, *given)
+    """Return the name of a compiled variant's file, unique to its sources, options and compiler."""
+    sources = map(read_source, (variant.source, *HEADERS))
+    options = *compile_options(variant, architecture), str(compiler().version)
+    return cache.make_name(f"{variant.entry}-{architecture}", *sources, *options)
 
 
 @functools.cache
-def source(name: str) -> str:
+def read_source(name: str) -> str:
     return (SOURCES / name).read_text(encoding="utf-8")
 
 
 @functools.cache
 def compiler() -> Compiler:
-    """NVRTC; raises KernelError where there is none."""
+    """Return NVRTC. Raises KernelError where it cannot be loaded."""
     try:
-        return Compiler(_nvrtc())
-    except (OSError, AttributeError) as error:  # none, or one too old to have what is asked of it
+        return Compiler(_open_nvrtc())
+    except (OSError, AttributeError) as error:  # missing, or too old: it lacks a function that we call
         raise KernelError(str(error)) from error
 
 
 @functools.cache
 def driver() -> Driver:
-    """The CUDA driver; raises KernelError where there is none."""
+    """Return the CUDA driver. Raises KernelError where it cannot be loaded."""
     try:
         return Driver(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
     except (OSError, AttributeError) as error:
@@ -352,32 +352,32 @@ def driver() -> Driver:
 
 
 @functools.cache
-def why_not() -> str | None:
-    """Why no kernel can be compiled or loaded on this machine; None where both libraries were found."""
-    for what, find in (("NVRTC, which compiles the kernels,", compiler), ("the CUDA driver", driver)):
+def decline_reason() -> str | None:
+    """Return the reason why this machine cannot compile or load kernels; None where both libraries were found."""
+    for name, load in (("NVRTC, which compiles the kernels,", compiler), ("the CUDA driver", driver)):
         try:
-            find()
+            load()
         except KernelError as error:
-            return f"{what} cannot be used: {first_line(error)}"
+            return f"{name} cannot be used: {first_line(error)}"
     return None
 
 
-def _nvrtc() -> ctypes.CDLL:
-    """PyTorch's own NVRTC if possible: the driver that runs PyTorch understands what it makes."""
+def _open_nvrtc() -> ctypes.CDLL:
+    """Load NVRTC, PyTorch's own if possible: a driver that runs PyTorch can load its output. Raises OSError."""
     own = (torch.version.cuda or "").partition(".")[0]
     for major in sorted(("13", "12", "11"), key=lambda major: major != own):
-        for path in nvrtc_paths(major):
+        for path in library_paths(major):
             with contextlib.suppress(OSError):
-                return opened(path)
+                return open_library(path)
     wheel = f"nvidia-cuda-nvrtc-cu{own}" if own in ("11", "12") else "nvidia-cuda-nvrtc"
     raise OSError(
         f"no NVRTC beside PyTorch, in the nvidia-* packages or on the library path; pip install {wheel} brings it"
     )
 
 
-def nvrtc_paths(major: str) -> Iterator[str]:
-    """Where an NVRTC of that major version may lie, most likely first."""
-    # PyTorch's older wheels carry a hash in the name: libnvrtc-<hash>.so.11.2.
+def library_paths(major: str) -> Iterator[str]:
+    """Yield paths where an NVRTC of that major version may be, the most likely first."""
+    # PyTorch's older wheels have a hash in the file name: libnvrtc-<hash>.so.11.2.
     windows = sys.platform == "win32"
     name = f"nvrtc64_{major}*.dll" if windows else f"libnvrtc[-.]*so.{major}*"
     spec = importlib.util.find_spec("nvidia")
@@ -388,16 +388,16 @@ def nvrtc_paths(major: str) -> Iterator[str]:
     inner = ("bin", "**") if windows else ("lib64",)
     folders += [os.path.join(glob.escape(root), *inner) for root in toolkits if root]
     for folder in folders:
-        found = sorted(glob.glob(os.path.join(folder, name), recursive=True))
-        yield from (path for path in found if not _OTHERS.search(path))
-    minor = {"11": "2"}.get(major, "0")  # in the names of all that 11.8 and later releases bring
+        paths = sorted(glob.glob(os.path.join(folder, name), recursive=True))
+        yield from (path for path in paths if not _NOT_NVRTC.search(path))
+    minor = {"11": "2"}.get(major, "0")  # the minor version in file names since 11.8
     yield f"nvrtc64_{major}{minor}_0.dll" if windows else f"libnvrtc.so.{major}"
 
 
-def opened(path: str) -> ctypes.CDLL:
+def open_library(path: str) -> ctypes.CDLL:
     folder = os.path.dirname(path)
     if folder:
-        # NVRTC opens these by name, and finds them anywhere once they are loaded.
+        # NVRTC opens its builtins by name. Once loaded, it finds them in any folder.
         for builtins in glob.glob(os.path.join(glob.escape(folder), "*nvrtc-builtins*")):
             with contextlib.suppress(OSError):
                 ctypes.CDLL(builtins)

@@ -1,7 +1,7 @@
 """The kernels' one argument, struct Params of cuda/params.cuh, byte for byte.
 
-It begins with a head, which each call gives: all addresses, and the length of keys. The rest is the same for all calls
-of a plan.
+It begins with the head, which each call packs: all addresses, and the length of keys. All calls of a plan share the
+rest.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection
 
-# Names in the order of the C struct; its types as struct spells them: Q an address, q a long long, i an int, f a float.
+# Names in the order of the C struct. Types are struct's codes: Q an address, q a long long, i an int, f a float.
 ADDRESSES = (
     "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "bias",
     "rng_state", "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dlse", "dq", "dk",
@@ -29,33 +29,33 @@ _INTS = (
 )  # fmt: skip
 _FLOATS = ("dropout_scale", "softmax_scale", "softcap")
 
-HEAD: tuple[tuple[str, str], ...] = (*((name, "Q") for name in ADDRESSES), ("seqlen_k", "i"), ("zero", "i"))
-REST: tuple[tuple[str, str], ...] = (
+HEAD_FIELDS: tuple[tuple[str, str], ...] = (*((name, "Q") for name in ADDRESSES), ("seqlen_k", "i"), ("zero", "i"))
+REST_FIELDS: tuple[tuple[str, str], ...] = (
     *((name, "qii") for name in _STRIDES),
     *((name, "q") for name in _LONGS),
     *((name, "i") for name in _INTS),
     *((name, "f") for name in _FLOATS),
     ("converts_rows", "i"),
 )
-_REST = struct.Struct("<" + "".join(kind for _, kind in REST))
+_REST_STRUCT = struct.Struct("<" + "".join(kind for _, kind in REST_FIELDS))
 
 Value = int | float | tuple[int, int, int]
 
 
-def head(given: Collection[str]) -> struct.Struct:
-    """Packs the head from the addresses that are ``given``, in the struct's order, and seqlen_k; others are null."""
-    if [name for name in ADDRESSES if name in given] != list(given):
-        raise ValueError(f"addresses are given in the order of struct Params, got {', '.join(given)}")
-    return struct.Struct("<" + "".join("Q" if name in given else "8x" for name in ADDRESSES) + "i4x")
+def head_struct(names: Collection[str]) -> struct.Struct:
+    """Return the struct that packs a head from the addresses ``names`` and seqlen_k. All other addresses are null."""
+    if [name for name in ADDRESSES if name in names] != list(names):
+        raise ValueError(f"addresses must be in the order of struct Params, got {', '.join(names)}")
+    return struct.Struct("<" + "".join("Q" if name in names else "8x" for name in ADDRESSES) + "i4x")
 
 
-def rest(fields: dict[str, Value]) -> bytes:
-    """What follows the head: ``fields``, and 0 elsewhere. Strides are (batch, row, head) in elements."""
-    unknown = fields.keys() - dict(REST).keys()
+def pack_rest(fields: dict[str, Value]) -> bytes:
+    """Return the bytes after the head: ``fields``, 0 elsewhere. Strides are (batch, row, head) in elements."""
+    unknown = fields.keys() - dict(REST_FIELDS).keys()
     if unknown:
         raise KeyError(f"struct Params has no {', '.join(sorted(unknown))}")
     flat: list[int | float] = []
-    for name, kind in REST:
+    for name, kind in REST_FIELDS:
         value = fields.get(name, (0,) * len(kind))
         flat += value if isinstance(value, tuple) else (value,)
-    return _REST.pack(*flat)
+    return _REST_STRUCT.pack(*flat)

@@ -1,7 +1,7 @@
-"""Is a kernel right? Each is compared with plain PyTorch once, on a tiny problem, before its first real call on a GPU.
+"""Self-tests: each kernel is compared with the reference backend once, on a tiny problem, before its first real call.
 
-The judge is the reference backend on the CPU, so it depends on no GPU kernel, and not on the caller's autocast, default
-dtype, gradient or inference mode. What was found right is remembered beside the compiled kernel.
+The reference runs on the CPU and so depends on no GPU kernel. The caller's autocast, default dtype, gradient mode and
+inference mode have no effect. A passed self-test is recorded in a file beside the compiled kernel.
 """
 
 from __future__ import annotations
@@ -25,79 +25,79 @@ from flash_attn_compat.core.append import Append, by_operators
 from flash_attn_compat.core.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.core.mask import Mask
 
-# Two sequences, nothing a multiple of a tile; three tokens lie behind the last one.
-_ROWS, _FEW_ROWS, _KEYS, _BEHIND = (19, 150), 3, (45, 171), 3
+# Two sequences, no length a multiple of a tile, and three unused tokens after the last sequence.
+_ROWS, _FEW_ROWS, _KEYS, _UNUSED_TOKENS = (19, 150), 3, (45, 171), 3
 _HEADS, _HEADS_K, _PAGE = 4, 2, 7
 _DROPOUT, _SOFTCAP = 0.3, 2.0
-# Of the last channel of a loud row, and of every fifth key: their product is no number of fp16's. The last, since
-# tensor cores cut what is added to a large sum.
+# The last channel of a loud row, and that of every fifth key: their product exceeds fp16's range. The last channel,
+# because tensor cores truncate terms that are added to a large sum.
 _LOUD_Q, _LOUD_K = 2000.0, 40.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _LSE_TOLERANCE = 2e-3
 _GRADIENTS = frozenset({"dq", "dk", "dv"})
-_JUDGE = Reference()
+_REFERENCE = Reference()
 _CODE = Path(__file__).parent
 
 Watch = Callable[[], contextlib.AbstractContextManager[None]]
-Moved = TypeVar("Moved", AttentionCall, Append)
+Movable = TypeVar("Movable", AttentionCall, Append)
 
-_right: set[tuple[tuple[Variant, ...], str, int]] = set()
+_passed: set[tuple[tuple[Variant, ...], str, int]] = set()
 
 
-def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[Watch], str | None]) -> None:
-    """Try kernels that work together, once: raises KernelError with what ``wrong`` finds wrong, if anything.
+def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callable[[Watch], str | None]) -> None:
+    """Self-test kernels of one plan once. Results cannot be read in a capture: there, the test waits for a later call.
 
-    wrong: launches the kernels within the context that it is given
-    Nothing is tried in a capture, where nobody can look at results, but at the first call after it. Raises KernelError
-    too for kernels that have ended an earlier process, and ContextLost where they end this one's use of the GPU.
+    find_error: launches the kernels within the context that it gets; returns their error in words, or None
+    Raises KernelError if they fail, now or before, or ended an earlier process; ContextLost if they break the GPU's
+    context.
     """
     architecture = nvrtc.target(device).architecture
     key = variants, architecture, device
-    if key in _right or cuda_capture.is_capturing(device):
+    if key in _passed or cuda_capture.is_capturing(device):
         return
-    name = _file(variants, device)
+    name = _result_name(variants, device)
     if cache.read(name) is None:
-        kernels = _named(variants)
-        refused = faults.reason_against(name)
-        if refused is not None:
-            raise _rejected(variants, device, refused)
+        kernels = _describe_kernels(variants)
+        reason = faults.decline_reason(name)
+        if reason is not None:
+            raise _reject_kernels(variants, device, reason)
         driver = nvrtc.driver()
         with torch_state.set_aside(torch.device("cpu")):
-            found = wrong(lambda: faults.watched(name, kernels, lambda: driver.broken(device)))
-        if found is not None:
-            launcher.forget_workspaces()
-            raise _rejected(variants, device, f"{kernels} computes wrong numbers on this GPU: {found}")
+            error = find_error(lambda: faults.watch_trial(name, kernels, lambda: driver.sticky_error(device)))
+        if error is not None:
+            launcher.discard_workspaces()
+            raise _reject_kernels(variants, device, f"{kernels} computes wrong numbers on this GPU: {error}")
         cache.write(name, b"right")
-    _right.add(key)
+    _passed.add(key)
 
 
-def _named(variants: tuple[Variant, ...]) -> str:
-    """The kernels in words, with the macros of the last one."""
+def _describe_kernels(variants: tuple[Variant, ...]) -> str:
+    """Return the kernels' names, with the macros of the last one."""
     macros = [f" ({dict(variant.macros)})" for variant in variants[-1:]]
     return " and ".join(variant.entry for variant in variants) + "".join(macros)
 
 
-def _rejected(variants: tuple[Variant, ...], device: int, reason: str) -> KernelError:
-    """The error that each of them raises from now on."""
+def _reject_kernels(variants: tuple[Variant, ...], device: int, reason: str) -> KernelError:
+    """Make each kernel raise a KernelError from now on; returns that error."""
     error = KernelError(reason)
     for variant in variants:
         nvrtc.reject(variant, device, error)
     return error
 
 
-def _file(variants: tuple[Variant, ...], device: int) -> str:
-    """Other kernels, another GPU model, driver or trial: they are tried anew."""
+def _result_name(variants: tuple[Variant, ...], device: int) -> str:
+    """Return the name of the result's file: another kernel, GPU model, driver or self-test needs a new test."""
     kernels = [nvrtc.cache_name(variant, nvrtc.target(device).architecture) for variant in variants]
-    return cache.name_of("tried", *kernels, nvrtc.device_name(device), str(nvrtc.driver().version), *_asked())
+    return cache.make_name("tried", *kernels, nvrtc.device_name(device), str(nvrtc.driver().version), *_test_digests())
 
 
 @functools.cache
-def _asked() -> tuple[str, ...]:
-    """What a trial is made of: a kernel that passed an easier one has not passed this one."""
+def _test_digests() -> tuple[str, ...]:
+    """Return digests of the self-test's code: a kernel that passed an older test must pass this one, too."""
     return tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_CODE.glob("*.py")))
 
 
-def of_forward(
+def find_forward_error(
     kind: Kind,
     place: torch.device,
     run: Callable[..., dict[str, Tensor]],
@@ -105,91 +105,90 @@ def of_forward(
     appends: bool,
     watch: Watch = contextlib.nullcontext,
 ) -> str | None:
-    """What is wrong with a forward or an append, or with the cache that it wrote; None if all is right.
+    """Return the error of a forward or an append, or of the cache that it wrote; None if all results are right.
 
     run: takes a call, and an Append or None; returns out and softmax_lse, or the rotated q, by name
-    few_rows: whether the kernel is one for few rows over a cache
-    watch: entered while it runs
+    few_rows: whether the kernel serves few rows over a cache; watch: context of each run
     """
-    for new in _appends(kind) if appends else (None,):
-        on_cpu = counted = _problem(kind, few_rows)
+    for new in _make_appends(kind) if appends else (None,):
+        on_cpu = counted = _make_problem(kind, few_rows)
         if new is None:
-            call = _on(place, on_cpu)
+            call = _copy_to(place, on_cpu)
             with watch():
-                found = run(call, None)
+                results = run(call, None)
         else:
             assert isinstance(new.cache_seqlens, Tensor)
-            call, new_there = _on(place, on_cpu._replace(seqused_k=new.cache_seqlens)), _on(place, new)
+            call, moved = _copy_to(place, on_cpu._replace(seqused_k=new.cache_seqlens)), _copy_to(place, new)
             with watch():
-                found = run(call, new_there)
+                results = run(call, moved)
             used = new.cache_seqlens + new.k.shape[1]
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
-        right = _JUDGE.forward(_in_fp32(counted))
-        expected = {"q": counted.q, "out": right.out, "softmax_lse": right.lse}
-        pairs = [(name, _finite(got), _finite(expected[name])) for name, got in found.items()]
-        # NaN lies behind the keys in use.
+        exact = _REFERENCE.forward(_to_fp32(counted))
+        expected = {"q": counted.q, "out": exact.out, "softmax_lse": exact.lse}
+        pairs = [(name, _replace_infinity(got), _replace_infinity(expected[name])) for name, got in results.items()]
+        # Slots after the keys in use hold NaN.
         pairs += [(name, *(getattr(one, name).nan_to_num(9.0) for one in (call, on_cpu))) for name in "kv"]
-        wrong = _difference(pairs, call.q.dtype)
-        if wrong is not None:
-            return wrong
+        error = _find_difference(pairs, call.q.dtype)
+        if error is not None:
+            return error
     return None
 
 
-def _finite(result: Tensor) -> Tensor:
-    """With 9 for the LSE of a row that sees nothing; NaN stays."""
+def _replace_infinity(result: Tensor) -> Tensor:
+    """Replace +inf, the LSE of a row without keys, by 9; keep NaN."""
     return result.masked_fill(result == torch.inf, 9.0)
 
 
-def of_backward(
+def find_backward_error(
     kind: Kind,
     place: torch.device,
     run: Callable[[AttentionCall, Upstream, Gradients], Gradients],
     watch: Watch = contextlib.nullcontext,
 ) -> str | None:
-    """What is wrong with gradients, computed from a right out and LSE; None if all is right."""
-    on_cpu = _problem(kind, few_rows=False)._replace(needs_grad=True)
-    exact, call = _in_fp32(on_cpu), _on(place, on_cpu)
-    right = _JUDGE.forward(exact)
+    """Return the error of gradients computed from a right out and LSE; None if they are right."""
+    on_cpu = _make_problem(kind, few_rows=False)._replace(needs_grad=True)
+    exact, call = _to_fp32(on_cpu), _copy_to(place, on_cpu)
+    right = _REFERENCE.forward(exact)
     dout = _randn(7, right.out.shape, call.q.dtype)
     dlse = _randn(8, right.lse.shape, torch.float32)
-    given = Upstream(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
-    expected = _JUDGE.backward(exact, given, None)
+    exact_upstream = Upstream(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
+    expected = _REFERENCE.backward(exact, exact_upstream, None)
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
-    saved = () if kind.bias else (lse,)  # which is not the reported one where there are biases
+    saved = () if kind.bias else (lse,)  # with biases a saved LSE would differ from the reported one
     upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved, dlse.to(place))
     with watch():
-        found = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
-    return _difference([(f"d{n}", got, right) for n, got, right in zip("qkv", found, expected)], dout.dtype)
+        gradients = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
+    return _find_difference([(f"d{n}", got, right) for n, got, right in zip("qkv", gradients, expected)], dout.dtype)
 
 
-def _difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype) -> str | None:
+def _find_difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype) -> str | None:
     for name, got, right in pairs:
         tolerance = _LSE_TOLERANCE if name == "softmax_lse" else _TOLERANCE[dtype]
         size = right.float().abs()
-        if name in _GRADIENTS:  # of rows: a loud one's rounding reaches all that it is multiplied by
+        if name in _GRADIENTS:  # a loud row's rounding reaches every gradient that it contributes to
             size = size.amax(tuple(range(size.dim() - 2)), keepdim=True)
         error = (got.to("cpu", torch.float32) - right.float()).abs() - tolerance * size
         worst = float(error.max())
-        if not worst <= tolerance:  # NaN is wrong too
+        if not worst <= tolerance:  # NaN fails, too
             return f"{name} is off by {worst:.2g}"
     return None
 
 
-def _problem(kind: Kind, few_rows: bool) -> AttentionCall:
-    """A tiny call on the CPU that takes the kernels of ``kind``. few_rows: over the slots of a cache
+def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
+    """Return a tiny call on the CPU that takes the kernels of ``kind``. few_rows: over the slots of a cache
 
-    Each sequence's last row has scores beyond fp16's numbers, before they are scaled. They come from the last channel,
-    which no Append of ``_appends`` rotates.
+    Each sequence's last row has unscaled scores beyond fp16's range. They come from the last channel, which no Append
+    of ``_make_appends`` rotates.
     """
     (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
     pages, is_dense = -(-max(_KEYS) // _PAGE), kind.bias > 0
-    rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _BEHIND,)
-    keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _BEHIND,)
+    rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _UNUSED_TOKENS,)
+    keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _UNUSED_TOKENS,)
     if is_dense:
         rows, keys = (2, max(_ROWS)), (2, max(_KEYS) + kind.bias_pairs)
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
     q = _randn(0, (*rows, _HEADS, dim), dtype)
-    # In one head of each: the others' softmax stays as even as it was.
+    # Only one head is loud: the other heads keep an even softmax.
     for last_row in q[:, -1] if few_rows or is_dense else (q[_ROWS[0] - 1], q[sum(_ROWS) - 1]):
         last_row[0, -1] = _LOUD_Q
     k[..., ::5, 0, -1] = _LOUD_K
@@ -216,14 +215,14 @@ def _problem(kind: Kind, few_rows: bool) -> AttentionCall:
         seqused_k=_ints(*_KEYS) if has_slots else None,
         block_table=table,
         rng_state=torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu") if kind.dropout else None,
-        bias=_mask(kind) if is_dense else None,
+        bias=_make_mask(kind) if is_dense else None,
         is_dense=is_dense,
         return_lse=True,
     )
 
 
-def _mask(kind: Kind) -> Tensor:
-    """With tiles that hide all or nothing, a row that sees nothing, and one whose biases are all far below 0."""
+def _make_mask(kind: Kind) -> Tensor:
+    """Return a mask with tiles that hide everything or nothing, a row without keys, and a row of biases far below 0."""
     numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_KEYS) + kind.bias_pairs), torch.float32)
     hidden = numbers > 0.5
     hidden[:, :, :70, 64:100] = True
@@ -238,8 +237,8 @@ def _mask(kind: Kind) -> Tensor:
     return numbers if kind.bias == variants.FLOAT_BIAS else numbers.to(_dtype(kind))
 
 
-def _appends(kind: Kind) -> Iterator[Append]:
-    """New keys for the caches of ``_problem``, rotated in one way and in the other."""
+def _make_appends(kind: Kind) -> Iterator[Append]:
+    """Yield new keys for the caches of ``_make_problem``, with both kinds of rotation."""
     (dim, dim_v), dtype = _head_dims(kind), _dtype(kind)
     rotary = dim // 2 // 16 * 16
     cos, sin = (_randn(seed, (200, rotary // 2), dtype) if rotary else None for seed in (12, 13))
@@ -249,7 +248,7 @@ def _appends(kind: Kind) -> Iterator[Append]:
 
 
 def _head_dims(kind: Kind) -> tuple[int, int]:
-    """The kernel's largest for q and k, one that needs padding for v; or neither on 16 bytes."""
+    """Return head dims: the kernel's largest for q and k and one with padding for v; or two that are unaligned."""
     return (kind.D, kind.DV - 8) if kind.vec == 8 else (kind.D - 3, kind.DV - 1)
 
 
@@ -266,12 +265,12 @@ def _randn(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
 
-def _in_fp32(call: AttentionCall) -> AttentionCall:
+def _to_fp32(call: AttentionCall) -> AttentionCall:
     return call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float())
 
 
-def _on(place: torch.device, value: Moved) -> Moved:
-    """A copy there of a call, or of what is appended."""
+def _copy_to(place: torch.device, value: Movable) -> Movable:
+    """Return a copy of a call or an Append on the device ``place``."""
     tensors = {name: part for name, part in value._asdict().items() if isinstance(part, Tensor)}
     copies: dict[str, Any] = {name: tensor.to(place, copy=True) for name, tensor in tensors.items()}
     return value._replace(**copies)

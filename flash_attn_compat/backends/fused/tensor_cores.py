@@ -1,8 +1,8 @@
-"""Whether a GPU has tensor cores. Of capability 7.5, GeForce GTX 16, T600 and T1000 have none, and only time tells.
+"""Whether a GPU has tensor cores. With capability 7.5, GeForce GTX 16, T600 and T1000 have none; only timing shows it.
 
-A bare loop of their instructions is timed for each GPU model, in cycles of the GPU, so that no clock rate counts. The
-fastest of several launches decides, for other processes may use the GPU meanwhile. The first figure that is kept is
-everybody's, until `tune` measures again.
+For each GPU model a loop of tensor-core instructions is timed, in GPU cycles and so independent of the clock rate. The
+fastest of several launches decides, because other processes may use the GPU at the same time. All processes use the
+first stored figure, until `tune` measures again.
 """
 
 from __future__ import annotations
@@ -20,61 +20,61 @@ from flash_attn_compat.backends.fused.variants import Variant
 from flash_attn_compat.core import arithmetic, cuda_capture
 from flash_attn_compat.core.features import Feature, Traits
 
-_DOUBTFUL = (7, 5)
-# Cycles of a product: 8 or 16 with tensor cores, 32 and more without.
-_MOST = 24.0
+_TURING = (7, 5)
+# Cycles of a tensor-core product: 8 or 16 with tensor cores, 32 and more without.
+_MAX_CYCLES = 24.0
 _BLOCKS, _LAUNCHES = 8, 5
 _OVER_CACHE = Feature.SEQUSED_K | Feature.APPEND | Feature.PAGED
 VARIANT = Variant("tensor_cores", "tensor_cores.cu", (("TYPE", variants.FP16),), 1, 256, 0)
 
 
-def exist(device: int) -> bool:
-    """True too where it cannot be found out, or not now."""
-    if nvrtc.own_capability(device) != _DOUBTFUL:
+def has_tensor_cores(device: int) -> bool:
+    """Whether the GPU has tensor cores; True if that cannot be measured, or not now. May launch and wait."""
+    if nvrtc.real_capability(device) != _TURING:
         return True
     if cuda_capture.is_capturing(device):
         return True
-    if settings.fused() is False and cache.read(_file(device)) is None:  # nothing of ours is to be launched
+    if settings.fused() is False and cache.read(_file_name(device)) is None:  # our kernels are forbidden
         return True
-    found = _exist(nvrtc.device_name(device), device)
-    arithmetic.note_tensor_cores(device, found)
-    return found
+    result = _measure_once(nvrtc.device_name(device), device)
+    arithmetic.note_tensor_cores(device, result)
+    return result
 
 
-def known(device: int) -> bool | None:
-    """As ``exist``, of what is kept already: nothing is launched. None where nothing is."""
-    if nvrtc.own_capability(device) != _DOUBTFUL:
+def stored_result(device: int) -> bool | None:
+    """Return the stored answer of ``has_tensor_cores``, or None if there is none. Launches nothing."""
+    if nvrtc.real_capability(device) != _TURING:
         return True
-    return None if cache.read(_file(device)) is None else exist(device)
+    return None if cache.read(_file_name(device)) is None else has_tensor_cores(device)
 
 
-def measure_again(device: int) -> bool:
-    """``exist``, measured now where only time tells; the new figure replaces the one that was kept."""
-    if nvrtc.own_capability(device) == _DOUBTFUL:
-        cache.write(_file(device), f"{_cycles_apart(device):.1f}".encode())
-        _exist.cache_clear()
-    return exist(device)
+def remeasure(device: int) -> bool:
+    """Return ``has_tensor_cores``; where only timing shows it, measures now and replaces the stored figure."""
+    if nvrtc.real_capability(device) == _TURING:
+        cache.write(_file_name(device), f"{_measure_in_thread(device):.1f}".encode())
+        _measure_once.cache_clear()
+    return has_tensor_cores(device)
 
 
-def assumed_times(traits: Traits) -> Mapping[str, float] | None:
-    """For calls that nobody timed on a GPU without tensor cores: how long each backend takes, in no unit.
+def estimate_times(traits: Traits) -> Mapping[str, float] | None:
+    """Return relative times by backend name for untuned calls on a GPU without tensor cores; None for all other calls.
 
-    PyTorch's kernels for halves are written for tensor cores as ours are; chunked multiplies in fp32 there. Steps over
-    a cache are not guessed at: `fused` reads the cache where it lies.
+    PyTorch's half-precision kernels need tensor cores, as ours do; chunked multiplies in fp32 there. Steps over a cache
+    get no estimate: fused reads the cache in place.
     """
-    if traits.capability != _DOUBTFUL or traits.gpu is None or settings.fused() or traits.features & _OVER_CACHE:
+    if traits.capability != _TURING or traits.gpu is None or settings.fused() or traits.features & _OVER_CACHE:
         return None
     indices = range(torch.cuda.device_count()) or (-1,)
     device = next((index for index in indices if nvrtc.device_name(index) == traits.gpu), None)
-    if device is None or exist(device):
+    if device is None or has_tensor_cores(device):
         return None
-    warn_where_missing(device, traits.gpu)
+    warn_if_missing(device, traits.gpu)
     return {"chunked": 1.0, "fused": 4.0, "torch_efficient": 4.0, "sdpa": 4.0}
 
 
-def warn_where_missing(device: int, gpu: str | None) -> None:
-    """Once, where a GPU without them was not tuned: who is the fastest there does not follow from others."""
-    if gpu is not None and not exist(device) and tuned.of(gpu) is None:
+def warn_if_missing(device: int, gpu: str | None) -> None:
+    """Warn once if the GPU has no tensor cores and no tuning result: the usual order of backends may be wrong there."""
+    if gpu is not None and not has_tensor_cores(device) and tuned.find_card(gpu) is None:
         _warn(gpu)
 
 
@@ -90,37 +90,37 @@ def _warn(gpu: str) -> None:
 
 
 @functools.cache
-def _exist(name: str, device: int) -> bool:
-    file = _file(device)
+def _measure_once(name: str, device: int) -> bool:
+    file = _file_name(device)
     try:
-        kept = cache.read(file)
-        if kept is None:
-            kept = cache.keep_first(file, f"{_cycles_apart(device):.1f}".encode())
-        return float(kept) <= _MOST
+        figure = cache.read(file)
+        if figure is None:
+            figure = cache.write_if_absent(file, f"{_measure_in_thread(device):.1f}".encode())
+        return float(figure) <= _MAX_CYCLES
     except nvrtc.ContextLost:
         raise
-    except Exception:  # noqa: BLE001  no user's call fails for this
+    except Exception:  # noqa: BLE001  a failed measurement must not fail the user's call
         return True
 
 
-def _file(device: int) -> str:
-    return cache.name_of("tensor-cores", nvrtc.device_name(device))
+def _file_name(device: int) -> str:
+    return cache.make_name("tensor-cores", nvrtc.device_name(device))
 
 
-def _cycles_apart(device: int) -> float:
-    """By a thread of its own, under none of the caller's modes. Raises KernelError where this has ended a process."""
-    refused = faults.reason_against(_file(device))
-    if refused is not None:
-        raise nvrtc.KernelError(refused)
+def _measure_in_thread(device: int) -> float:
+    """Measure in a new thread, without the caller's modes. Raises KernelError if a measurement has ended a process."""
+    reason = faults.decline_reason(_file_name(device))
+    if reason is not None:
+        raise nvrtc.KernelError(reason)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(cycles, device).result()
+        return pool.submit(measure_cycles, device).result()
 
 
-def cycles(device: int) -> float:
-    """Of one product of the tensor cores, in a quarter of a multiprocessor; waits for the GPU."""
+def measure_cycles(device: int) -> float:
+    """Return the cycles of one tensor-core product in a quarter of a multiprocessor. Waits for the GPU."""
     place, driver = torch.device("cuda", device) if device >= 0 else torch.device("cpu"), nvrtc.driver()
-    with faults.watched(_file(device), VARIANT.entry, lambda: driver.broken(device)):
+    with faults.watch_trial(_file_name(device), VARIANT.entry, lambda: driver.sticky_error(device)):
         launches = [torch.empty(_BLOCKS, dtype=torch.float32, device=place) for _ in range(_LAUNCHES)]
         for numbers in launches:
-            launcher.run_alone(VARIANT, _BLOCKS, numbers)
+            launcher.launch_without_inputs(VARIANT, _BLOCKS, numbers)
     return min(float(numbers.min()) for numbers in launches)

@@ -1,7 +1,7 @@
-"""What `flash-attn-compat tune` found on a GPU model: how fast each backend is at usual calls, and with which tiles.
+"""Tuning results of `flash-attn-compat tune` for a GPU model: each backend's times at usual calls, and the best tiles.
 
-This user's verdicts lie beside the compiled kernels; those that others have sent are the rows of cards.jsonl. Nothing
-is timed here. Whatever is wrong with a file, it holds no verdict.
+This user's results lie beside the compiled kernels. The rows of cards.jsonl are results that others have sent. Nothing
+is timed here. A file with any defect counts as no result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.core.features import Feature, Traits, dtype_name
 
 _SHIPPED = Path(__file__).with_name("cards.jsonl")
-# Of several, the first decides how a call is taken: its kernels are made for it.
+# A call with several of these features counts as the first: its kernels depend on that one most.
 _CASES = {
     "pages": Feature.PAGED,
     "decode": Feature.SEQUSED_K | Feature.APPEND,
@@ -35,7 +35,7 @@ CASES = ("full", *reversed(_CASES))
 
 
 class Times(NamedTuple):
-    """Milliseconds of a usual problem by every backend that computes it. training: with gradients"""
+    """Milliseconds of a usual problem by backend name, of every backend that serves it. training: with gradients"""
 
     case: str
     head_dim: int
@@ -49,8 +49,8 @@ class Times(NamedTuple):
         return f"{self.case}, head_dim {self.head_dim}, {self.dtype}{', training' * self.training}: {listed}"
 
 
-class Chosen(NamedTuple):
-    """The tile that a kernel takes instead of the table's."""
+class TileChoice(NamedTuple):
+    """The tile that a kernel uses instead of the table's."""
 
     entry: str
     head_dim: int
@@ -63,67 +63,67 @@ class Chosen(NamedTuple):
 
 
 class Card(NamedTuple):
-    """One GPU model. made_with: versions, for whoever reads it"""
+    """Tuning results of one GPU model. made_with: versions, for human readers"""
 
     gpu: str
     made_with: str
     times: tuple[Times, ...] = ()
-    tiles: tuple[Chosen, ...] = ()
+    tiles: tuple[TileChoice, ...] = ()
 
-    def updated(self, newer: Card) -> Card:
-        """With what is newer in the place of what was known of the same."""
+    def merge(self, newer: Card) -> Card:
+        """Return both cards' results; newer ones replace those of the same case."""
         times = {one[:4]: one for one in (*self.times, *newer.times)}
         tiles = {one[:3]: one for one in (*self.tiles, *newer.tiles)}
         return newer._replace(times=tuple(times.values()), tiles=tuple(tiles.values()))
 
 
 def to_row(card: Card) -> str:
-    """One line of JSON, as cards.jsonl has them."""
+    """Return a card as one line of cards.jsonl (JSON)."""
     return json.dumps(
         {**card._asdict(), "times": [one._asdict() for one in card.times], "tiles": [list(one) for one in card.tiles]}
     )
 
 
 def from_row(row: str) -> Card:
-    """The card of one line of JSON; raises ValueError for every other text."""
+    """Return the card of one line of JSON. Raises ValueError for any other text."""
     try:
-        given: dict[str, Any] = json.loads(row)
-        times = tuple(_times(**one) for one in given["times"])
-        tiles = tuple(_chosen(*one) for one in given["tiles"])
-        return Card(_words(given["gpu"]), _words(given["made_with"]), times, tiles)
-    # Of another shape, too deep for the parser, or with numbers that no float holds.
+        fields: dict[str, Any] = json.loads(row)
+        times = tuple(_parse_times(**one) for one in fields["times"])
+        tiles = tuple(_parse_choice(*one) for one in fields["tiles"])
+        return Card(_check_text(fields["gpu"]), _check_text(fields["made_with"]), times, tiles)
+    # The JSON has another structure, is too deep for the parser, or has numbers beyond float's range.
     except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"no card: {type(error).__name__}: {error}") from error
 
 
-def _times(case: str, head_dim: int, dtype: str, training: bool, milliseconds: dict[str, float]) -> Times:
-    figures = {_words(name): float(_number(ms)) for name, ms in milliseconds.items()}
+def _parse_times(case: str, head_dim: int, dtype: str, training: bool, milliseconds: dict[str, float]) -> Times:
+    figures = {_check_text(name): float(_check_number(ms)) for name, ms in milliseconds.items()}
     if "fused" not in figures or not all(0 < ms < math.inf for ms in figures.values()):
         raise ValueError(f"no times: {milliseconds!r:.200}")
     if not isinstance(training, bool):
         raise TypeError(f"neither true nor false: {training!r:.200}")
-    return Times(_words(case), _whole(head_dim), _words(dtype), training, figures)
+    return Times(_check_text(case), _check_int(head_dim), _check_text(dtype), training, figures)
 
 
-def _chosen(entry: str, head_dim: int, dtype: str, tile: list[int]) -> Chosen:
-    parts: list[Any] = [part if isinstance(part, bool) else _whole(part) for part in tile]
-    return Chosen(_words(entry), _whole(head_dim), _words(dtype), Tile(*parts))
+def _parse_choice(entry: str, head_dim: int, dtype: str, tile: list[int]) -> TileChoice:
+    parts: list[Any] = [part if isinstance(part, bool) else _check_int(part) for part in tile]
+    return TileChoice(_check_text(entry), _check_int(head_dim), _check_text(dtype), Tile(*parts))
 
 
-def _words(value: Any) -> str:
-    """Text that a terminal shows and does not obey."""
+def _check_text(value: Any) -> str:
+    """Return ``value`` if it is printable text, without control characters for a terminal. Raises TypeError."""
     if not isinstance(value, str) or not value.isprintable():
         raise TypeError(f"no words: {value!r:.200}")
     return value
 
 
-def _number(value: Any) -> float:
+def _check_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"no number: {value!r:.200}")
     return value
 
 
-def _whole(value: Any) -> int:
+def _check_int(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise TypeError(f"no whole number of this size: {value!r:.200}")
     return value
@@ -132,21 +132,21 @@ def _whole(value: Any) -> int:
 _cards: dict[str, Card | None] = {}
 
 
-def of(gpu: str | None) -> Card | None:
-    """What is known of a GPU model; a process looks once."""
+def find_card(gpu: str | None) -> Card | None:
+    """Return the tuning results for a GPU model, or None. A process reads them once."""
     if gpu is None:
         return None
     if gpu not in _cards:
-        shipped, kept = _shipped().get(gpu), _kept(gpu)
-        _cards[gpu] = shipped.updated(kept) if shipped and kept else kept or shipped
+        shipped, stored = _read_shipped().get(gpu), _read_stored(gpu)
+        _cards[gpu] = shipped.merge(stored) if shipped and stored else stored or shipped
     return _cards[gpu]
 
 
-def keep(card: Card) -> bool:
-    """Add to what is kept of its GPU model; False where the folder cannot be written, and it counts in this process."""
-    kept = _kept(card.gpu)
-    card = kept.updated(card) if kept else card
-    written = cache.write(_file(card.gpu), to_row(card).encode())
+def store_card(card: Card) -> bool:
+    """Merge the card into this user's file; returns False if that is not writable: then only this process uses it."""
+    stored = _read_stored(card.gpu)
+    card = stored.merge(card) if stored else card
+    written = cache.write(_file_name(card.gpu), to_row(card).encode())
     _cards.pop(card.gpu, None)
     if not written:
         _cards[card.gpu] = card
@@ -154,8 +154,8 @@ def keep(card: Card) -> bool:
 
 
 @contextlib.contextmanager
-def assuming(card: Card) -> Iterator[None]:
-    """In this process, ``card`` is all that is known of its GPU model."""
+def override_card(card: Card) -> Iterator[None]:
+    """Use ``card`` as the only tuning results of its GPU model within the context, in this process."""
     before = dict(_cards)
     _cards[card.gpu] = card
     try:
@@ -165,10 +165,10 @@ def assuming(card: Card) -> Iterator[None]:
         _cards.update(before)
 
 
-def times_of(traits: Traits) -> Times | None:
-    """What was timed for calls of such traits, unless the user wants our kernels whatever they take."""
-    card = of(traits.gpu)
-    if card is None or settings.fused() or traits.features & Feature.WINDOW_RIGHT:  # which was not timed
+def find_times(traits: Traits) -> Times | None:
+    """Return the times for calls with these traits, or None; always None where the settings force our kernels."""
+    card = find_card(traits.gpu)
+    if card is None or settings.fused() or traits.features & Feature.WINDOW_RIGHT:  # tune times no right windows
         return None
     case = next((case for case, feature in _CASES.items() if traits.features & feature), "full")
     largest = max(traits.head_dim, traits.head_dim_v)
@@ -177,54 +177,54 @@ def times_of(traits: Traits) -> Times | None:
     return next((one for one in card.times if one[:4] == wanted), None)
 
 
-def tiles_of(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[tuple[str, Tile], ...]:
-    """Tiles by entry, to be taken instead of the table's: of candidates alone, which fit, whatever was kept or sent."""
-    card = of(gpu)
+def find_tiles(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[tuple[str, Tile], ...]:
+    """Return (entry, tile) pairs that replace the table's. A tile counts only if it is a candidate, and so fits."""
+    card = find_card(gpu)
     if card is None:
         return ()
     wanted = D, dtype_name(dtype)
     return tuple(
-        (entry, tile) for entry, *of_what, tile in card.tiles
-        if tuple(of_what) == wanted and tile in candidates.tiles(entry, number, D)
+        (entry, tile) for entry, *shape, tile in card.tiles
+        if tuple(shape) == wanted and tile in candidates.candidate_tiles(entry, number, D)
     )  # fmt: skip
 
 
-def summary(gpu: str) -> list[str]:
-    """A line for each verdict on a GPU model, or what there is instead."""
-    card = of(gpu)
+def summarize(gpu: str) -> list[str]:
+    """Return a line for each tuning result of a GPU model, or one that says that there is none."""
+    card = find_card(gpu)
     if card is None:
         return ["not tuned: the order of backends is that of an H200 (flash-attn-compat tune times them here)"]
-    return [f"tuned with {card.made_with}", *lines(card)]
+    return [f"tuned with {card.made_with}", *format_lines(card)]
 
 
-def lines(card: Card) -> list[str]:
-    """What was timed, in two columns."""
+def format_lines(card: Card) -> list[str]:
+    """Return the card's times and tiles as lines in two columns."""
     rows = [str(one).split(": ", 1) for one in (*card.times, *card.tiles)]
-    width = max((len(of_what) for of_what, _ in rows), default=0)
-    return [f"{of_what:{width}}  {found}" for of_what, found in rows]
+    width = max((len(case) for case, _ in rows), default=0)
+    return [f"{case:{width}}  {result}" for case, result in rows]
 
 
-def _kept(gpu: str) -> Card | None:
-    return _read([(cache.read(_file(gpu)) or b"").decode(errors="replace")]).get(gpu)
+def _read_stored(gpu: str) -> Card | None:
+    return _parse_rows([(cache.read(_file_name(gpu)) or b"").decode(errors="replace")]).get(gpu)
 
 
 @functools.cache
-def _shipped() -> dict[str, Card]:
-    return _read(_SHIPPED.read_text(encoding="utf-8").splitlines())
+def _read_shipped() -> dict[str, Card]:
+    return _parse_rows(_SHIPPED.read_text(encoding="utf-8").splitlines())
 
 
-def _read(rows: Iterable[str]) -> dict[str, Card]:
+def _parse_rows(rows: Iterable[str]) -> dict[str, Card]:
     cards = {}
     for row in rows:
         try:
             card = from_row(row)
-        except ValueError:  # of another version, say
+        except ValueError:  # written by another version, for example
             continue
         cards[card.gpu] = card
     return cards
 
 
-def _file(gpu: str) -> str:
-    """Other kernels and another PyTorch are timed anew."""
+def _file_name(gpu: str) -> str:
+    """Return the file's name: other kernels or another PyTorch need new times."""
     sources = sorted(path.name for path in nvrtc.SOURCES.glob("*.cu*"))
-    return cache.name_of("tuned", gpu, torch.__version__, *map(nvrtc.source, sources))
+    return cache.make_name("tuned", gpu, torch.__version__, *map(nvrtc.read_source, sources))
