@@ -24,7 +24,7 @@ import flash_attn_compat
 from benchmarks import host_time
 from benchmarks.runner import DTYPES, Contest, alone, one_by_one, parser, run
 from flash_attn_compat.torch_sdpa import override
-from flash_attn_compat.torch_sdpa.policy import Wish
+from flash_attn_compat.torch_sdpa.policy import Policy
 from verify.bench_run import Jobs
 from verify.errors import NotSupported
 from verify.graphs import capture
@@ -172,7 +172,7 @@ def on_the_host(device: str) -> Iterator[Contest]:
     if device == "cpu":
         host_time.without_gpu()
         torch.set_num_threads(1)
-        on = partial(override.switched, Wish(device="cpu"))
+        on = partial(override.applied, Policy(device="cpu"))
     half = torch.randn(2, 4, 16, 64, device=device).half()
     wide, mask = half.float(), torch.zeros(16, 16, dtype=torch.float16, device=device, requires_grad=True)
     rows_first, seen = half.transpose(1, 2).contiguous(), torch.ones(16, 16, dtype=torch.bool, device=device).tril()
@@ -204,8 +204,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.host:
         clock = one_by_one(device, partial(host_time.milliseconds, device=device))
         return run("sdpa --host", on_the_host(device), options, device, clock)
-    wish = Wish(always=options.always)
-    on = partial(override.switched, wish._replace(least_products=0, least_keys=0) if options.graphs else wish)
+    policy = Policy(always=options.always)
+    on = partial(override.applied, policy._replace(least_products=0, least_keys=0) if options.graphs else policy)
     given = contests(DTYPES[options.dtype], device, on, options.longest, options.graphs)
     return run("sdpa", given, options, device, weigh=not options.graphs)
 

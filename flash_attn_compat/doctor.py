@@ -341,8 +341,8 @@ def _sdpa(device: torch.device) -> dict[str, str]:
         "a new token": lambda: sdpa(last, k, k, enable_gqa=True),
         "a mask": lambda: sdpa(q, q, q, attn_mask=seen),
     }
-    wish = override.wished()
-    found = {"switched on": "no (patch(sdpa=True), run --sdpa, install --sdpa)" if wish is None else "yes"}
+    policy = override.active_policy()
+    found = {"switched on": "no (patch(sdpa=True), run --sdpa, install --sdpa)" if policy is None else "yes"}
     with override.sdpa():
         for name, call in calls.items():
             try:

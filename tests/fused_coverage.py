@@ -21,7 +21,7 @@ import torch
 from flash_attn_compat import backend_counts, use_backend
 from flash_attn_compat.backends.fused import aot, masks, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
-from flash_attn_compat.torch_sdpa.policy import Wish
+from flash_attn_compat.torch_sdpa.policy import Policy
 from tests.torch_sdpa import fuzz, originals
 from verify.examination import Examination
 from verify.problems import Problem
@@ -49,7 +49,7 @@ def _check(problem: Problem, place: torch.device) -> None:
 
 
 def _check_masked(problem: fuzz.Problem, place: torch.device) -> None:
-    with originals.on(Wish(place.type, always=True, least_products=0)), use_backend("fused"):
+    with originals.on(Policy(place.type, always=True, least_products=0)), use_backend("fused"):
         before = backend_counts()
         complaints = fuzz.examine(problem, str(place))
     assert not complaints and backend_counts().get("fused", 0) > before.get("fused", 0), complaints

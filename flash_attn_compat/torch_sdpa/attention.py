@@ -21,7 +21,15 @@ from flash_attn_compat.core.torch_state import count_modes, tracing_state, trans
 from flash_attn_compat.dispatch.choice import served
 from flash_attn_compat.settings import explains
 from flash_attn_compat.torch_sdpa import bridge, graphs
-from flash_attn_compat.torch_sdpa.policy import HALF, Front, Wish, against_mask, against_size, against_tensors, not_half
+from flash_attn_compat.torch_sdpa.policy import (
+    HALF,
+    Override,
+    Policy,
+    against_mask,
+    against_size,
+    against_tensors,
+    not_half,
+)
 
 NAME = "scaled_dot_product_attention"
 # How many keys are left is rounded, and what makes up for the others is not: at 0.9 answers are 1.6 % too large on
@@ -38,12 +46,12 @@ _FORMULA, _FLASH, _EFFICIENT = (
 _order: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", lambda: [_FLASH, _EFFICIENT, _FORMULA])
 
 
-def implementation(front: Front) -> Callable[..., Tensor]:
-    """The operator for the keys of the front's device. The dispatcher leaves out arguments that are the default."""
+def implementation(override: Override) -> Callable[..., Tensor]:
+    """The operator for the keys of the override's device. The dispatcher leaves out arguments that are the default."""
 
     def attention(*arguments: Any, **named: Any) -> Any:
-        wish = front.wish
-        if wish is None:
+        policy = override.policy
+        if policy is None:
             return graphs.trace(*arguments, **named)
         q, k, v = arguments[:3]
         if (  # somebody must see PyTorch's own operators: a tensor's class, a mode, a trace, a transform
@@ -55,12 +63,12 @@ def implementation(front: Front) -> Callable[..., Tensor]:
             or transforms_are_on()
             or forward_ad._current_level >= 0
         ):
-            return graphs.trace(*_ungrouped(wish, *arguments, **named), **named)
-        against, given = why_not(wish, *arguments, **named), arguments
+            return graphs.trace(*_ungrouped(policy, *arguments, **named), **named)
+        against, given = decline_reason(policy, *arguments, **named), arguments
         if against is BROADCAST:
             against, given = None, (*_broadcast(q, k, v, **named), *arguments[3:])
         if against is None or explains():
-            out = _ours(against, *given, **named)
+            out = _run_fused(against, *given, **named)
             if out is not None:
                 return out
         served[bridge.PYTORCH] += 1
@@ -73,8 +81,8 @@ def implementation(front: Front) -> Callable[..., Tensor]:
     return attention
 
 
-def why_not(
-    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+def decline_reason(
+    policy: Policy, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> str | None:  # fmt: skip
     """What keeps our kernels from such a call, besides their own reasons; None for nothing. Shapes as in PyTorch.
@@ -92,17 +100,17 @@ def why_not(
     (batch, heads, rows, width), (batch_k, heads_k, keys, width_k) = q.shape, k.shape
     # These would go to the plain formula, which is slower at any size.
     goes_to_formula = heads != heads_k or batch != batch_k or dtype is torch.bfloat16
-    at_any_size = goes_to_formula and not (wish.always and bridge.has_flash(q.device))
+    at_any_size = goes_to_formula and not (policy.always and bridge.has_flash(q.device))
     drops = dropout_p != 0.0
     is_recorded = drops or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
-    against = against_size(wish, q, rows, keys, batch * heads * width, attn_mask, is_recorded, at_any_size)
+    against = against_size(policy, q, rows, keys, batch * heads * width, attn_mask, is_recorded, at_any_size)
     if against is not None:
         return against
     if attn_mask is not None and is_causal:
         return "it has a mask, and is causal besides"
     if not 0.0 <= dropout_p <= MOST_DROPOUT:
         return "its dropout leaves too little for a probability that is rounded to 1/256"
-    against = against_tensors(wish, q, k, v)
+    against = against_tensors(policy, q, k, v)
     if against is not None:
         return against
     batch_v, heads_v, keys_v, width_v = v.shape
@@ -152,7 +160,7 @@ def _broadcast(
     return q.expand(batch, heads, -1, -1), k.expand(batch, heads_k, -1, -1), v.expand(batch, heads_k, -1, -1)
 
 
-def _ours(
+def _run_fused(
     against: str | None, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor | None:  # fmt: skip
@@ -202,7 +210,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | No
 
 
 def _ungrouped(
-    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
+    policy: Policy, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
 ) -> tuple[Any, ...]:
     """The arguments by position. In a graph that is compiled, keys and values are repeated for the heads of a group.
 
@@ -214,7 +222,7 @@ def _ungrouped(
     heads, heads_k = q.shape[1], k.shape[1]
     if q.dtype is not torch.float16 or heads == heads_k or heads_k != v.shape[1] or not heads_k or heads % heads_k:
         return given
-    if q.device.type != wish.device or bridge.has_flash(q.device) or not _allows_fused():
+    if q.device.type != policy.device or bridge.has_flash(q.device) or not _allows_fused():
         return given
     if torch._guards.TracingContext.try_get() is None:
         return given

@@ -22,7 +22,15 @@ from flash_attn_compat.core.prepared import PLAIN
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.torch_sdpa import bridge
-from flash_attn_compat.torch_sdpa.policy import HALF, Front, Wish, against_mask, against_size, against_tensors, not_half
+from flash_attn_compat.torch_sdpa.policy import (
+    HALF,
+    Override,
+    Policy,
+    against_mask,
+    against_size,
+    against_tensors,
+    not_half,
+)
 
 FORWARD, BACKWARD = "_efficient_attention_forward", "_efficient_attention_backward"
 KEY = "BackendSelect"
@@ -92,16 +100,16 @@ class Problem(NamedTuple):
         return self.custom_mask_type == BOTTOM_RIGHT and self.query.shape[1] > self.key.shape[1]
 
 
-def implementation(front: Front, name: str) -> Callable[..., Any]:
+def implementation(override: Override, name: str) -> Callable[..., Any]:
     """One of the operators for the dispatcher, which hands its keys over first: those below get what we leave."""
     ours = forward if name == FORWARD else backward
     redispatch = getattr(torch.ops.aten, name).default._handle.redispatch_boxed
 
     def attention(keys: Any, *arguments: Any, **named: Any) -> Any:
-        wish, first = front.wish, arguments[0]
+        policy, first = override.policy, arguments[0]
         # Not of fake tensors, or of those on another device: the operator's key is one for all of them.
-        if wish is not None and not DECIDED.yet and type(first) in PLAIN and first.device.type == wish.device:
-            found = ours(wish, *arguments, **named)
+        if policy is not None and not DECIDED.yet and type(first) in PLAIN and first.device.type == policy.device:
+            found = ours(policy, *arguments, **named)
             if found is not None:
                 return found
         return redispatch(keys & _BELOW, *arguments, **named)
@@ -110,12 +118,16 @@ def implementation(front: Front, name: str) -> Callable[..., Any]:
 
 
 def forward(
-    wish: Wish, *given: Any, scale: float | None = None, seqlen_k: Tensor | None = None, window_size: int | None = None
+    policy: Policy,
+    *given: Any,
+    scale: float | None = None,
+    seqlen_k: Tensor | None = None,
+    window_size: int | None = None,
 ) -> Any:
     """The forward, given what ``Problem`` begins with and, where that is True, compute_log_sumexp."""
     problem = Problem._make((*given[:10], scale, seqlen_k, window_size))
     return_lse = given[10] if len(given) > 10 else False
-    against = why_not(wish, problem, return_lse)
+    against = decline_reason(policy, problem, return_lse)
     if settings.explains():
         bridge.explain([against] if against else bridge.against(*_as_flash(problem), problem.expanded_bias))
     found = None if against else _forward(problem, return_lse)
@@ -125,7 +137,7 @@ def forward(
 
 
 def backward(
-    wish: Wish, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor,
+    policy: Policy, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, lse: Tensor,
     dropout_p: float, seed: Tensor, offset: Tensor, custom_mask_type: int, bias_requires_grad: bool,
     *, scale: float | None = None, num_splits_key: int | None = None, window_size: int | None = None,
@@ -136,7 +148,7 @@ def backward(
         return None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     problem = Problem(q, k, v, bias, *lengths, dropout_p, custom_mask_type, scale, None, window_size)
-    if why_not(wish, problem, True) or not _is_of_a_forward(problem, dout, out, lse):
+    if decline_reason(policy, problem, True) or not _is_of_a_forward(problem, dout, out, lse):
         return None
     found = _backward(problem, dout, out, lse)
     return None if found is None else (*found, None)
@@ -150,22 +162,22 @@ def _is_of_a_forward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -
     return is_right and lse.dim() == 3 and lse.shape[:2] == (problem.sequences, heads) and lse.shape[2] >= problem.rows
 
 
-def why_not(wish: Wish, problem: Problem, is_recorded: bool) -> str | None:
-    """What keeps our kernels from a problem, besides their own reasons; None for nothing. is_recorded: as in wish"""
+def decline_reason(policy: Policy, problem: Problem, is_recorded: bool) -> str | None:
+    """What keeps our kernels from a problem, besides their own reasons; None for nothing. is_recorded: as in policy"""
     q, k, v, bias = problem[:4]
     if q.dtype not in HALF:
         return not_half(q.dtype)
     if not q.dim() == k.dim() == v.dim() == 4:
         return "shapes or heads differ"
     (batch, _, heads, width), rows = q.shape, problem.rows
-    against = against_size(wish, q, rows, problem.keys, problem.sequences * heads * width, bias, is_recorded)
+    against = against_size(policy, q, rows, problem.keys, problem.sequences * heads * width, bias, is_recorded)
     if against is not None:
         return against
     if bias is not None and (problem.is_packed or problem.seqlen_k is not None or problem.custom_mask_type != NO_MASK):
         return "it has a mask, and is causal or packed besides"
     if problem.dropout_p != 0.0:
         return "its dropout mask is PyTorch's"
-    against = against_tensors(wish, q, k, v)
+    against = against_tensors(policy, q, k, v)
     if against is not None:
         return against
     if k.shape[2:] != (heads, width) or k.shape[:3] != v.shape[:3] or k.shape[0] != batch or not v.shape[3]:

@@ -14,7 +14,7 @@ import torch
 
 from flash_attn_compat import settings
 from flash_attn_compat.core.prepared import PLAIN
-from flash_attn_compat.torch_sdpa.policy import Wish
+from flash_attn_compat.torch_sdpa.policy import Policy
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -39,10 +39,10 @@ def trace(*arguments: Any, **named: Any) -> Any:
     return compose(*arguments, **named)
 
 
-def turn(wish: Wish | None) -> None:
-    """Graphs that are traced from now on belong to this wish; None for no switch."""
-    _State.switch = None if wish is None else wish.device
-    if wish is not None:
+def turn(policy: Policy | None) -> None:
+    """Graphs that are traced from now on belong to this policy; None for no switch."""
+    _State.switch = None if policy is None else policy.device
+    if policy is not None:
         _watch()
 
 

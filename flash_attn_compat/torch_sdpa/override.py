@@ -1,6 +1,6 @@
-"""Puts our implementations in front of PyTorch's, and takes them away again: while anybody holds the switch.
+"""Overrides PyTorch's attention operators by ours, as long as a policy is acquired.
 
-PyTorch's dispatcher belongs to the whole process, so what one holder switches on holds for every thread.
+PyTorch's dispatcher belongs to the whole process, so a policy holds for every thread.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch.library import Library
 
 from flash_attn_compat.torch_sdpa import attention, efficient, graphs
-from flash_attn_compat.torch_sdpa.policy import Front, Wish
+from flash_attn_compat.torch_sdpa.policy import Override, Policy
 
 _KEYS = {"cuda": ("CUDA", "AutogradCUDA"), "cpu": ("CPU", "AutogradCPU")}
 HOOK = "flash_attn_compat"
 
 _lock = threading.RLock()
-_holders: list[Wish] = []
-_in_front: tuple[Front, Library] | None = None
+_holders: list[Policy] = []
+_in_front: tuple[Override, Library] | None = None
 
 
 def sdpa(always: bool = False) -> AbstractContextManager[None]:
@@ -31,21 +31,21 @@ def sdpa(always: bool = False) -> AbstractContextManager[None]:
 
     always: on GPUs of compute capability 8.0 and newer too
     """
-    return switched(Wish(always=always))
+    return applied(Policy(always=always))
 
 
 @contextlib.contextmanager
-def switched(wish: Wish) -> Iterator[None]:
-    """A wish is in force during a block."""
-    hold(wish)
+def applied(policy: Policy) -> Iterator[None]:
+    """Acquire a policy for a block."""
+    acquire(policy)
     try:
         yield
     finally:
-        let_go(wish)
+        release(policy)
 
 
-def hold(wish: Wish) -> None:
-    """Serve the operators from now on; where several hold the switch, the one who wishes for the most decides.
+def acquire(policy: Policy) -> None:
+    """Serve PyTorch's operators from now on. Of several policies, the one that serves most calls decides.
 
     Before PyTorch 2.5, whose operators know no grouped heads yet, this warns and nothing changes.
     """
@@ -54,81 +54,81 @@ def hold(wish: Wish) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return
     with _lock:
-        _holders.append(wish)
+        _holders.append(policy)
         try:
             _renew()
-        except BaseException:  # nobody would ever let go
-            _holders.remove(wish)
+        except BaseException:  # nobody would ever release it
+            _holders.remove(policy)
             raise
 
 
-def let_go(wish: Wish) -> None:
-    """The end of one ``hold``; that of the last one leaves everything as it was before the first."""
+def release(policy: Policy) -> None:
+    """Undo one ``acquire``; after the last one, PyTorch's operators are as before the first."""
     with _lock:
-        if wish in _holders:
-            _holders.remove(wish)
+        if policy in _holders:
+            _holders.remove(policy)
         _renew()
 
 
-def wished() -> Wish | None:
-    """What is in force."""
-    return _in_front[0].wish if _in_front else None
+def active_policy() -> Policy | None:
+    """Return the policy in force, or None where PyTorch's operators are not overridden."""
+    return _in_front[0].policy if _in_front else None
 
 
 def _renew() -> None:
     try:
         _place()
     finally:
-        graphs.turn(wished())
+        graphs.turn(active_policy())
 
 
 def _place() -> None:
     global _in_front
-    wanted = max(_holders, key=lambda wish: (wish.always, -wish.least_products), default=None)
+    wanted = max(_holders, key=lambda policy: (policy.always, -policy.least_products), default=None)
     if _in_front is not None:
-        front, library = _in_front
-        if wanted is not None and wanted.device == front.device:
-            front.wish = wanted
+        override, library = _in_front
+        if wanted is not None and wanted.device == override.device:
+            override.policy = wanted
             return
-        front.wish = None
+        override.policy = None
         if wanted is None and _others_may_call():
             return
         library._destroy()
         _in_front = None
     if wanted is not None:
-        front = Front(wanted)
-        _in_front = front, _register(front)
+        override = Override(wanted)
+        _in_front = override, _register(override)
     for name in (attention.NAME, efficient.FORWARD, efficient.BACKWARD):
-        # What tracing found to be behind a key before; only registrations from C++ would make it look again.
+        # Tracing caches the kernel behind each key; only registrations from C++ would clear that cache.
         getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
 def _others_may_call() -> bool:
-    """Whether a thread may be about to run an implementation: one that waits for the GIL would run what is no more.
+    """Whether a thread may be about to run an implementation: if it waits for the GIL, it would run a destroyed one.
 
-    Ours then stays, lets everything pass, and goes with the next that is switched off by a single thread.
+    The override then stays and passes every call on to PyTorch, until a single thread releases a later policy.
     """
     return threading.active_count() > 1
 
 
-def _register(front: Front) -> Library:
+def _register(override: Override) -> Library:
     library = Library("aten", "IMPL")
-    for key in _KEYS[front.device]:
-        library.impl(attention.NAME, attention.implementation(front), key)
+    for key in _KEYS[override.device]:
+        library.impl(attention.NAME, attention.implementation(override), key)
     for name in (efficient.FORWARD, efficient.BACKWARD):
-        library.impl(name, efficient.implementation(front, name), efficient.KEY, with_keyset=True)
+        library.impl(name, efficient.implementation(override, name), efficient.KEY, with_keyset=True)
     return library
 
 
 class Activated:
-    """What torch.nn.attention keeps of an implementation that it activated."""
+    """The handle that torch.nn.attention keeps of an activated implementation."""
 
     def __init__(self) -> None:
-        self._wish = Wish(always=True)
-        hold(self._wish)
+        self._policy = Policy(always=True)
+        acquire(self._policy)
 
     def remove(self) -> None:
-        let_go(self._wish)
+        release(self._policy)
 
 
 def register_with_torch() -> None:

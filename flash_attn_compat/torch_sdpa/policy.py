@@ -1,4 +1,4 @@
-"""Which calls are ours: what a program wished for, and the reasons against a call that need no engine."""
+"""Which of PyTorch's attention calls we serve: the policy that a program asked for, and reasons to decline a call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flash_attn_compat.core.prepared import PLAIN
 from flash_attn_compat.torch_sdpa import bridge
 
 HALF = frozenset({torch.float16, torch.bfloat16})
-# Below these a GPU is done before the host is, which takes longer over our call than over PyTorch's. By an H200 as 7.5,
-# of 132 multiprocessors: forwards of 7e8 products were even and of 1e9 faster; with the backward, 2e9 slower and 6e9
+# Smaller calls wait for the host, and our call takes the host longer than PyTorch's. Measured on an H200 as 7.5,
+# with 132 multiprocessors: forwards of 7e8 products were even and of 1e9 faster; with the backward, 2e9 slower and 6e9
 # faster; one row over 1,024 keys slower, over 8,192 six times as fast.
 LEAST_PRODUCTS = 3 * 2**21
 RECORDED = 4
@@ -27,10 +27,11 @@ LEAST_KEYS = 2048
 SHORT, FEW_TOKENS = 32, 96
 
 
-class Wish(NamedTuple):
-    """What was asked for.
+class Policy(NamedTuple):
+    """Which calls a program asked us to serve.
 
-    device: the type of device whose operators are ours; always: on GPUs with flash kernels of PyTorch's own, too
+    device: the device type whose operators are overridden
+    always: serve GPUs for which PyTorch has flash kernels of its own, too
     least_products: of rows, keys, heads and channels, for each multiprocessor, in a call that is worth serving without
         gradients; with gradients, RECORDED times as many, with biases BIASED times; 0 serves calls of any shape
     least_keys: of one row
@@ -42,22 +43,22 @@ class Wish(NamedTuple):
     least_keys: int = LEAST_KEYS
 
 
-class Front:
-    """What stands in front of PyTorch's operators; without a wish all calls go on to them."""
+class Override:
+    """An override of PyTorch's operators; without a policy it passes every call on to them."""
 
-    def __init__(self, wish: Wish) -> None:
-        self.device = wish.device
-        self.wish: Wish | None = wish
+    def __init__(self, policy: Policy) -> None:
+        self.device = policy.device
+        self.policy: Policy | None = policy
 
 
-def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why plain tensors of (batch, ..., head_dim) cannot be ours, whatever their axes mean. q's dtype is in HALF."""
+def against_tensors(policy: Policy, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why plain (batch, ..., head_dim) tensors are declined, or None. q's dtype is in HALF."""
     dtype, device = q.dtype, q.device
-    if device.type != wish.device:
-        return f"it is on {device.type}, not on {wish.device}"
+    if device.type != policy.device:
+        return f"it is on {device.type}, not on {policy.device}"
     if not (dtype is k.dtype is v.dtype and device == k.device == v.device):
         return "dtypes or devices differ"
-    if not wish.always and bridge.has_flash(device):
+    if not policy.always and bridge.has_flash(device):
         return 'PyTorch has flash kernels for this GPU: sdpa="always" asks for ours all the same'
     return None
 
@@ -97,16 +98,16 @@ def _largest(mask: Tensor, of_a_copy: int) -> int:
 
 
 def against_size(
-    wish: Wish, q: Tensor, rows: int, keys: int, channels: int, mask: Tensor | None, is_recorded: bool,
+    policy: Policy, q: Tensor, rows: int, keys: int, channels: int, mask: Tensor | None, is_recorded: bool,
     at_any_size: bool = False,
 ) -> str | None:  # fmt: skip
     """Why a call is not worth our while. channels: of all heads of the batch; is_recorded: if a backward may follow"""
     products = rows * keys * channels
     if products == 0:
         return "it has no elements"
-    if at_any_size or (rows == 1 and keys >= wish.least_keys):
+    if at_any_size or (rows == 1 and keys >= policy.least_keys):
         return None
-    least = wish.least_products * processors(q.get_device()) * (RECORDED if is_recorded else 1)
+    least = policy.least_products * processors(q.get_device()) * (RECORDED if is_recorded else 1)
     bias = None if mask is None or mask.dtype is torch.bool else mask
     if products < least * (1 if bias is None else BIASED):
         return "it is so small that only the host's time counts"

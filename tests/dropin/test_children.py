@@ -70,11 +70,11 @@ def test_a_child_whose_sitecustomize_is_not_ours_catches_up_when_it_imports_flas
     (theirs / "sitecustomize.py").write_text("")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(theirs), os.environ["PYTHONPATH"]])  # whoever starts the child
     look = (
-        "import sys; from flash_attn_compat.torch_sdpa import override; assert override.wished() is None;"
-        "import flash_attn; print(override.wished())"
+        "import sys; from flash_attn_compat.torch_sdpa import override; assert override.active_policy() is None;"
+        "import flash_attn; print(override.active_policy())"
     )
     answer = forked_child(look)
-    assert answer.stdout.startswith("Wish("), answer.stderr
+    assert answer.stdout.startswith("Policy("), answer.stderr
     os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
 
 

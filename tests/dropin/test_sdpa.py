@@ -18,7 +18,7 @@ from tests.interpreters import forked, fresh
 
 # What holds in a process: prints the wish in force, if this package was loaded at all.
 LOOK = (
-    "import torch, sys; m = sys.modules.get('flash_attn_compat.torch_sdpa.override'); w = m and m.wished(); "
+    "import torch, sys; m = sys.modules.get('flash_attn_compat.torch_sdpa.override'); w = m and m.active_policy(); "
     "print(w and w.always)"
 )
 
@@ -29,12 +29,12 @@ def _off() -> Iterator[None]:
         pytest.skip("before PyTorch 2.5 the operators stay PyTorch's")
     yield
     unpatch()
-    assert override.wished() is None
+    assert override.active_policy() is None
 
 
 def wish() -> bool | None:
     """None: off; False: on; True: always."""
-    found = override.wished()
+    found = override.active_policy()
     return None if found is None else found.always
 
 
@@ -105,7 +105,7 @@ child = subprocess.Popen([sys.executable, "-c", {LOOK!r}])
 sys.stdout.flush()
 child.wait()
 flash_attn_compat.unpatch()
-print(m.wished())
+print(m.active_policy())
 """
     answer = fresh("-c", code)
     assert answer.stdout.split() == ["True", "True", "None"], answer.stderr

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import backend_counts, reset_backend_counts
-from flash_attn_compat.torch_sdpa.policy import Wish
+from flash_attn_compat.torch_sdpa.policy import Policy
 from tests.torch_sdpa import originals
 
 aten = torch.ops.aten
@@ -266,7 +266,7 @@ def with_gradients(p: Problem) -> bool:
 @contextlib.contextmanager
 def in_front(device: str) -> Iterator[None]:
     """Ours, whatever a call's size."""
-    with originals.on(Wish(device=device, least_products=0)):
+    with originals.on(Policy(device=device, least_products=0)):
         yield
 
 

@@ -14,12 +14,12 @@ from torch.library import Library
 from flash_attn_compat import backend_counts, reset_backend_counts
 from flash_attn_compat.torch_sdpa import override
 from flash_attn_compat.torch_sdpa.efficient import BOTTOM_RIGHT, NO_MASK, TOP_LEFT
-from flash_attn_compat.torch_sdpa.policy import Wish
+from flash_attn_compat.torch_sdpa.policy import Policy
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 
 __all__ = ["BOTTOM_RIGHT", "NO_MASK", "TOP_LEFT"]
-WISH = Wish(device="cpu", least_products=0)
+POLICY = Policy(device="cpu", least_products=0)
 needs_grouped_heads = pytest.mark.skipif(
     "enable_gqa" not in str(torch.ops.aten.scaled_dot_product_attention.default._schema),
     reason="before PyTorch 2.5 the operators have no grouped heads and stay PyTorch's",
@@ -27,18 +27,18 @@ needs_grouped_heads = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def on(wish: Wish = WISH) -> Iterator[None]:
+def on(policy: Policy = POLICY) -> Iterator[None]:
     """Ours are in front for a block."""
-    with override.switched(wish):
+    with override.applied(policy):
         yield
 
 
 @contextlib.contextmanager
-def served(monkeypatch: pytest.MonkeyPatch, wish: Wish = WISH) -> Iterator[Launches]:
+def served(monkeypatch: pytest.MonkeyPatch, policy: Policy = POLICY) -> Iterator[Launches]:
     """The same, with the kernels emulated and the counts at zero."""
     launches = fused_on_cpu.emulate(monkeypatch)
     reset_backend_counts()
-    with on(wish):
+    with on(policy):
         yield launches
 
 

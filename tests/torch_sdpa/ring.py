@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn_compat import backend_counts, reset_backend_counts
-from flash_attn_compat.torch_sdpa.policy import Wish
+from flash_attn_compat.torch_sdpa.policy import Policy
 from tests.torch_sdpa import originals
 
 
@@ -30,7 +30,7 @@ def main() -> None:
         parts, wanted = [x.clone() for x in whole], [right.detach().clone(), dv.clone()]
         reset_backend_counts()
         ring = context_parallel(mesh, buffers=[*parts, *wanted], buffer_seq_dims=[2] * 5)
-        with originals.on(Wish(least_products=0)), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), ring:
+        with originals.on(Policy(least_products=0)), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), ring:
             for part in parts:
                 part.requires_grad_()
             out = F.scaled_dot_product_attention(*parts, is_causal=causal)

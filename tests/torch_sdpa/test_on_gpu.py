@@ -19,7 +19,7 @@ from torch.utils import checkpoint as checkpoints
 
 import flash_attn_compat
 from flash_attn_compat import backend_counts, explain, reset_backend_counts, settings
-from flash_attn_compat.torch_sdpa.policy import Wish
+from flash_attn_compat.torch_sdpa.policy import Policy
 from tests.interpreters import REPOSITORY
 from tests.torch_sdpa import fuzz, originals
 
@@ -44,7 +44,7 @@ def _as_turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def ours() -> Any:
-    return originals.on(Wish(least_products=0))
+    return originals.on(Policy(least_products=0))
 
 
 def served() -> int:

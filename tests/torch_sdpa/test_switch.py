@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from flash_attn_compat import reset_backend_counts
 from flash_attn_compat.core.reentry import as_decided
 from flash_attn_compat.torch_sdpa import attention, efficient, override
-from flash_attn_compat.torch_sdpa.policy import Wish
+from flash_attn_compat.torch_sdpa.policy import Policy
 from tests.fused_on_cpu import Launches
 from tests.support import randn
 from tests.torch_sdpa import originals
@@ -40,12 +40,12 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pass
     before = tables()
     yield
-    assert tables() == before and override.wished() is None and sum(ours()) == 0
+    assert tables() == before and override.active_policy() is None and sum(ours()) == 0
 
 
 def test_a_block_serves_and_leaves_nothing() -> None:
     with override.sdpa():
-        assert ours() == [2, 1, 1] and override.wished() == Wish()
+        assert ours() == [2, 1, 1] and override.active_policy() == Policy()
 
 
 def test_twice_is_once_and_the_last_holder_ends_it() -> None:
@@ -60,17 +60,17 @@ def test_overlapping_blocks() -> None:
     first, second = override.sdpa(), override.sdpa(always=True)
     first.__enter__()
     second.__enter__()
-    assert override.wished() == Wish(always=True)
+    assert override.active_policy() == Policy(always=True)
     first.__exit__(None, None, None)
-    assert override.wished() == Wish(always=True)
+    assert override.active_policy() == Policy(always=True)
     second.__exit__(None, None, None)
 
 
 def test_who_wishes_for_more_decides_as_long_as_it_holds() -> None:
     with override.sdpa():
         with override.sdpa(always=True):
-            assert override.wished() == Wish(always=True)
-        assert override.wished() == Wish()
+            assert override.active_policy() == Policy(always=True)
+        assert override.active_policy() == Policy()
 
 
 def test_where_other_threads_may_call_ours_stays_and_lets_everything_pass(
@@ -82,7 +82,7 @@ def test_where_other_threads_may_call_ours_stays_and_lets_everything_pass(
     monkeypatch.setattr(override, "_others_may_call", lambda: True)
     monkeypatch.setattr(override, "_holders", [])
     override._renew()
-    assert override.wished() is None and ours() == [2, 1, 1]
+    assert override.active_policy() is None and ours() == [2, 1, 1]
     reset_backend_counts()
     F.scaled_dot_product_attention(q, q, q)
     found = torch.ops.aten._efficient_attention_forward(q, q, q, *(None,) * 5, 0.0, 0)[0]
@@ -90,7 +90,7 @@ def test_where_other_threads_may_call_ours_stays_and_lets_everything_pass(
     assert counted() == {}
     with originals.on():
         F.scaled_dot_product_attention(q, q, q)
-    assert counted() == {"fused": 1} and override.wished() is None and ours() == [2, 1, 1]
+    assert counted() == {"fused": 1} and override.active_policy() is None and ours() == [2, 1, 1]
     monkeypatch.undo()
     monkeypatch.setattr(override, "_others_may_call", lambda: False)
     with originals.on():
@@ -121,8 +121,8 @@ def test_a_switch_that_could_not_be_turned_is_held_by_nobody(monkeypatch: pytest
 
     with monkeypatch.context() as patched, pytest.raises(KeyError):
         patched.setattr(override, "_register", fail)
-        override.hold(Wish())
-    assert override.wished() is None and not override._holders
+        override.acquire(Policy())
+    assert override.active_policy() is None and not override._holders
 
 
 def test_calls_are_served_in_all_threads(served: Launches) -> None:
@@ -165,7 +165,7 @@ def test_pytorchs_own_hook_switches_it_on_and_off() -> None:
     assert override.HOOK in torch.nn.attention.list_flash_attention_impls() and ours() == [0, 0, 0]
     torch.nn.attention.activate_flash_attention_impl(override.HOOK)
     torch.nn.attention.activate_flash_attention_impl(override.HOOK)
-    assert ours() == [2, 1, 1] and override.wished() == Wish(always=True)
+    assert ours() == [2, 1, 1] and override.active_policy() == Policy(always=True)
     torch.nn.attention.restore_flash_attention_impl()
 
 
