@@ -220,13 +220,13 @@ def test_another_named_backend_leaves_the_call(served: Launches) -> None:
 def test_a_call_with_biases_must_be_larger(mask: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q = randn(1, 2, 8, 16, dtype=HALF)
     masks = {"none": None, "booleans": torch.ones(8, 8, dtype=torch.bool), "biases": torch.zeros(8, 8, dtype=HALF)}
-    with originals.served(monkeypatch, originals.WISH._replace(least_products=8 * 8 * 2 * 16)):
+    with originals.served(monkeypatch, originals.POLICY._replace(least_products=8 * 8 * 2 * 16)):
         sdpa(q, q, q, attn_mask=masks[mask])
     assert counted() == {who: 1}
 
 
 def test_small_calls_stay_unless_they_are_slow_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with originals.served(monkeypatch, originals.WISH._replace(least_products=2**30)):
+    with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**30)):
         sdpa(*qkv(Case()))
         assert counted() == {"pytorch": 1}
         sdpa(*qkv(Case(heads=(4, 2))), enable_gqa=True)
@@ -237,7 +237,7 @@ def test_small_calls_stay_unless_they_are_slow_there(monkeypatch: pytest.MonkeyP
 def test_a_call_with_gradients_must_be_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(Case())
     products = q.numel() * k.shape[2]
-    with originals.served(monkeypatch, originals.WISH._replace(least_products=products)):
+    with originals.served(monkeypatch, originals.POLICY._replace(least_products=products)):
         for wants, wanted in ((False, "fused"), (True, "pytorch")):
             reset_backend_counts()
             sdpa(q.detach(), k.detach().requires_grad_(wants), v.detach())
@@ -253,7 +253,7 @@ def test_with_gradients_short_sequences_stay(
 ) -> None:
     q = randn(1, 1, tokens, 16, dtype=HALF).requires_grad_()
     mask = torch.ones(tokens, tokens, dtype=torch.bool) if has_mask else None
-    with originals.served(monkeypatch, originals.WISH._replace(least_products=1)):
+    with originals.served(monkeypatch, originals.POLICY._replace(least_products=1)):
         sdpa(q, q, q, attn_mask=mask)
         assert counted() == {who: 1}
         with torch.no_grad():
@@ -269,7 +269,7 @@ def test_biases_stay_that_no_two_scores_share(
 ) -> None:
     q, (batch, heads) = randn(2, 2, 8, 16, dtype=HALF), shape
     bias = randn(batch or 1, heads, 8, 8, dtype=HALF)
-    with originals.served(monkeypatch, originals.WISH._replace(least_products=1)):
+    with originals.served(monkeypatch, originals.POLICY._replace(least_products=1)):
         sdpa(q, q, q, attn_mask=bias if batch else bias.expand(2, -1, -1, -1))
         assert counted() == {who: 1}
         sdpa(q, q, q, attn_mask=torch.ones(2, 2, 8, 8, dtype=torch.bool))
@@ -277,7 +277,7 @@ def test_biases_stay_that_no_two_scores_share(
 
 
 def test_one_row_is_worth_it_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    with originals.served(monkeypatch, originals.WISH._replace(least_products=2**30, least_keys=64)):
+    with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**30, least_keys=64)):
         for keys, wanted in ((50, "pytorch"), (80, "fused")):
             reset_backend_counts()
             sdpa(*qkv(Case(lengths=(1, keys))))
@@ -395,7 +395,7 @@ def test_batches_and_heads_of_one_are_broadcast(name: str, options: dict[str, An
 
 def test_what_the_formula_broadcasts_is_served_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     q = randn(2, 4, 8, 16, dtype=HALF)
-    with originals.served(monkeypatch, originals.WISH._replace(least_products=2**40)):
+    with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**40)):
         for keys in (q[:1], q[:, :1]):
             sdpa(q, keys, keys)
         assert counted() == {"fused": 2}

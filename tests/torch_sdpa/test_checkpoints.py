@@ -15,7 +15,7 @@ from flash_attn_compat import explain
 from tests.fused_on_cpu import Launches
 from tests.support import randn
 from tests.torch_sdpa import originals
-from tests.torch_sdpa.originals import WISH, counted
+from tests.torch_sdpa.originals import POLICY, counted
 
 HALF = torch.float16
 
@@ -71,7 +71,7 @@ def test_dropout_under_a_checkpoint_drops_the_same_twice(
         return out * 1
 
     least = int(case.rows * case.keys * 2 * 32 * case.least)
-    with originals.served(monkeypatch, WISH._replace(least_products=least)), set_checkpoint_early_stop(False):
+    with originals.served(monkeypatch, POLICY._replace(least_products=least)), set_checkpoint_early_stop(False):
         torch.manual_seed(5)
         out: Any = checkpoint(block, q, k, v, use_reentrant=reentrant)
         out.float().square().sum().backward()
@@ -81,7 +81,7 @@ def test_dropout_under_a_checkpoint_drops_the_same_twice(
 
 def test_who_drops_is_told_the_same_with_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     q = randn(1, 2, 128, 32, dtype=HALF).requires_grad_()
-    with originals.served(monkeypatch, WISH._replace(least_products=128 * 128 * 32)):
+    with originals.served(monkeypatch, POLICY._replace(least_products=128 * 128 * 32)):
         found = [explain(F.scaled_dot_product_attention, x, x, x, dropout_p=0.3) for x in (q, q.detach())]
         assert found[0] == found[1] and found[0].backend == "pytorch"
         assert explain(F.scaled_dot_product_attention, q.detach(), q.detach(), q.detach()).backend == "fused"

@@ -311,7 +311,7 @@ def test_gradients_from_what_is_no_forwards_are_left(is_packed: bool, name: str,
 
 @pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
 def test_what_a_call_that_is_left_calls_is_not_asked_about_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = originals.WISH._replace(least_products=2**40)
+    small = originals.POLICY._replace(least_products=2**40)
     with originals.as_on_turing(), originals.stand_ins(), originals.served(monkeypatch, small) as launches:
         F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs(Case())[:3]))
     assert counted() == {"pytorch": 1} and not launches.seen
