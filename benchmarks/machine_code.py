@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ def chosen(number: int, entries: list[str], every: int = 1) -> Iterator[tuple[st
     found = {f"{variant.entry} {_label(kind)}": variant for variant, kind in variants.made_for(kinds).items()}
     packed = Kind(number, variants.FP16, 64, local=True)
     for entry in ("forward", "delta", "dkdv", "dq"):
-        found[f"{entry} {_label(packed)}, shared grid"] = variants.in_seats(variants.MAKERS[entry](packed))
+        found[f"{entry} {_label(packed)}, shared grid"] = variants.with_shared_grid(variants.MAKERS[entry](packed))
     for entry, D in itertools.product(candidates.ENTRIES, variants.HEAD_DIMS):
         kind = packed._replace(head_dim=D)
         for tile in candidates.tiles(entry, number, D):
@@ -71,14 +72,29 @@ def compile_into(folder: Path, name: str, variant: Variant, compiler: str) -> Me
     return measured
 
 
+def machine_code(cubin: bytes) -> dict[bytes, bytes]:
+    """The sections of an ELF file (64 bits, little-endian) that hold instructions and their literals, by name.
+
+    Symbols and the table of addresses of constexpr variables, .nv.constant4, follow the sources' names.
+    """
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", cubin, headers + i * size) for i in range(count)]
+    found = {}
+    for name, _, _, _, offset, length in sections:
+        begin = sections[names][4] + name
+        title = cubin[begin : cubin.index(0, begin)]
+        if title.startswith((b".text", b".nv.constant2", b".nv.constant3")):
+            found[title] = cubin[offset : offset + length]
+    return found
+
+
 def difference(name: str, before: Path, after: Path) -> str:
-    """How the code of ``name`` differs between two folders, or "". The same instructions count as the same code."""
+    """How the machine code of ``name`` differs between two folders; "" if it does not."""
     cubins = [(folder / f"{name}.cubin").read_bytes() for folder in (before, after)]
-    if cubins[0] == cubins[1]:
+    if machine_code(cubins[0]) == machine_code(cubins[1]):
         return ""
     codes = list(map(offline.instructions, cubins))
-    if codes[0] == codes[1]:
-        return ""
     old, new = (Measured(*json.loads((folder / f"{name}.json").read_text())) for folder in (before, after))
     loops = [sum(offline.main_loop(code).values()) for code in codes]
     return (

@@ -1,9 +1,9 @@
 // What forward, decode and backward share: where a sequence lies, tiles in shared memory, loads with conversion, dropout's words.
 //
 // Macros, 0 where a call asks for nothing of the kind (DEFAULTS in backends/fused/variants.py): D, the head dim that registers and tiles are made
-// for, and DV that of values, where it is another one (the true ones are p.head_dim and p.head_dim_v); MINB, blocks that a multiprocessor is to hold,
+// for, and DV that of values, where it is another one (the true ones are p.head_dim and p.head_dim_v); MIN_BLOCKS, blocks that a multiprocessor is to hold,
 // which bounds the registers; VEC, elements a global load may take at once, 8 where every row starts on 16 bytes, else 1; BIAS and BIAS_PAIRS, as mask.cuh says; LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table;
-// APPEND, new keys come with the call; SEATS, sequences share a grid; COPIED, what passes by is converted bf16 already.
+// APPEND, new keys come with the call; SHARED_GRID, sequences share a grid; COPIED, what passes by is converted bf16 already.
 #pragma once
 #include "ptx.cuh"
 
@@ -64,15 +64,15 @@ DEVICE Range visible_keys(int row, int row_end, int offset, int seqlen_k, int le
 DEVICE int window(int size) { return LOCAL && size >= 0 ? size : UNBOUNDED; }
 
 // A warp's ROWS own rows, and which of those that pass by in tiles of TILE they see: own row i from i + shift - before to i + shift + after.
-template <int ROWS, int TILE> struct Band {
+template <int ROWS, int TILE> struct MaskRange {
   int first, shift;    // the first own row, and where it stands among those that pass
-  int passing;         // how many pass
+  int streamed;         // how many pass
   int before, after;   // the window
   DEVICE bool sees_some(int tile) const {
     return tile <= first + ROWS - 1 + shift + after && tile + TILE - 1 >= first + shift - before;
   }
   DEVICE bool sees_all(int tile) const {
-    if (tile + TILE > passing) return false;
+    if (tile + TILE > streamed) return false;
     return !LOCAL || (tile + TILE - 1 <= first + shift + after && tile >= first + ROWS - 1 + shift - before);
   }
   // All of a tile lies on one side of all own positions.
@@ -82,26 +82,26 @@ template <int ROWS, int TILE> struct Band {
 
 // Which tile of which slab (a head of a sequence) a block works on. Under a mask some tiles are longer than others: the longest start first,
 // those of several heads, so that the last ones to start are short. Of more than the GPU holds at once, keys would push each other out of the L2 cache.
-struct Turn {
-  int tile, slab;   // tiles from the longest on
-  DEVICE Turn(const Params &p, int index, int tiles) : tile(index % tiles), slab(index / tiles) {
+struct TileScheduler {
+  int tile, batch_head;   // tiles from the longest on
+  DEVICE TileScheduler(const Params &p, int index, int tiles) : tile(index % tiles), batch_head(index / tiles) {
     if (!LOCAL) return;
-    const int slabs = gridDim.x / tiles, together = clamp(p.resident / tiles, 1, slabs), first = slab / together * together;
-    const int heads = min(together, slabs - first), within = index - first * tiles;
+    const int batch_heads = gridDim.x / tiles, together = clamp(p.resident / tiles, 1, batch_heads), first = batch_head / together * together;
+    const int heads = min(together, batch_heads - first), within = index - first * tiles;
     tile = within / heads;
-    slab = first + within % heads;
+    batch_head = first + within % heads;
   }
 };
 
-// Which tile of which sequence a block works on, where its Turn gives `slab` and `turn`. As a rule a sequence has as many blocks as the longest one may
-// need. Where that is far too many (SEATS), p.seats are dealt out by length: sequence i has those from starts[i] / ROWS + i on, which are enough for its
+// Which tile of which sequence a block works on, where its TileScheduler gives `slab` and `turn`. As a rule a sequence has as many blocks as the longest one may
+// need. Where that is far too many (SHARED_GRID), p.seats are dealt out by length: sequence i has those from starts[i] / ROWS + i on, which are enough for its
 // tiles wherever it starts; those behind the last one's are sequence p.batch's. Blocks of p.tiles neighbouring seats and one head stand together.
-template <int ROWS, bool LAST_FIRST> struct Seat {
+template <int ROWS, bool LAST_FIRST> struct VarlenTile {
   int b, tile, tiles;   // tiles: for which the sequence has blocks
-  DEVICE Seat(const Params &p, const int *starts, int total, int slab, int turn) : b(slab), tile(LAST_FIRST ? p.tiles - 1 - turn : turn), tiles(p.tiles) {
-    if (!SEATS) return;
-    const int index = slab * p.tiles + turn, number = LAST_FIRST ? p.seats - 1 - index : index;
-    int first = 0, end = p.seats, beyond = p.batch + 1;
+  DEVICE VarlenTile(const Params &p, const int *starts, int total, int batch_head, int turn) : b(batch_head), tile(LAST_FIRST ? p.tiles - 1 - turn : turn), tiles(p.tiles) {
+    if (!SHARED_GRID) return;
+    const int index = batch_head * p.tiles + turn, number = LAST_FIRST ? p.varlen_tiles - 1 - index : index;
+    int first = 0, end = p.varlen_tiles, beyond = p.batch + 1;
     b = 0;
 #pragma unroll 1
     while (beyond - b > 1) {
@@ -149,7 +149,7 @@ DEVICE bool lacks_mask(const Params &p, int rows) { return !LOCAL && p.window_ri
 // write(b, first, rows): a sequence and its rows from `first` on; `covered` of each sequence have blocks. This block looks at some sequences, as
 // `part` of `parts`.
 template <class Write> DEVICE void for_missing_rows(const Params &p, const int *starts, int total, int covered, int part, int parts, const Write &write) {
-  if (SEATS) return;
+  if (SHARED_GRID) return;
 #pragma unroll 1
   for (int group = part * blockDim.x; group < p.batch; group += parts * blockDim.x) {
     const int mine = group + threadIdx.x;
@@ -277,14 +277,14 @@ template <int W> struct Layout {
 // How THREADS share a tile of ROWS rows on its way from global to shared memory: LANES of them take LANES neighbouring chunks, so that what 8 threads
 // store fills all 128 bytes. A thread takes every STEP-th row, and every SIDES * LANES-th chunk of it: N in all, which registers hold while the tensor
 // cores work (cp.async: in flight).
-template <int THREADS, int ROWS, int W> struct Mover {
+template <int THREADS, int ROWS, int W> struct TileCopy {
   typedef Layout<W> L;
   static constexpr int LANES = L::SPREAD, STEP = THREADS / LANES < ROWS ? THREADS / LANES : ROWS, SIDES = THREADS / LANES / STEP;
   static constexpr int SHARES = L::CHUNKS / LANES, PASSES = (SHARES + SIDES - 1) / SIDES, N = ROWS / STEP * PASSES;
   static_assert(STEP % 8 == 0 && ROWS % STEP == 0 && THREADS % (LANES * STEP) == 0, "a thread's rows are swizzled alike");
   int row, chunk;    // this thread's first row, its first chunk
   u32 at;            // byte offset of that chunk in a tile
-  DEVICE Mover(int thread)
+  DEVICE TileCopy(int thread)
       : row(SIDES == 1 ? thread / LANES : thread / LANES % STEP), chunk(thread % LANES + (SIDES == 1 ? 0 : thread / (LANES * STEP) * LANES)), at(L::at(row, chunk)) {}
   // How far the thread's i-th chunk is behind its first one, in rows and in chunks; whether it lies in the row.
   static DEVICE constexpr int down(int i) { return i / PASSES * STEP; }
@@ -303,7 +303,7 @@ template <int THREADS, int ROWS, int W> struct Mover {
       return;
     }
     const u16 *from = PAGED ? key_row(p, base, s, pages, first_slot) + (i64)row * s.row + chunk * 8 : base + (i64)(first_slot + row) * s.row + chunk * 8;
-    if (!CPA && left >= ROWS && head_dim >= W) {
+    if (!CP_ASYNC && left >= ROWS && head_dim >= W) {
       UNROLLED(i, N)
         if (has(i)) x[i] = load_chunk(from + (i64)down(i) * s.row + along(i) * 8, 8);
     } else {
@@ -312,15 +312,15 @@ template <int THREADS, int ROWS, int W> struct Mover {
   }
   DEVICE void take(uint4 *x, int i, bool there, const u16 *from, const u16 *readable, int head_dim, u32 tile) const {
     const int channels = head_dim - (chunk + along(i)) * 8;
-    if (!CPA) x[i] = load_chunk_if(there, from, channels);
+    if (!CP_ASYNC) x[i] = load_chunk_if(there, from, channels);
     else if (has(i)) copy_async(tile + offset(i), there && channels > 0 ? from : readable, there && channels > 0);
   }
   DEVICE void store(const uint4 *x, u32 tile, float scale) const {
-    CPA ? copy_async_wait() : COPIED ? keep<false>(x, tile, scale) : keep(x, tile, scale);
+    CP_ASYNC ? copy_async_wait() : COPIED ? keep<false>(x, tile, scale) : keep(x, tile, scale);
   }
 
   // The same for a block's own rows, which nothing has to wait for: `left` of them are there.
-  DEVICE void load_own(uint4 *x, const u16 *rows, int row_stride, int left, int head_dim) const {
+  DEVICE void load_stationary(uint4 *x, const u16 *rows, int row_stride, int left, int head_dim) const {
     UNROLLED(i, N)
       x[i] = load_chunk_if(row + down(i) < left, rows + (i64)(row + down(i)) * row_stride + (chunk + along(i)) * 8, head_dim - (chunk + along(i)) * 8);
   }
@@ -330,17 +330,17 @@ template <int THREADS, int ROWS, int W> struct Mover {
   }
 };
 
-// A warp's own rows of W channels from there to registers: the tile is free again. SUMS: as in product().
-template <int W, int N, int M> DEVICE void keep_rows(u32 (&operand)[N][M][4], u32 own_at) {
+// A warp's own rows of W channels from there to registers: the tile is free again. SPLIT_K: as in product().
+template <int W, int N, int M> DEVICE void load_operand(u32 (&operand)[N][M][4], u32 stationary_at) {
   UNROLLED(k, N)
-    UNROLLED(m, M) ldmatrix(operand[k][m], Layout<W>::along(own_at + m * 16 * Layout<W>::ROW_BYTES, 2 * k << SUMS));
+    UNROLLED(m, M) ldmatrix(operand[k][m], Layout<W>::along(stationary_at + m * 16 * Layout<W>::ROW_BYTES, 2 * k << SPLIT_K));
   __syncthreads();
 }
 
 // Two steps of 8 along the inner dimension for two neighbouring 8-wide column blocks: b[0], b[1] are block 0's steps, b[2], b[3] block 1's.
 // a[m]: the 16 x 16 operand of row tile m (steps a0, a1 and a2, a3).
 template <int M> DEVICE void multiply(float (&c0)[M][4], float (&c1)[M][4], const u32 (&a)[M][4], const u32 (&b)[4]) {
-  if (MMA16) {
+  if (MMA_K16) {
     UNROLLED(m, M) mma_k16(c0[m], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
     UNROLLED(m, M) mma_k16(c1[m], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
     return;
@@ -357,21 +357,21 @@ template <int N, int M> DEVICE void set_zero(float (&c)[N][M][4]) {
       UNROLLED(e, 4) c[n][m][e] = 0.f;
 }
 
-// c += own rows times a tile's rows, both along their W channels; own operands lie in registers (REG) or in shared memory. With SUMS, 2^SUMS warps have the
-// same own rows: each takes every 2^SUMS-th 16 channels, from both addresses on, and they add up what they find.
-template <bool REG, int W, int N, int M> DEVICE void product(float (*c)[M][4], const u32 (*own)[M][4], u32 own_at, u32 tile_at, int first = 0) {
+// c += own rows times a tile's rows, both along their W channels; own operands lie in registers (REG) or in shared memory. With SPLIT_K, 2^SPLIT_K warps have the
+// same own rows: each takes every 2^SPLIT_K-th 16 channels, from both addresses on, and they add up what they find.
+template <bool REG, int W, int N, int M> DEVICE void product(float (*c)[M][4], const u32 (*own)[M][4], u32 stationary_at, u32 tile_at, int first = 0) {
   typedef Layout<W> L;
-  UNROLLED(k, W / 16 >> SUMS) {
+  UNROLLED(k, W / 16 >> SPLIT_K) {
     u32 a[M][4];
     UNROLLED(m, M) {
-      if (!REG) ldmatrix(a[m], L::along(own_at + m * 16 * L::ROW_BYTES, 2 * k << SUMS));
+      if (!REG) ldmatrix(a[m], L::along(stationary_at + m * 16 * L::ROW_BYTES, 2 * k << SPLIT_K));
       UNROLLED(i, 4)
         if (REG) a[m][i] = own[k][m][i];
     }
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       u32 b[4];
-      ldmatrix(b, L::along(tile_at, 2 * k << SUMS) + (first + n) * 8 * L::ROW_BYTES);
+      ldmatrix(b, L::along(tile_at, 2 * k << SPLIT_K) + (first + n) * 8 * L::ROW_BYTES);
       multiply<M>(c[n], c[n + 1], a, b);
     }
   }
@@ -381,9 +381,9 @@ DEVICE float4 together(const float (&c)[4]) { return make_float4(c[0], c[1], c[2
 DEVICE void add(float (&c)[4], const float4 &x) {
   c[0] += x.x, c[1] += x.y, c[2] += x.z, c[3] += x.w;
 }
-// With SUMS: a lane's sums to shared memory, and added to those of another warp from there.
-DEVICE void leave_sums(const float (&c)[4], u32 at) { shared_store_float4(at, together(c)); }
-DEVICE void add_sums(float (&c)[4], u32 at) { add(c, shared_load_float4(at)); }
+// With SPLIT_K: a lane's sums to shared memory, and added to those of another warp from there.
+DEVICE void store_partial(const float (&c)[4], u32 at) { shared_store_float4(at, together(c)); }
+DEVICE void add_partial(float (&c)[4], u32 at) { add(c, shared_load_float4(at)); }
 
 // Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); row maxima m and this lane's share of the row sums l follow. Rescales O only
 // where some maximum of the warp rose.

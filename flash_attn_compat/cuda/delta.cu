@@ -1,7 +1,7 @@
 // FlashAttention-2, Algorithm 2, line 4: delta = rowsum(out * dout), in fp32, less the gradient of the LSE. Rows that see no key have 0.
 //
 // grid: tiles * nheads * batch blocks of 256 threads, some rows for each D / 8 of them, 32 at most; tiles = ceil(longest rows of a sequence / ROWS);
-// SEATS: p.seats * nheads.
+// SHARED_GRID: p.seats * nheads.
 #include "common.cuh"
 
 constexpr int THREADS = 256, LANES = D > 256 ? 32 : D / 8, SHARES = D / 8 / LANES, PASSES = 4 / SHARES, ROWS = PASSES * THREADS / LANES;   // SHARES: of a row, a lane's chunks
@@ -47,15 +47,15 @@ DEVICE void find(const Params &p, const Sequence &seq, int b, int head, int tile
 
 KERNEL(THREADS, 4) delta(const Params p) {
   const int head = blockIdx.x / p.tiles % p.nheads;
-  const Seat<ROWS, false> seat(p, p.cu_seqlens_q, p.total_q, blockIdx.x / p.tiles / p.nheads, blockIdx.x % p.tiles);
-  const int b = seat.b;
-  if (SEATS && b == p.batch) return;
+  const VarlenTile<ROWS, false> varlen(p, p.cu_seqlens_q, p.total_q, blockIdx.x / p.tiles / p.nheads, blockIdx.x % p.tiles);
+  const int b = varlen.b;
+  if (SHARED_GRID && b == p.batch) return;
   const Sequence seq = find_sequence(p, b);
-  if (seat.tile * ROWS >= seq.seqlen_q) return;
+  if (varlen.tile * ROWS >= seq.seqlen_q) return;
   Largest largest = {0, 0.f};
   // A sequence that is longer than the caller said has tiles behind the grid's.
 #pragma unroll 1
-  for (int tile = seat.tile; tile * ROWS < seq.seqlen_q; tile += p.tiles) find(p, seq, b, head, tile, largest);
+  for (int tile = varlen.tile; tile * ROWS < seq.seqlen_q; tile += p.tiles) find(p, seq, b, head, tile, largest);
   if (TYPE != 2) return;
   raise(absmax_of_dout(p, b, head / p.group), largest.of_dout);
   raise(absmax_of_delta(p, b, head / p.group), __float_as_int(largest.of_delta));

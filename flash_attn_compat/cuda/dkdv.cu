@@ -3,36 +3,36 @@
 // Where key heads are few, blocks share the heads of a group (p.splits); the last one adds up what they have, in their order.
 //
 // grid: tiles * nheads_k * batch * splits, and with cu_seqlens_k tiles * nheads_k * splits more, which clear tokens outside of all sequences;
-// tiles = ceil(longest keys (or slots) of a sequence / OWN); SEATS: p.seats * nheads_k in all.
-#define KEYS_STAY 1
+// tiles = ceil(longest keys (or slots) of a sequence / STATIONARY_ROWS); SHARED_GRID: p.seats * nheads_k in all.
+#define KEYS_STATIONARY 1
 #include "backward.cuh"
 
-DEVICE void write_dk(const Params &p, Block &block, GradientS &dk) {
-  const Owned keys(p, blockIdx.x + p.zero);
+DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {
+  const StationaryTile keys(p, blockIdx.x + p.zero);
   const Exponents e(p, keys.b, keys.head);
   block.write(dk, -(P_SHIFT + e.v + e.dout + e.q), p.softmax_scale, keys.of(p.dk, p.dk_s), p.dk_s.row, keys.left, p.head_dim, true);
 }
-DEVICE void write_dv(const Params &p, Block &block, GradientP &dv) {
-  const Owned keys(p, blockIdx.x + p.zero);
+DEVICE void write_dv(const Params &p, Block &block, GradientVO &dv) {
+  const StationaryTile keys(p, blockIdx.x + p.zero);
   const Exponents e(p, keys.b, keys.head);
   const float scale = (DROPOUT ? p.dropout_scale : 1.f) * (SOFTCAP ? 0.25f : 1.f);
   block.write(dv, -(P_SHIFT + e.dout), scale, keys.of(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
 }
 
 // What a thread has of a gradient, to its place in memory and added to another from there.
-template <int C> DEVICE void leave(float4 *part, const float (&c)[C][MT][4]) {
+template <int C> DEVICE void leave(float4 *part, const float (&c)[C][MMA_M][4]) {
   UNROLLED(n, C)
-    UNROLLED(m, MT) global_store(part + (n * MT + m) * THREADS, together(c[n][m]));
+    UNROLLED(m, MMA_M) global_store(part + (n * MMA_M + m) * THREADS, together(c[n][m]));
 }
-template <int C> DEVICE void add(float (&c)[C][MT][4], const float4 *part) {
+template <int C> DEVICE void add(float (&c)[C][MMA_M][4], const float4 *part) {
   UNROLLED(n, C)
-    UNROLLED(m, MT) add(c[n][m], global_load_fresh(part + (n * MT + m) * THREADS));
+    UNROLLED(m, MMA_M) add(c[n][m], global_load_fresh(part + (n * MMA_M + m) * THREADS));
 }
 // Where a tile has several splits, the last block to come here gets the sums of what all have found, added in their order; the others get false.
-DEVICE bool add_splits(const Params &p, GradientS &dk, GradientP &dv) {
+DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   if (p.splits == 1) return true;
-  const Owned keys(p, blockIdx.x + p.zero);
-  constexpr int OF_DK = sizeof(GradientS) / 16 * THREADS, BOTH = OF_DK + sizeof(GradientP) / 16 * THREADS;   // of a split: dk's share, then dv's
+  const StationaryTile keys(p, blockIdx.x + p.zero);
+  constexpr int OF_DK = sizeof(GradientQK) / 16 * THREADS, BOTH = OF_DK + sizeof(GradientVO) / 16 * THREADS;   // of a split: dk's share, then dv's
   const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
   float4 *parts = (float4 *)p.parts + tile * p.splits * BOTH + threadIdx.x, *own = parts + keys.split * BOTH;
   leave(own, dk), leave(own + OF_DK, dv);
@@ -43,9 +43,9 @@ DEVICE bool add_splits(const Params &p, GradientS &dk, GradientP &dv) {
   return true;
 }
 
-KERNEL(THREADS, MINB) dkdv(const Params p) {
+KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   SHARED_MEMORY
-  const Owned keys(p, blockIdx.x);
+  const StationaryTile keys(p, blockIdx.x);
   if (keys.b == p.batch) mark_missing(p, p.dk, p.dk_s, p.head_dim, keys), mark_missing(p, p.dv, p.dv_s, p.head_dim_v, keys);
   clear_unused(p, p.dk, p.dk_s, p.head_dim, keys);
   clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
@@ -53,27 +53,27 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
 
   const Exponents e(p, keys.b, keys.head);
   const float delta = TYPE == 2 ? __int_as_float(global_load(absmax_of_delta(p, keys.b, keys.head))) : 0.f;
-  uint4 k[OwnMoverS::N], v[OwnMoverP::N];
-  OwnMoverS(threadIdx.x).load_own(k, keys.of(p.k, p.k_s), p.k_s.row, keys.left, p.head_dim);
-  OwnMoverP(threadIdx.x).load_own(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
+  uint4 k[CopyStationaryQK::N], v[CopyStationaryVO::N];
+  CopyStationaryQK(threadIdx.x).load_stationary(k, keys.of(p.k, p.k_s), p.k_s.row, keys.left, p.head_dim);
+  CopyStationaryVO(threadIdx.x).load_stationary(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
   Block block(p, SHARED_BASE, e);
-  const Passing queries(p, keys);
+  const StreamedTiles queries(p, keys);
   const int exponent = exponent_of_ds(p, e, 32768.f, delta);
   block.delta_exponent = e.v + e.dout + exponent;
-  UNROLLED(m, MT)
+  UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
       block.ds_exponent[m][r] = exponent;
       const int key = keys.first + group_of(threadIdx.x) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
       if (DROPOUT) block.own.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
     }
-  block.keep<REG_S, D>(block.own_s, 0, k, e.k);
-  block.keep<REG_P, DV>(block.own_p, OWN_P, v, e.v);
+  block.keep<QK_IN_REGS, D>(block.stationary_qk, 0, k, e.k);
+  block.keep<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, v, e.v);
 
-  GradientS dk;
-  GradientP dv;
+  GradientQK dk;
+  GradientVO dv;
   set_zero(dk);
   set_zero(dv);
-  block.walk(p, keys, queries, dk, dv);
+  block.main_loop(p, keys, queries, dk, dv);
   if (!add_splits(p, dk, dv)) return;
   write_dv(p, block, dv);
   write_dk(p, block, dk);

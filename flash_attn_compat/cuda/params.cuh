@@ -56,10 +56,10 @@ struct Params {
   int head_dim, head_dim_v;
   int window_left, window_right;            // -1: unbounded
   int page_size, pages_per_sequence, num_pages;
-  int tiles;                                // row tiles (key tiles for dk, dv) of the longest sequence, a head; SEATS: of any sequences, neighbours
+  int tiles;                                // row tiles (key tiles for dk, dv) of the longest sequence, a head; SHARED_GRID: of any sequences, neighbours
   int splits;                               // forward, decode: blocks that share the keys of a tile, at most; dkdv: those that share a group; absmax: blocks of a head
   int resident;                             // blocks that the GPU holds at once
-  int seats;                                // SEATS: blocks of a head for all sequences together (Seat in common.cuh)
+  int varlen_tiles;                                // SHARED_GRID: blocks of a head for all sequences together (VarlenTile in common.cuh)
   int rotary_dim, rotary_interleaved, rotary_rows;   // rotary_rows: rows of the cos and sin tables
   int rotary_row_stride;                    // elements between rows of cos and sin
   int rotate_rows_apart;                    // q row i stands at seqused_k + i (else all at seqused_k)

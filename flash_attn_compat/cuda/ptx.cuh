@@ -1,6 +1,6 @@
-// The machine instructions that the kernels are written in. Turing (sm_75) has all but those under MMA16 and CPA.
-// Macros: TYPE: 0 fp16; 1 bf16 on GPUs that compute it; 2 bf16 turned into scaled fp16 on the way to the tensor cores. MMA16: m16n8k16, sm_80 and
-// newer. CPA: cp.async, sm_80 and newer; what is loaded goes to shared memory as it is.
+// The machine instructions that the kernels are written in. Turing (sm_75) has all but those under MMA_K16 and CP_ASYNC.
+// Macros: TYPE: 0 fp16; 1 bf16 on GPUs that compute it; 2 bf16 turned into scaled fp16 on the way to the tensor cores. MMA_K16: m16n8k16, sm_80 and
+// newer. CP_ASYNC: cp.async, sm_80 and newer; what is loaded goes to shared memory as it is.
 // The CPU emulator of the tests defines EMULATED and the same functions.
 #pragma once
 #include "params.cuh"

@@ -3,10 +3,10 @@
 #include "mask.cuh"
 
 // The keys of one split: whole units, as many as of every other split but the last. Where few keys are seen, splits are fewer than p.splits.
-struct Share {
+struct SplitRange {
   Range keys;
   int splits;
-  DEVICE Share(const Params &p, Range seen, int unit, int split) {
+  DEVICE SplitRange(const Params &p, Range seen, int unit, int split) {
     const int count = max(0, seen.end - seen.first), each = max(1, ((count + p.splits - 1) / p.splits + unit - 1) / unit) * unit;
     keys.first = seen.first + split * each, keys.end = min(seen.end, keys.first + each);
     splits = max(1, (count + each - 1) / each);

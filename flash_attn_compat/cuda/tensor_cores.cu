@@ -13,12 +13,12 @@ KERNEL(WARPS * 32, 1) tensor_cores(const Params p) {
 #pragma unroll 1
   for (int time = 0; time < 2; time++) {   // the first one fetches the code
     __syncthreads();
-    const u32 start = cycles_so_far();
+    const u32 start_dp = cycles_so_far();
 #pragma unroll 1
     for (int i = 0; i < ROUNDS; i++)
       UNROLLED(n, AT_ONCE) mma_k8(c[n], a, a, b);
     __syncthreads();
-    cycles = cycles_so_far() - start;
+    cycles = cycles_so_far() - start_dp;
   }
   float sum = 0.f;
   UNROLLED(n, AT_ONCE)

@@ -30,13 +30,13 @@ _FEW_QUERIES, _FEW_FOLDED = 16, 128
 # Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these, those of the tile.
 _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
 # Of the widest heads two warps have half of the channels each, and leave scores of 16 rows and 8 keys, twice.
-_DECODE_SHARED_SUMS = 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4
+_DECODE_SHARED_SPLIT_K = 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4
 ABSMAX_ROWS = 512
 _CONVERSIONS = 10
 
 
 # What a kernel's macros are where its variant does not say.
-_OFF = "PAIRS", "SUMS", "APPEND", "SEATS", "MMA16", "CPA"
+_OFF = "SPLIT_N", "SPLIT_K", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
 # Those that a kind may have on, of kernels with tiles of rows and keys; pages are the forward's alone.
 _FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
@@ -112,31 +112,37 @@ class Kind(NamedTuple):
         found += [("TYPE", self.type), ("VEC", self.vec)]
         return found + [(name, int(value)) for name in names if (value := getattr(self, name.lower()))]
 
-    def newer(self, copies: bool = True) -> list[tuple[str, int]]:
-        """What builds for sm80 and newer have beyond Turing's instructions."""
+    def newer(self, cp_async: bool = True) -> list[tuple[str, int]]:
+        """Macros for the instructions that sm_80 adds to Turing's."""
         if self.number < 80:
             return []
         # cp.async takes 16 bytes as they are: no conversion, no single elements.
-        asynchronous = copies and self.type != BF16_AS_FP16 and self.vec == 8
-        return [("MMA16", 1), *([("CPA", 1)] if asynchronous else [])]
+        asynchronous = cp_async and self.type != BF16_AS_FP16 and self.vec == 8
+        return [("MMA_K16", 1), *([("CP_ASYNC", 1)] if asynchronous else [])]
 
 
 class Tile(NamedTuple):
     """What a block works on at once, and how."""
 
-    step: int  # keys (rows for dkdv) that the main loop takes at once
-    NW: int  # warps
-    MT: int  # times 16 rows (keys for dkdv) of its own for each warp
-    MINB: int  # blocks of it that a multiprocessor has registers for
-    reg_s: bool = True  # the block's own operand of S = Q K^T stays in registers, else in shared memory
-    reg_p: bool = True  # the same of dP = dO V^T, in a backward
-    copies: bool = False  # a backward loads by cp.async where the GPU has it
-    pairs: int = 0  # 1 where two warps of a backward have the same rows, and half of the channels of their gradients
-    sums: int = 0  # 2^sums warps have the same rows, and of all operands' channels a share: they add up their scores
+    step: int  # streamed rows (keys; queries for dkdv) of one turn of the main loop
+    warps: int
+    mma_m: int  # tiles of 16 stationary rows (queries; keys for dkdv) of each warp
+    min_blocks: int  # blocks that a multiprocessor has registers for
+    qk_in_regs: bool = True  # the stationary operand of S = Q K^T lies in registers, else in shared memory
+    vo_in_regs: bool = True  # the same for dP = dO V^T, in a backward
+    cp_async: bool = False  # a backward loads by cp.async where the GPU has it
+    split_n: int = 0  # 1: two warps of a backward share rows, and each computes half of the gradients' channels
+    split_k: int = 0  # 2^split_k warps share rows; each multiplies a share of all channels, and they add up scores
 
     @property
     def rows(self) -> int:
-        return (self.NW >> (self.pairs + self.sums)) * self.MT * 16
+        """Stationary rows of a block."""
+        return (self.warps >> (self.split_n + self.split_k)) * self.mma_m * 16
+
+    def macros(self) -> list[tuple[str, int]]:
+        """Of every kernel with tiles."""
+        found = [("STREAMED_ROWS", self.step), ("WARPS", self.warps), ("MMA_M", self.mma_m)]
+        return [*found, ("MIN_BLOCKS", self.min_blocks), ("QK_IN_REGS", int(self.qk_in_regs))]
 
 
 class Choice(NamedTuple):
@@ -146,8 +152,8 @@ class Choice(NamedTuple):
     small: Tile
 
 
-_PAIRS = Tile(32, 8, 1, 1, pairs=1)
-_HALVES, _QUARTERS = Tile(16, 8, 1, 1, sums=1), Tile(16, 8, 1, 1, sums=2)
+_SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
+_SPLIT_K_2, _SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
 # For sm_75: those of which benchmarks.kernel_report expects most (docs/kernels.md), of those that hardly spill.
 _TURING: dict[str, dict[int, Choice]] = {
     "forward": {
@@ -163,7 +169,7 @@ _TURING: dict[str, dict[int, Choice]] = {
         192: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         224: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         256: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        512: Choice(_HALVES, _HALVES),
+        512: Choice(_SPLIT_K_2, _SPLIT_K_2),
     },
     "dkdv": {
         16: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 3)),
@@ -173,34 +179,34 @@ _TURING: dict[str, dict[int, Choice]] = {
         80: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         96: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, reg_s=False)),
-        160: Choice(_PAIRS, _PAIRS),
-        192: Choice(_PAIRS, _PAIRS),
-        224: Choice(_HALVES, _HALVES),
-        256: Choice(_HALVES, _HALVES),
-        512: Choice(_QUARTERS, _QUARTERS),
+        128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False)),
+        160: Choice(_SPLIT_N, _SPLIT_N),
+        192: Choice(_SPLIT_N, _SPLIT_N),
+        224: Choice(_SPLIT_K_2, _SPLIT_K_2),
+        256: Choice(_SPLIT_K_2, _SPLIT_K_2),
+        512: Choice(_SPLIT_K_4, _SPLIT_K_4),
     },
     "dq": {
         16: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
         32: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
         48: Choice(Tile(32, 4, 2, 2), Tile(32, 4, 1, 3)),
-        64: Choice(Tile(32, 4, 2, 2, reg_p=False), Tile(64, 4, 1, 2)),
+        64: Choice(Tile(32, 4, 2, 2, vo_in_regs=False), Tile(64, 4, 1, 2)),
         80: Choice(Tile(16, 4, 2, 2), Tile(64, 4, 1, 2)),
         96: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         128: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
-        160: Choice(Tile(16, 8, 1, 1), _PAIRS),
-        192: Choice(Tile(16, 8, 1, 1), _PAIRS),
-        224: Choice(_PAIRS, _PAIRS),
-        256: Choice(_PAIRS, _PAIRS),
-        512: Choice(_QUARTERS, _QUARTERS),
+        160: Choice(Tile(16, 8, 1, 1), _SPLIT_N),
+        192: Choice(Tile(16, 8, 1, 1), _SPLIT_N),
+        224: Choice(_SPLIT_N, _SPLIT_N),
+        256: Choice(_SPLIT_N, _SPLIT_N),
+        512: Choice(_SPLIT_K_4, _SPLIT_K_4),
     },
 }
 
 
 def _halved(tile: Tile) -> Tile:
     """For sequences that leave half of a tile's rows and keys empty."""
-    return tile._replace(step=min(tile.step, SHORT), NW=tile.NW // 2, MINB=tile.MINB * 2)
+    return tile._replace(step=min(tile.step, SHORT), warps=tile.warps // 2, min_blocks=tile.min_blocks * 2)
 
 
 def _is_narrow(kind: Kind) -> bool:
@@ -230,34 +236,34 @@ def forward_tile(kind: Kind) -> Tile:
         converts = kind.type == BF16_AS_FP16 and not kind.copied
         return Tile(64, 4, 2, 2) if D == 32 and converts else choice.usual
     if D == 512:
-        return _HALVES
+        return _SPLIT_K_2
     more_work = more_work or kind.bias > BOOLEANS
     if D == 32:
         return Tile(64 if _is_narrow(kind) or kind.dropout or kind.bias else 128, 4, 1, 3)
     if D == 64:
         return Tile(64, 4, 1, 3) if _is_narrow(kind) or kind.few_rows or more_work else Tile(64, 4, 2, 2)
     if D == 128:
-        return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, reg_s=False)
-    return Tile(64, 4, 1, 2) if kind.size <= 192 else Tile(64, 4, 1, 1, reg_s=False)
+        return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, qk_in_regs=False)
+    return Tile(64, 4, 1, 2) if kind.size <= 192 else Tile(64, 4, 1, 1, qk_in_regs=False)
 
 
 def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
     kind = _rounded(kind, tile)
     macros = kind.macros(*_FEATURES)
-    macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.reg_s))]
-    macros += [("SUMS", tile.sums)] * (tile.sums > 0) + kind.newer()
+    macros += tile.macros()
+    macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
     # Warps with the same rows leave the scores of a tile for one another.
-    sums = tile.NW * tile.MT * 16 * tile.step * 4 * (tile.sums > 0)
-    own, passing = tile.rows * row, tile.step * (row + row_v) + sums
-    shared = max(own if tile.reg_s else own + passing, passing, tile.rows * row_v)
-    return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
+    partial_sums = tile.warps * tile.mma_m * 16 * tile.step * 4 * (tile.split_k > 0)
+    stationary, streamed = tile.rows * row, tile.step * (row + row_v) + partial_sums
+    shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v)
+    return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
 
 def _rounded(kind: Kind, tile: Tile) -> Kind:
     """Channels that warps share come in 16s."""
-    unit = 16 << (tile.pairs + tile.sums)
+    unit = 16 << (tile.split_n + tile.split_k)
     return kind._replace(head_dim=-(-kind.D // unit) * unit, head_dim_v=-(-kind.DV // unit) * unit)
 
 
@@ -267,10 +273,10 @@ def decode(kind: Kind) -> Variant:
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED", D=D)
     few_registers = D == 64 and kind.vec == 8
     # Of Turing's 64 KB a multiprocessor, three blocks have room.
-    macros.append(("MINB", (4 if kind.number >= 80 else 3) if few_registers else 2))
-    sums = D > 256
-    macros += [("SUMS", 1)] * sums
-    shared = _DECODE_SHARED_SUMS if sums else _DECODE_SHARED
+    macros.append(("MIN_BLOCKS", (4 if kind.number >= 80 else 3) if few_registers else 2))
+    split_k = D > 256
+    macros += [("SPLIT_K", 1)] * split_k
+    shared = _DECODE_SHARED_SPLIT_K if split_k else _DECODE_SHARED
     return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, shared)
 
 
@@ -315,7 +321,7 @@ def delta(kind: Kind) -> Variant:
 def mask(kind: Kind) -> Variant:
     """The type matters where biases have it."""
     type = kind.type if kind.bias == HALF_BIAS else FP16
-    macros = (("TYPE", type), ("BIAS", kind.bias), ("WORDS", kind.bias_words))
+    macros = (("TYPE", type), ("BIAS", kind.bias), ("BIAS_WORDS", kind.bias_words))
     warps = 4 * -(-kind.bias_words // 8)
     return Variant("mask", "mask.cu", macros, BAND, warps * 32, warps * 4)
 
@@ -338,14 +344,14 @@ def dkdv_tile(kind: Kind) -> Tile:
         return _turings("dkdv", kind)
     D = _timed(kind)
     if D == 512:
-        return _QUARTERS._replace(copies=True)
+        return _SPLIT_K_4._replace(cp_async=True)
     if D == 64:
-        return Tile(32, 4, 2, 2, reg_s=False, reg_p=False, copies=True)
+        return Tile(32, 4, 2, 2, qk_in_regs=False, vo_in_regs=False, cp_async=True)
     if D == 32:
-        return Tile(64, 4, 1, 2, copies=True)
+        return Tile(64, 4, 1, 2, cp_async=True)
     if kind.size <= 160:  # where dk and dv fit into registers together
-        return Tile(64 if D == 128 else 32, 4, 1, 1, reg_s=False, reg_p=False, copies=True)
-    return (_PAIRS if kind.size <= 192 else _HALVES)._replace(copies=True)
+        return Tile(64 if D == 128 else 32, 4, 1, 1, qk_in_regs=False, vo_in_regs=False, cp_async=True)
+    return (_SPLIT_N if kind.size <= 192 else _SPLIT_K_2)._replace(cp_async=True)
 
 
 def dq_tile(kind: Kind) -> Tile:
@@ -353,52 +359,53 @@ def dq_tile(kind: Kind) -> Tile:
         return _turings("dq", kind)
     D = _timed(kind)
     if D == 512:
-        return _QUARTERS._replace(copies=True)
+        return _SPLIT_K_4._replace(cp_async=True)
     if D == 32:
         return Tile(32, 4, 2, 2)
     if D == 64:
         # Own rows in shared memory take 56 KB: GPUs with 100 KB a multiprocessor would hold one block rather than two.
         kept = kind.local or kind.number not in (80, 90)
-        return Tile(64, 4, 2, 1, reg_s=kept, reg_p=kept, copies=True)
+        return Tile(64, 4, 2, 1, qk_in_regs=kept, vo_in_regs=kept, cp_async=True)
     if kind.size <= 192:
-        return Tile(64 if D == 128 else 32, 4, 1, 1, reg_p=kind.size <= 160, copies=True)
-    return Tile(16, 4, 1, 1, reg_s=False, reg_p=False)
+        return Tile(64 if D == 128 else 32, 4, 1, 1, vo_in_regs=kind.size <= 160, cp_async=True)
+    return Tile(16, 4, 1, 1, qk_in_regs=False, vo_in_regs=False)
 
 
 def dkdv(kind: Kind) -> Variant:
     tile = _tile("dkdv", kind, dkdv_tile)
-    return _backward("dkdv", kind._replace(bias_pairs=False), tile, passing=tile.step * 16)  # has keys apart
+    # A lane holds neighbouring queries, not keys: no pairs of biases.
+    return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 16)
 
 
 def dq(kind: Kind) -> Variant:
-    return _backward("dq", kind, _tile("dq", kind, dq_tile), passing=0)
+    return _backward("dq", kind, _tile("dq", kind, dq_tile), row_values=0)
 
 
-def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
-    """passing: bytes of what is known of a tile's passing rows"""
+def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
+    """row_values: bytes of shared memory for LSE and delta of streamed rows"""
     kind = _rounded(kind._replace(paged=False), tile)
-    macros = [*kind.macros(*_FEATURES), *kind.newer(tile.copies)]
-    macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
-    macros += [("REG_S", int(tile.reg_s)), ("REG_P", int(tile.reg_p))]
-    macros += [("PAIRS", 1)] * tile.pairs + [("SUMS", tile.sums)] * (tile.sums > 0)
+    macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
+    macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
+    macros += [("SPLIT_N", 1)] * tile.split_n + [("SPLIT_K", tile.split_k)] * (tile.split_k > 0)
     row, row_v = 2 * kind.D, 2 * kind.DV
-    own = tile.rows * ((not tile.reg_s) * row + (not tile.reg_p) * row_v)
-    halves = tile.pairs or tile.sums
-    exchanged = (tile.NW * tile.MT * 16 * tile.step // 2 * 2 * 2) * (halves > 0)  # of P and dS
-    sums = tile.NW * tile.sums * tile.MT * 512
-    # Those of S lie where the next tile will.
-    exchanged += sums * (1 + (tile.step * row < sums or ("CPA", 1) in macros))
-    shared = max(own + tile.step * (2 * row + row_v) + passing + exchanged, own + tile.rows * max(row, row_v))
-    return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
+    stationary = tile.rows * ((not tile.qk_in_regs) * row + (not tile.vo_in_regs) * row_v)
+    exchanges = tile.split_n or tile.split_k
+    exchanged = (tile.warps * tile.mma_m * 16 * tile.step // 2 * 2 * 2) * (exchanges > 0)  # halves of P and dS
+    partial_sums = tile.warps * tile.split_k * tile.mma_m * 512
+    # Partial sums of S lie in the next tile's place, if that has room.
+    exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
+    streamed = tile.step * (2 * row + row_v) + row_values + exchanged
+    shared = stationary + max(streamed, tile.rows * max(row, row_v))
+    return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
 
-def in_seats(variant: Variant) -> Variant:
-    """The same for a grid that sequences share."""
-    return variant._replace(macros=(*variant.macros, ("SEATS", 1)))
+def with_shared_grid(variant: Variant) -> Variant:
+    """The same kernel for a grid that all packed sequences share."""
+    return variant._replace(macros=(*variant.macros, ("SHARED_GRID", 1)))
 
 
-def is_in_seats(variant: Variant) -> bool:
-    return ("SEATS", 1) in variant.macros
+def has_shared_grid(variant: Variant) -> bool:
+    return ("SHARED_GRID", 1) in variant.macros
 
 
 MAKERS = {
