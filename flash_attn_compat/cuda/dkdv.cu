@@ -1,16 +1,19 @@
-// Algorithm 2's outer loop over tiles of keys: dk and dv of one tile, summed over the query heads of its group.
+// dk and dv of one tile of keys, summed over the query heads of its group: Algorithm 2, whose outer loop over keys is
+// the grid.
 //
-// Where key heads are few, blocks share the heads of a group (p.splits); the last one adds up what they have, in their order.
+// Where key heads are few, p.splits blocks share the heads of a group; the last block adds up their gradients in order.
 //
-// grid: tiles * nheads_k * batch * splits, and with cu_seqlens_k tiles * nheads_k * splits more, which clear tokens outside of all sequences;
-// tiles = ceil(longest keys (or slots) of a sequence / STATIONARY_ROWS); SHARED_GRID: p.seats * nheads_k in all.
+// grid: tiles * nheads_k * batch * splits blocks; with cu_seqlens_k tiles * nheads_k * splits more, which clear tokens
+// outside of all sequences. tiles = ceil(keys (or slots) of the longest sequence / STATIONARY_ROWS). SHARED_GRID:
+// p.varlen_tiles * nheads_k blocks.
 #define KEYS_STATIONARY 1
 #include "backward.cuh"
 
 DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {
   const StationaryTile keys(p, blockIdx.x + p.zero);
   const Exponents e(p, keys.b, keys.head);
-  block.write(dk, -(P_SHIFT + e.v + e.dout + e.q), p.softmax_scale, keys.of(p.dk, p.dk_s), p.dk_s.row, keys.left, p.head_dim, true);
+  block.write(dk, -(P_SHIFT + e.v + e.dout + e.q), p.softmax_scale, keys.of(p.dk, p.dk_s), p.dk_s.row, keys.left,
+              p.head_dim, true);
 }
 DEVICE void write_dv(const Params &p, Block &block, GradientVO &dv) {
   const StationaryTile keys(p, blockIdx.x + p.zero);
@@ -19,34 +22,37 @@ DEVICE void write_dv(const Params &p, Block &block, GradientVO &dv) {
   block.write(dv, -(P_SHIFT + e.dout), scale, keys.of(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
 }
 
-// What a thread has of a gradient, to its place in memory and added to another from there.
-template <int C> DEVICE void leave(float4 *part, const float (&c)[C][MMA_M][4]) {
+// Stores a thread's part of a gradient; adds another block's part.
+template <int C> DEVICE void store_part(float4 *part, const float (&c)[C][MMA_M][4]) {
   UNROLLED(n, C)
     UNROLLED(m, MMA_M) global_store(part + (n * MMA_M + m) * THREADS, together(c[n][m]));
 }
-template <int C> DEVICE void add(float (&c)[C][MMA_M][4], const float4 *part) {
+template <int C> DEVICE void add_part(float (&c)[C][MMA_M][4], const float4 *part) {
   UNROLLED(n, C)
     UNROLLED(m, MMA_M) add(c[n][m], global_load_fresh(part + (n * MMA_M + m) * THREADS));
 }
-// Where a tile has several splits, the last block to come here gets the sums of what all have found, added in their order; the others get false.
+// Adds up the gradients of a tile's splits, in order. Returns true for the last block to arrive, which holds the sums
+// then.
 DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   if (p.splits == 1) return true;
   const StationaryTile keys(p, blockIdx.x + p.zero);
-  constexpr int OF_DK = sizeof(GradientQK) / 16 * THREADS, BOTH = OF_DK + sizeof(GradientVO) / 16 * THREADS;   // of a split: dk's share, then dv's
+  constexpr int OF_DK = sizeof(GradientQK) / 16 * THREADS,
+                BOTH = OF_DK + sizeof(GradientVO) / 16 * THREADS;   // float4s of a split: dk, then dv
   const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
-  float4 *parts = (float4 *)p.parts + tile * p.splits * BOTH + threadIdx.x, *own = parts + keys.split * BOTH;
-  leave(own, dk), leave(own + OF_DK, dv);
+  float4 *parts = (float4 *)p.parts + tile * p.splits * BOTH + threadIdx.x, *mine = parts + keys.split * BOTH;
+  store_part(mine, dk), store_part(mine + OF_DK, dv);
   if (!is_last(p, tile, p.splits)) return false;
   set_zero(dk), set_zero(dv);
 #pragma unroll 1
-  for (int s = 0; s < p.splits; s++, parts += BOTH) add(dk, parts), add(dv, parts + OF_DK);
+  for (int s = 0; s < p.splits; s++, parts += BOTH) add_part(dk, parts), add_part(dv, parts + OF_DK);
   return true;
 }
 
 KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   SHARED_MEMORY
   const StationaryTile keys(p, blockIdx.x);
-  if (keys.b == p.batch) mark_missing(p, p.dk, p.dk_s, p.head_dim, keys), mark_missing(p, p.dv, p.dv_s, p.head_dim_v, keys);
+  if (keys.b == p.batch)
+    mark_missing(p, p.dk, p.dk_s, p.head_dim, keys), mark_missing(p, p.dv, p.dv_s, p.head_dim_v, keys);
   clear_unused(p, p.dk, p.dk_s, p.head_dim, keys);
   clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
   if (keys.b == p.batch || keys.left <= 0) return;
@@ -64,10 +70,10 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
     UNROLLED(r, 2) {
       block.ds_exponent[m][r] = exponent;
       const int key = keys.first + group_of(threadIdx.x) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
-      if (DROPOUT) block.own.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
+      if (DROPOUT) block.stationary.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
     }
-  block.keep<QK_IN_REGS, D>(block.stationary_qk, 0, k, e.k);
-  block.keep<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, v, e.v);
+  block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, k, e.k);
+  block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, v, e.v);
 
   GradientQK dk;
   GradientVO dv;

@@ -1,14 +1,17 @@
-// Algorithm 2 once more, with an outer loop over tiles of queries: dq of one tile and head.
+// dq of one tile of queries and one head: Algorithm 2 with an outer loop over queries, which is the grid.
 //
-// grid: tiles * nheads * batch, and with cu_seqlens_q tiles * nheads more, which clear tokens outside of all sequences;
-// tiles = ceil(longest rows of a sequence / STATIONARY_ROWS); SHARED_GRID: p.seats * nheads in all.
+// grid: tiles * nheads * batch blocks; with cu_seqlens_q tiles * nheads more, which clear tokens outside of all
+// sequences. tiles = ceil(rows of the longest sequence / STATIONARY_ROWS). SHARED_GRID: p.varlen_tiles * nheads blocks.
 #define KEYS_STATIONARY 0
 #include "backward.cuh"
 
-// The largest |dout| (scaled) of each own row: with a bound of its own a row is exact however small it is beside others.
+// The largest |dout| (scaled) of each stationary row: with a bound of its own a row keeps its digits, however small it
+// is beside other rows.
 DEVICE void largest_of_rows(float (&largest)[MMA_M][2], const Block &block) {
-  // With SPLIT_K a warp has some of the channels, and the tile from which it took them all.
-  const u32 stationary_at = block.shared + (SPLIT_K && VO_IN_REGS ? QK_TILES_AT : STATIONARY_VO_AT) + LayoutVO::a_operand_at(threadIdx.x) + group_of(threadIdx.x) * WARP_ROWS * LayoutVO::ROW_BYTES;
+  // With SPLIT_K a warp holds some of the channels; the tile they came from has all.
+  const u32 stationary_at = block.shared + (SPLIT_K && VO_IN_REGS ? QK_TILES_AT : STATIONARY_VO_AT) +
+                            LayoutVO::a_operand_at(threadIdx.x) +
+                            group_of(threadIdx.x) * WARP_ROWS * LayoutVO::ROW_BYTES;
   constexpr bool KEPT = VO_IN_REGS && !SPLIT_K;
   UNROLLED(m, MMA_M) {
     u32 bits[2] = {0, 0};   // magnitudes of fp16 compare as integers do
@@ -35,7 +38,8 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
   const Exponents e(p, queries.b, queries.head_k(p));
   uint4 q[CopyStationaryQK::N], dout[CopyStationaryVO::N];
   CopyStationaryQK(threadIdx.x).load_stationary(q, queries.of(p.q, p.q_s), p.q_s.row, queries.left, p.head_dim);
-  CopyStationaryVO(threadIdx.x).load_stationary(dout, queries.of(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v);
+  CopyStationaryVO(threadIdx.x)
+      .load_stationary(dout, queries.of(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v);
   float lse[MMA_M][2], delta[MMA_M][2], largest[MMA_M][2];
   const int first_row = queries.first + group_of(threadIdx.x) * WARP_ROWS + ((threadIdx.x & 31) >> 2);
   UNROLLED(m, MMA_M)
@@ -47,16 +51,17 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
     }
   Block block(p, SHARED_BASE, e);
   const StreamedTiles keys(p, queries);
-  block.keep<QK_IN_REGS, D>(block.stationary_qk, 0, q, e.q);
-  block.keep<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, dout, e.dout);
+  block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, q, e.q);
+  block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, dout, e.dout);
   if (TYPE == 2) largest_of_rows(largest, block);
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
       const int row = first_row + m * 16 + r * 8, ds = exponent_of_ds(p, e, largest[m][r], fabsf(delta[m][r]));
-      block.own.lse[m][r] = row_lse(p, lse[m][r] - bias_top(p, queries.b, queries.head, row), row, keys.shift, position_slope(p, queries.b, queries.head));
-      block.own.minus_delta[m][r] = times_power_of_two(-delta[m][r], e.v + e.dout + ds);
+      block.stationary.lse[m][r] = row_lse(p, lse[m][r] - bias_top(p, queries.b, queries.head, row), row, keys.shift,
+                                           position_slope(p, queries.b, queries.head));
+      block.stationary.minus_delta[m][r] = times_power_of_two(-delta[m][r], e.v + e.dout + ds);
       block.ds_exponent[m][r] = ds;
-      if (DROPOUT) block.own.word[m][r] = DropoutWords(p, queries.b, queries.head).row(row);
+      if (DROPOUT) block.stationary.word[m][r] = DropoutWords(p, queries.b, queries.head).row(row);
     }
 
   GradientQK dq;
@@ -65,5 +70,6 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
   block.main_loop(p, queries, keys, dq, unused);
   const StationaryTile again(p, blockIdx.x + p.zero);
   const Exponents same(p, again.b, again.head_k(p));
-  block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.of(p.dq, p.dq_s), p.dq_s.row, again.left, p.head_dim, true);
+  block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.of(p.dq, p.dq_s), p.dq_s.row,
+              again.left, p.head_dim, true);
 }

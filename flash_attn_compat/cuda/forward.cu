@@ -1,20 +1,24 @@
-// FlashAttention-2, Algorithm 1 (Dao, 2023): attention of one tile of range over all the keys it sees.
+// FlashAttention-2, Algorithm 1 (Dao, 2023): attention of one tile of rows over all keys that it sees.
 //
-// A block holds BLOCK_M = WARPS / SPLIT_WARPS * MMA_M * 16 range of one head, the paper's Q_i: WARPS warps, MMA_M row tiles of 16 each; with SPLIT_K, SPLIT_WARPS = 2^SPLIT_K
-// warps have the same range, and of all channels every SPLIT_WARPS-th 16. It walks over tiles of BLOCK_N keys, the paper's K_j and V_j. While one tile
-// of K or V is multiplied, the next one is on its way from global memory; K and V have one tile of shared memory each, Q shares
-// theirs and lives in registers (QK_IN_REGS) or keeps its q_staged. Scores and probabilities never leave the registers: the layout in which
-// mma returns S is the one in which it takes P.
+// A block holds BLOCK_M = WARPS * MMA_M * 16 rows of one head (the paper's Q_i): WARPS warps with MMA_M tiles of 16
+// rows each. With SPLIT_K, SPLIT_WARPS = 2^SPLIT_K warps share their rows, and each takes every SPLIT_WARPS-th 16
+// channels. The block walks over tiles of BLOCK_N = STREAMED_ROWS keys (the paper's K_j and V_j). K and V have one tile
+// of shared memory each; while the kernel multiplies one tile, the next is on its way from global memory. Q passes
+// through the same shared memory to registers (QK_IN_REGS), or has a place of its own. Scores and probabilities stay in
+// registers: mma returns S in the layout in which it takes P.
 //
-// Macros (others: common.cuh): BLOCK_N, WARPS, MMA_M, SPLIT_K, QK_IN_REGS.
+// grid: tiles * splits * nheads * batch blocks; with cu_seqlens_q as many as for one more sequence, which clear tokens
+// outside of all sequences.
 #include "splits.cuh"
 
-constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, BLOCK_M = WARPS / SPLIT_WARPS * MMA_M * 16, BLOCK_N = STREAMED_ROWS, MMA_N = BLOCK_N / 8, WARP_ROWS = MMA_M * 16;
-// Probabilities times 2^15 use fp16's range below 1 as well: with dropout the largest ones may be gone, and bf16 keeps the rest.
+constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, BLOCK_M = WARPS / SPLIT_WARPS * MMA_M * 16,
+              BLOCK_N = STREAMED_ROWS, MMA_N = BLOCK_N / 8, WARP_ROWS = MMA_M * 16;
+// P times 2^15 uses fp16's range below 1 as well: dropout may drop the largest probabilities, and bf16 would keep the
+// others' bits.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
-constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their q_staged
+constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
 constexpr bool CAN_SPLIT = D <= 192 || MMA_K16;   // Turing has no registers left to merge the widest heads
-typedef Layout<D> LayoutQK;    // and of Q
+typedef Layout<D> LayoutQK;   // of Q and K
 typedef Layout<DV> LayoutV;
 constexpr int OUT_BLOCKS = DV / 8 / SPLIT_WARPS;
 typedef TileCopy<THREADS, BLOCK_M, D> CopyQ;
@@ -23,9 +27,9 @@ typedef TileCopy<THREADS, BLOCK_N, DV> CopyV;
 
 typedef MaskRange<WARP_ROWS, BLOCK_N> WarpRange;
 
-// Softcap and ALiBi, after which scores are in units of log2; a softmax_scale that is not positive is applied here too.
-// A dense mask's biases leave them in natural units.
-DEVICE void apply_softcap_alibi_bias(float (&S)[MMA_N][MMA_M][4], const Params &p, const DenseMask &mask, bool mixed, float scale, float slope, int key, const WarpRange &range, int g, int t) {
+// Softcap, ALiBi and biases. Scores are in units of log2 afterwards, with biases in natural units. Applies `scale` too.
+DEVICE void apply_softcap_alibi_bias(float (&S)[MMA_N][MMA_M][4], const Params &p, const DenseMask &mask, bool mixed,
+                                     float scale, float slope, int key, const WarpRange &range, int g, int t) {
   const float doubled = 2.f * LOG2E * scale / p.softcap, cap = p.softcap * LOG2E;
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
@@ -44,7 +48,8 @@ DEVICE void apply_softcap_alibi_bias(float (&S)[MMA_N][MMA_M][4], const Params &
     }
 }
 
-DEVICE void apply_mask(float (&S)[MMA_N][MMA_M][4], const Params &p, const DenseMask &mask, int key, const WarpRange &range, int g, int t) {
+DEVICE void apply_mask(float (&S)[MMA_N][MMA_M][4], const Params &p, const DenseMask &mask, int key,
+                       const WarpRange &range, int g, int t) {
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
       int last = range.streamed - 1, first = 0;
@@ -57,12 +62,14 @@ DEVICE void apply_mask(float (&S)[MMA_N][MMA_M][4], const Params &p, const Dense
       first -= key + 2 * t;
       UNROLLED(n, MMA_N)
         UNROLLED(e, 2)
-          if (BIAS ? !mask.sees(p, range.first + m * 16 + g + r * 8, key + n / 4 * 32, n % 4 * 8 + 2 * t + e) : n * 8 + e > last || (LOCAL && n * 8 + e < first))
+          if (BIAS ? !mask.sees(p, range.first + m * 16 + g + r * 8, key + n / 4 * 32, n % 4 * 8 + 2 * t + e)
+                   : n * 8 + e > last || (LOCAL && n * 8 + e < first))
             S[n][m][2 * r + e] = NEG_INF;
     }
 }
 
-DEVICE void apply_dropout(float (&P)[MMA_N][MMA_M][4], const DropoutWords &words, const u32 (&row_words)[MMA_M][2], int key, int t, int limit) {
+DEVICE void apply_dropout(float (&P)[MMA_N][MMA_M][4], const DropoutWords &words, const u32 (&row_words)[MMA_M][2],
+                          int key, int t, int limit) {
   UNROLLED(n, MMA_N)
     UNROLLED(e, 2) {
       const u32 key_word = words.key(key + n * 8 + 2 * t + e);
@@ -94,11 +101,14 @@ DEVICE void accumulate(float (&O)[OUT_BLOCKS][MMA_M][4], const float (&P)[MMA_N]
 
 KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   SHARED_MEMORY
-  const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) / SPLIT_WARPS, side = SPLIT_K ? thread >> 5 & SPLIT_WARPS - 1 : 0, g = lane >> 2, t = lane & 3;   // warp: of those with range of their q_staged
-  // The last range of a causal problem see most keys.
+  const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  // `warp` counts warps with different rows; `side` those with the same rows.
+  const int warp = (thread >> 5) / SPLIT_WARPS, side = SPLIT_K ? thread >> 5 & SPLIT_WARPS - 1 : 0;
+  // Under a causal mask the last rows see most keys.
   const TileScheduler scheduled(p, blockIdx.x, p.tiles * p.splits);
   const int head = scheduled.batch_head % p.nheads, head_k = head / p.group, split = scheduled.tile % p.splits;
-  const VarlenTile<BLOCK_M, true> varlen(p, p.cu_seqlens_q, p.total_q, scheduled.batch_head / p.nheads, scheduled.tile / p.splits);
+  const VarlenTile<BLOCK_M, true> varlen(p, p.cu_seqlens_q, p.total_q, scheduled.batch_head / p.nheads,
+                                         scheduled.tile / p.splits);
   const int tile = varlen.tile, b = varlen.b;
   if (b == p.batch) {
     mark_missing_rows(p, head, p.tiles * BLOCK_M, scheduled.tile, p.tiles * p.splits);
@@ -123,23 +133,28 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     keys = share.keys, splits = share.splits;
   }
   const DenseMask mask(p, b, head);
-  const int last_tile = (keys.end + BLOCK_N - 1) / BLOCK_N, first_tile = mask.next<BLOCK_M, BLOCK_N>(p, first_row, keys.first / BLOCK_N, last_tile);   // [first, last)
+  const int last_tile = (keys.end + BLOCK_N - 1) / BLOCK_N,
+            first_tile = mask.next<BLOCK_M, BLOCK_N>(p, first_row, keys.first / BLOCK_N, last_tile);   // [first, last)
 
-  // Everything that the block has to wait for is asked for first.
+  // The loads that the block has to wait for come first.
   const CopyQ copy_q(thread);
   const CopyK copy_k(thread);
   const CopyV copy_v(thread);
-  const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QK_IN_REGS ? shared : shared + BLOCK_M * LayoutQK::ROW_BYTES, v_tile = k_tile + BLOCK_N * LayoutQK::ROW_BYTES;
-  const float k_scale = scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED), v_scale = scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
-  uint4 q_staged[CopyQ::N], staged[larger(CopyK::N, CopyV::N)];   // K and V take turns in it
+  const u32 shared = SHARED_BASE, q_tile = shared,
+            k_tile = QK_IN_REGS ? shared : shared + BLOCK_M * LayoutQK::ROW_BYTES,
+            v_tile = k_tile + BLOCK_N * LayoutQK::ROW_BYTES;
+  const float k_scale = scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
+              v_scale = scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
+  uint4 q_staged[CopyQ::N], staged[larger(CopyK::N, CopyV::N)];   // K and V take turns in `staged`
 #define LOAD(mover, base, strides, j, dim, target) \
   mover.load(staged, p, base, strides, pages, seq.first_k + (j) * BLOCK_N, seq.seqlen_k - (j) * BLOCK_N, dim, target)
 #define LOAD_KEYS(j) LOAD(copy_k, k, p.k_s, j, p.head_dim, k_tile)
-  const bool at_once = !(CP_ASYNC && QK_IN_REGS), some = first_tile < last_tile;   // cp.async may write K only where Q is no more
+  // cp.async may write K only once Q has left.
+  const bool at_once = !(CP_ASYNC && QK_IN_REGS), some = first_tile < last_tile;
   copy_q.load_stationary(q_staged, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
   if (at_once && some) LOAD_KEYS(first_tile);
   float q_scale = 1.f;
-#if TYPE == 2   // the block's range have a power of their q_staged; the backward is told the head's
+#if TYPE == 2   // the block's rows have a power of their own; the backward gets the head's maximum
   int largest = max_of<32>(finite_magnitude(q_staged));
   raise(absmax_of(p, ABSMAX_Q, b, head_k), largest);
   if (lane == 0) shared_store(shared + (thread >> 5) * 4, (u32)largest);
@@ -150,7 +165,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #endif
 
   const float scale = p.softmax_scale * inverse_of_power(q_scale) * inverse_of_power(k_scale);
-  // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
+  // Where nothing else changes scores, they are compared unscaled, and exp2 scales them.
   const bool modified = SOFTCAP || ALIBI || BIAS > 1 || !(scale > 0.f);
   const float unit = BIAS > 1 ? LOG2E : modified ? 1.f : scale * LOG2E;
   const float slope = ALIBI ? alibi_slope(p, b, head) : 0.f;
@@ -161,11 +176,13 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     UNROLLED(r, 2) row_words[m][r] = words.row(range.first + m * 16 + g + r * 8);
 #endif
 
-  const u32 q_at = LayoutQK::along(q_tile + LayoutQK::a_operand_at(lane) + warp * WARP_ROWS * LayoutQK::ROW_BYTES, side * 2);
-  const u32 k_at = LayoutQK::along(k_tile + LayoutQK::b_operand_at(lane), side * 2), v_at = LayoutV::along(v_tile + LayoutV::a_operand_at(lane), side * 2);
+  const u32 q_at =
+      LayoutQK::along(q_tile + LayoutQK::a_operand_at(lane) + warp * WARP_ROWS * LayoutQK::ROW_BYTES, side * 2);
+  const u32 k_at = LayoutQK::along(k_tile + LayoutQK::b_operand_at(lane), side * 2),
+            v_at = LayoutV::along(v_tile + LayoutV::a_operand_at(lane), side * 2);
   const u32 partials_at = v_tile + BLOCK_N * LayoutV::ROW_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
 
-  copy_q.keep(q_staged, q_tile, q_scale);
+  copy_q.store_converted(q_staged, q_tile, q_scale);
   __syncthreads();
   u32 qf[QK_IN_REGS ? D / 16 / SPLIT_WARPS : 1][MMA_M][4];
   if (QK_IN_REGS) load_operand<D>(qf, q_at);
@@ -177,25 +194,30 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   set_zero(O);
   UNROLLED(i, MMA_M) m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;
 
-  // For row i and tile j: S_ij = Q_i K_j^T; m' = max(m, rowmax(S_ij)); P = exp(S_ij - m'); l' = exp(m - m') l + rowsum(P);
-  // O' = exp(m - m') O + P V_j. Behind the last one, out = O / l and LSE = m + ln(l).
+  // For row i and tile j: S_ij = Q_i K_j^T; m' = max(m, rowmax(S_ij)); P = exp(S_ij - m');
+  // l' = exp(m - m') l + rowsum(P); O' = exp(m - m') O + P V_j. After the last tile, out = O / l and LSE = m + ln(l).
 #pragma unroll 1
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * BLOCK_N;
     next = mask.next<BLOCK_M, BLOCK_N>(p, first_row, j + 1, last_tile);
-    const bool active = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key) : !LOCAL || range.sees_some(key);   // of this warp's range
+    const bool active = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
+                             : !LOCAL || range.sees_some(key);   // of this warp's rows
     LOAD(copy_v, v, p.v_s, j, p.head_dim_v, v_tile);
     float S[MMA_N][MMA_M][4];
     if (active) {   // S = Q K^T
       set_zero(S);
       product<QK_IN_REGS, D, MMA_N>(S, qf, q_at, k_at);
-      if (SPLIT_K) UNROLLED(i, MMA_N * MMA_M) store_partial(S[i / MMA_M][i % MMA_M], partials_at + (side * MMA_N * MMA_M + i) * 512);
+      if (SPLIT_K)
+        UNROLLED(i, MMA_N * MMA_M)
+          store_partial(S[i / MMA_M][i % MMA_M], partials_at + (side * MMA_N * MMA_M + i) * 512);
     }
     copy_v.store(staged, v_tile, v_scale);
     __syncthreads();
     if (next < last_tile) LOAD_KEYS(next);
     if (active) {
-      if (SPLIT_K) UNROLLED(i, MMA_N * MMA_M) add_partial(S[i / MMA_M][i % MMA_M], partials_at + ((side ^ 1) * MMA_N * MMA_M + i) * 512);
+      if (SPLIT_K)
+        UNROLLED(i, MMA_N * MMA_M)
+          add_partial(S[i / MMA_M][i % MMA_M], partials_at + ((side ^ 1) * MMA_N * MMA_M + i) * 512);
       const bool mixed = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 1, range.first, key) : !range.sees_all(key);
       if (modified) apply_softcap_alibi_bias(S, p, mask, mixed, scale, slope, key, range, g, t);
       if (mixed && BIAS < 2) apply_mask(S, p, mask, key, range, g, t);
@@ -209,20 +231,27 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     __syncthreads();
   }
 
-  // out = O / l, LSE = m + ln(l); range that see no key: 0 and +inf.
+  // out = O / l, LSE = m + ln(l); for rows that see no key 0 and +inf.
   UNROLLED(i, MMA_M)
-    UNROLLED(r, 2) m[i][r] = (m[i][r] - (BIAS > 1 ? mask.top(p, range.first + i * 16 + g + r * 8) : 0.f)) * unit, l[i][r] = sum_of<4>(l[i][r]);
+    UNROLLED(r, 2)
+      m[i][r] = (m[i][r] - (BIAS > 1 ? mask.top(p, range.first + i * 16 + g + r * 8) : 0.f)) * unit,
+      l[i][r] = sum_of<4>(l[i][r]);
   constexpr int AT_ONCE = OUT_BLOCKS * MMA_M < 16 ? 16 / (OUT_BLOCKS * MMA_M) : 1;
-  const int numbered = (b * p.nheads + head) * p.tiles + tile;
-  if (CAN_SPLIT && splits > 1 && !merge_splits<AT_ONCE>(p, O, m, l, range.first < seq.seqlen_q, numbered, split, splits)) return;
+  const int tile_index = (b * p.nheads + head) * p.tiles + tile;
+  if (CAN_SPLIT && splits > 1 &&
+      !merge_splits<AT_ONCE>(p, O, m, l, range.first < seq.seqlen_q, tile_index, split, splits))
+    return;
   float factor[MMA_M][2];
   const i64 lse_at = b * p.lse_batch + head * p.lse_head + seq.first_q;
   UNROLLED(i, MMA_M)
     UNROLLED(r, 2) {
       factor[i][r] = reciprocal_of_sum(l[i][r]) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale);
       const int row = range.first + i * 16 + g + r * 8;
-      if (p.lse && t == 0 && side == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], BIAS > 1 ? mask.top(p, row) : slope, BIAS ? 1 : row + range.shift);
+      if (p.lse && t == 0 && side == 0 && row < seq.seqlen_q)
+        write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], BIAS > 1 ? mask.top(p, row) : slope,
+                  BIAS ? 1 : row + range.shift);
     }
   u16 *out = row_at(p.out, p.out_s, b, seq.first_q + first_row, head);
-  write_rows<SPLIT_WARPS>(O, factor, shared + warp * WARP_ROWS * LayoutV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v, side);
+  write_rows<SPLIT_WARPS>(O, factor, shared + warp * WARP_ROWS * LayoutV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row,
+                          seq.seqlen_q - first_row, p.head_dim_v, side);
 }
