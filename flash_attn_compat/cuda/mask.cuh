@@ -16,12 +16,10 @@ struct DenseMask {
         : values(b * p.bias_s.batch + (i64)head * p.bias_s.head), row(b * p.bias_batch + head * p.bias_head) {
     map = row * p.bias_bands * p.bias_chunks * 2, row *= p.bias_rows;
   }
-  static DEVICE int row_of(const Params &p, int i) {
-    return min(i, p.bias_rows - 1);
-  }   // a mask with one row: all rows share it
+  // A mask with one row: all rows share it.
+  static DEVICE int row_of(const Params &p, int i) { return min(i, p.bias_rows - 1); }
   // For ROWS rows from i on and the keys from `key` on, a bit for each 32 keys: whether any is visible (`what` 0),
-  // whether the mask must be read
-  // (`what` 1).
+  // whether the mask must be read (`what` 1).
   template <int ROWS> DEVICE u32 word(const Params &p, int what, int i, int key) const {
     u32 found = 0;
     UNROLLED(n, (ROWS + BAND - 1) / BAND)

@@ -52,7 +52,7 @@ DEVICE u32 mix(u32 x) {
   return x ^ (x >> 16);
 }
 struct DropoutWords {
-  u32 row_base, key_base;   // word of row i: mix(row_base + i); of key j: mix(key_base + j)
+  u32 row_base, key_base;   // the hash of the sequence and head; of the call
   DEVICE DropoutWords(const Params &p, int b, int head) {
     const u64 seed = global_load(p.rng_state), offset = global_load(p.rng_state + 1);
     u32 word = mix((u32)seed);

@@ -55,8 +55,8 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
     if (PAGED && (u32)first_slot % (u32)p.page_size + ROWS > (u32)p.page_size) {   // several pages
       UNROLLED(i, N) {
         const bool there = row_step(i) < rows;
-        const u16 *from = there ? key_row(p, base, s, pages, first_slot + row + row_step(i)) : base;
-        load_one(x, i, there, there ? from + (chunk + chunk_step(i)) * 8 : base, base, head_dim, tile);
+        const auto source = [&] { return key_row(p, base, s, pages, first_slot + row + row_step(i)); };
+        load_one(x, i, there, there ? source() + (chunk + chunk_step(i)) * 8 : base, base, head_dim, tile);
       }
       return;
     }
