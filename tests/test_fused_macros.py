@@ -13,7 +13,7 @@ from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from tests import fused_coverage
 
 PAGE = Path(__file__).parent.parent / "docs/kernels.md"
-_ROW = re.compile(r"^\| `([A-Z0-9_]+)` \| ([^|]+) \| [^|]+ \| ([^|]+) \|$", re.M)
+_ROW = re.compile(r"^\| `([A-Z0-9_]+)` \| ([^|]+) \| [^|]+ \| ([^|]+) \|$", re.MULTILINE)
 SOURCES = sorted(nvrtc.SOURCES.glob("*.cu*"))
 
 
@@ -38,7 +38,7 @@ def table() -> dict[str, tuple[str, set[str]]]:
 def includes(source: str) -> str:
     """A source with all headers that it includes, one after the other."""
     text = (nvrtc.SOURCES / source).read_text(encoding="utf-8")
-    return text + "".join(map(includes, re.findall(r'^#include "(\w+\.cuh)"', text, re.M)))
+    return text + "".join(map(includes, re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE)))
 
 
 def test_the_page_lists_every_macro_with_the_kernels_whose_variants_set_it() -> None:
