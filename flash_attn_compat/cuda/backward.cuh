@@ -29,6 +29,7 @@
 // Bytes of shared memory (without exchanges):
 //   STATIONARY_ROWS * 2 ([not QK_IN_REGS] D + [not VO_IN_REGS] DV)
 //   + max(STREAMED_ROWS * 2 (2 D + DV) + [dkdv] STREAMED_ROWS * 16, STATIONARY_ROWS * 2 max(D, DV))
+// Before this header dkdv.cu and dq.cu define KEYS_STATIONARY (1 and 0) and Roles, their side of the table above.
 // Launches: delta, dkdv, dq, in this order. Each file describes its grid; backends/fused/variants.py chooses the tiles.
 #pragma once
 #include "exchange.cuh"
@@ -44,17 +45,15 @@ struct StationaryTile {
   Sequence seq;
   DEVICE StationaryTile(const Params &p, int index) {
     const TileScheduler scheduled(p, index, p.tiles);
-    const int splits = KEYS_STATIONARY ? p.splits : 1, batch_head = scheduled.batch_head / splits,
-              heads = KEYS_STATIONARY ? p.nheads_k : p.nheads;
+    const int splits = Roles::splits(p), batch_head = scheduled.batch_head / splits, heads = Roles::stationary_heads(p);
     // Under a causal mask the first keys are seen by most rows, the last rows see most keys.
-    const VarlenTile<STATIONARY_ROWS, !KEYS_STATIONARY> varlen(p, KEYS_STATIONARY ? p.cu_seqlens_k : p.cu_seqlens_q,
-                                                               KEYS_STATIONARY ? p.total_k : p.total_q,
-                                                               batch_head / heads, scheduled.tile);
+    const VarlenTile<STATIONARY_ROWS, !KEYS_STATIONARY> varlen(
+        p, Roles::stationary_starts(p), Roles::stationary_total(p), batch_head / heads, scheduled.tile);
     split = scheduled.batch_head % splits, head = batch_head % heads, b = varlen.b;
     tile = varlen.tile, tiles = varlen.tiles, first = tile * STATIONARY_ROWS;
     if (b == p.batch) return;
     seq = find_sequence(p, b);
-    rows = KEYS_STATIONARY ? seq.seqlen_k : seq.seqlen_q;
+    rows = Roles::stationary_rows(seq);
     left = rows - first;
   }
   DEVICE int head_k(const Params &p) const { return KEYS_STATIONARY ? head : head / p.group; }
@@ -68,7 +67,7 @@ struct StationaryTile {
   }
   // Address of the tile's first row in a tensor.
   template <class T> DEVICE T *of(T *x, const Strides &s) const {
-    return row_at(x, s, b, (KEYS_STATIONARY ? seq.first_k : seq.first_q) + first, head);
+    return row_at(x, s, b, Roles::stationary_first(seq) + first, head);
   }
   // Offset of the sequence's LSE and delta.
   DEVICE i64 row_values(const Params &p) const { return b * p.lse_batch + first_head(p) * p.lse_head + seq.first_q; }
@@ -80,9 +79,9 @@ struct StreamedTiles {
   int rows, shift;   // streamed rows; stationary row i stands at streamed row i + shift
   int first, end, heads;
   DEVICE StreamedTiles(const Params &params, const StationaryTile &tile) : heads(tile.heads(params)) {
-    b = tile.b, row = KEYS_STATIONARY ? tile.seq.first_q : tile.seq.first_k,
+    b = tile.b, row = Roles::streamed_first(tile.seq);
     head = KEYS_STATIONARY ? tile.first_head(params) : tile.head_k(params);
-    rows = KEYS_STATIONARY ? tile.seq.seqlen_q : tile.seq.seqlen_k;
+    rows = Roles::streamed_rows(tile.seq);
     shift = rows - tile.rows;
     const WarpRange range = warp_range(params, tile.first, shift, rows, 0);
     const Range seen =
@@ -153,8 +152,8 @@ struct Block {
   DEVICE void main_loop(const Params &p, const StationaryTile &stationary_tile, const StreamedTiles &streamed,
                         GradientQK &grad_qk, GradientVO &grad_vo) {
     const int b = stationary_tile.b, head = stationary_tile.first_head(p);
-    const Strides &qk_strides = KEYS_STATIONARY ? p.q_s : p.k_s, &vo_strides = KEYS_STATIONARY ? p.dout_s : p.v_s;
-    const u16 *const streamed_qk = KEYS_STATIONARY ? p.q : p.k, *const streamed_vo = KEYS_STATIONARY ? p.dout : p.v;
+    const Strides &qk_strides = Roles::streamed_qk_strides(p), &vo_strides = Roles::streamed_vo_strides(p);
+    const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
     int tile = streamed.first, this_head = 0;
     const auto skip = [&] {   // tiles that a dense mask hides
       for (; BIAS && this_head < streamed.heads; tile = streamed.first, this_head++) {
@@ -307,10 +306,9 @@ struct Block {
 
 // Gradients of rows without a block become NaN, written by blocks without a sequence.
 DEVICE void mark_missing(const Params &p, u16 *x, const Strides &s, int head_dim, const StationaryTile &tile) {
-  const int splits = KEYS_STATIONARY ? p.splits : 1;
-  for_missing_rows(p, KEYS_STATIONARY ? p.cu_seqlens_k : p.cu_seqlens_q, KEYS_STATIONARY ? p.total_k : p.total_q,
-                   p.tiles * STATIONARY_ROWS, tile.tile * splits + tile.split, tile.tiles * splits,
-                   [&](int, int first, int rows) {
+  const int splits = Roles::splits(p);
+  for_missing_rows(p, Roles::stationary_starts(p), Roles::stationary_total(p), p.tiles * STATIONARY_ROWS,
+                   tile.tile * splits + tile.split, tile.tiles * splits, [&](int, int first, int rows) {
                      write_nan(x + (i64)first * s.row + (i64)tile.head * s.head, s.row, rows, head_dim);
                    });
 }
@@ -318,8 +316,7 @@ DEVICE void mark_missing(const Params &p, u16 *x, const Strides &s, int head_dim
 // Tokens outside of all sequences (b = batch), and this sequence's slots without a key, get gradients of 0: rows
 // [first, end) and [behind, last). The blocks of a head share these rows.
 DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim, const StationaryTile &tile) {
-  const int b = tile.b, *starts = KEYS_STATIONARY ? p.cu_seqlens_k : p.cu_seqlens_q,
-            total = KEYS_STATIONARY ? p.total_k : p.total_q;
+  const int b = tile.b, *starts = Roles::stationary_starts(p), total = Roles::stationary_total(p);
   int first = 0, end = tile.seq.first_k, behind = end + tile.seq.seqlen_k, last = p.seqlen_k;
   if (b == p.batch) {
     end = clamp(global_load(starts), 0, total);
@@ -332,7 +329,7 @@ DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim
     last = clamp(global_load(starts + b + 1), first, total);
   }
   const int before = end - first, rows = before + last - behind;
-  const int splits = KEYS_STATIONARY ? p.splits : 1;
+  const int splits = Roles::splits(p);
   for (int i = tile.tile * splits + tile.split; i < rows; i += tile.tiles * splits) {
     u16 *row = x + b * (starts ? 0 : s.batch) + (i64)(i < before ? first + i : behind + i - before) * s.row +
                (i64)tile.head * s.head;

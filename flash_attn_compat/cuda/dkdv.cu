@@ -7,6 +7,25 @@
 // outside of all sequences. tiles = ceil(keys (or slots) of the longest sequence / STATIONARY_ROWS). SHARED_GRID:
 // p.varlen_tiles * nheads_k blocks.
 #define KEYS_STATIONARY 1
+#include "sequences.cuh"
+
+// The rows and operands of dkdv, by the names of backward.cuh.
+struct Roles {
+  // Stationary: keys and values, one head of them.
+  static DEVICE const int *stationary_starts(const Params &p) { return p.cu_seqlens_k; }
+  static DEVICE int stationary_total(const Params &p) { return p.total_k; }
+  static DEVICE int stationary_heads(const Params &p) { return p.nheads_k; }
+  static DEVICE int splits(const Params &p) { return p.splits; }
+  static DEVICE int stationary_first(const Sequence &s) { return s.first_k; }
+  static DEVICE int stationary_rows(const Sequence &s) { return s.seqlen_k; }
+  // Streamed: queries, all heads of the group.
+  static DEVICE int streamed_first(const Sequence &s) { return s.first_q; }
+  static DEVICE int streamed_rows(const Sequence &s) { return s.seqlen_q; }
+  static DEVICE const u16 *streamed_qk(const Params &p) { return p.q; }
+  static DEVICE const u16 *streamed_vo(const Params &p) { return p.dout; }
+  static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.q_s; }
+  static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.dout_s; }
+};
 #include "backward.cuh"
 
 DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {

@@ -3,6 +3,25 @@
 // grid: tiles * nheads * batch blocks; with cu_seqlens_q tiles * nheads more, which clear tokens outside of all
 // sequences. tiles = ceil(rows of the longest sequence / STATIONARY_ROWS). SHARED_GRID: p.varlen_tiles * nheads blocks.
 #define KEYS_STATIONARY 0
+#include "sequences.cuh"
+
+// The rows and operands of dq, by the names of backward.cuh.
+struct Roles {
+  // Stationary: queries, one head of them.
+  static DEVICE const int *stationary_starts(const Params &p) { return p.cu_seqlens_q; }
+  static DEVICE int stationary_total(const Params &p) { return p.total_q; }
+  static DEVICE int stationary_heads(const Params &p) { return p.nheads; }
+  static DEVICE int splits(const Params &p) { return 1; }
+  static DEVICE int stationary_first(const Sequence &s) { return s.first_q; }
+  static DEVICE int stationary_rows(const Sequence &s) { return s.seqlen_q; }
+  // Streamed: keys and values of their key head.
+  static DEVICE int streamed_first(const Sequence &s) { return s.first_k; }
+  static DEVICE int streamed_rows(const Sequence &s) { return s.seqlen_k; }
+  static DEVICE const u16 *streamed_qk(const Params &p) { return p.k; }
+  static DEVICE const u16 *streamed_vo(const Params &p) { return p.v; }
+  static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.k_s; }
+  static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.v_s; }
+};
 #include "backward.cuh"
 
 // The largest |dout| (scaled) of each stationary row: with a bound of its own a row keeps its digits, however small it
