@@ -1,7 +1,7 @@
-"""Every kernel that is compiled: entry, source file, macros and tile, and which one a call takes.
+"""Every kernel that is compiled: its entry, source file, macros and tile, and the one that a call takes.
 
-A variant is an entry with its macros. What the macros and grids mean is said in cuda/*.cu; the table here is also
-what the offline compile test, the trial and the documentation read. How many blocks there are is in grids.py.
+A variant is an entry with its macros; docs/kernels.md lists the macros, cuda/*.cu describe the grids, and grids.py
+counts the blocks. The offline compile test, the self-test and ``compile`` read the tables here too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
-# Rows and keys of a word of what is found in a dense mask (cuda/mask.cuh).
+# Rows and keys of a word of a dense mask's map (cuda/mask.cuh).
 BAND, REACH, PART_KEYS = 64, 1024, 512
 BIAS_WORDS = 2, 8, PART_KEYS // 32
 # Keys of the widest tile of any kernel, of which the others are parts.
 WIDEST_TILE = 128
-# Every multiple of 16 up to 128; then those that models have. Each is compiled only where it is asked for.
+# Every multiple of 16 up to 128; then the head dims of models. A size is compiled when a call asks for it.
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
 _NARROW = 256
@@ -27,25 +27,25 @@ SHORT, _SHORT_SIZE = 32, 64
 _DECODE_ROWS = 16
 # Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
-# Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these, those of the tile.
+# Bytes: the results of 4 warps for 16 rows of 64 channels, their maxima and sums, and 1 / sum of each row.
 _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
-# Of the widest heads two warps have half of the channels each, and leave scores of 16 rows and 8 keys, twice.
+# For the widest heads two warps take half of the channels each and exchange scores of 16 rows and 8 keys, twice.
 _DECODE_SHARED_SPLIT_K = 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4
 ABSMAX_ROWS = 512
 _CONVERSIONS = 10
 
 
-# What a kernel's macros are where its variant does not say.
+# Macros that are 0 unless a variant sets them.
 _OFF = "SPLIT_N", "SPLIT_K", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
-# Those that a kind may have on, of kernels with tiles of rows and keys; pages are the forward's alone.
+# Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
 
 
 class Variant(NamedTuple):
-    """One compiled kernel: the function ``entry`` of the file ``source``, compiled with ``macros``, by name.
+    """One compiled kernel: the function ``entry`` of the file ``source``, compiled with ``macros``.
 
-    rows: that a block works on (keys for dkdv); threads: of a block; shared: its bytes of dynamic shared memory
+    rows: stationary rows of a block (keys for dkdv); threads: of a block; shared: its bytes of dynamic shared memory
     """
 
     entry: str
@@ -61,17 +61,17 @@ def size_of(head_dim: int) -> int:
 
 
 class Kind(NamedTuple):
-    """What of a call chooses a variant.
+    """The properties of a call that choose a variant.
 
     number: the architecture's, as 75; type: FP16, BF16 or BF16_AS_FP16
     head_dim: of queries and keys; head_dim_v: of values, None if it is head_dim
     local: whether positions hide keys: causal, or a window; window: keys in sight, None unbounded
     alibi, softcap, dropout, paged: whether the call asks for it
-    vec: elements that a load takes at once, 8 where every row starts on 16 bytes, else 1
-    few_rows: no sequence has more than FEW_ROWS; short: none has more rows or keys than SHORT
-    tiles: what was the fastest on the GPU at hand, by entry; copied: whether what passes by was turned into fp16 before
-    bias, bias_pairs: of a dense mask, as cuda/mask.cuh says; 0 without one
-    bias_words: one of BIAS_WORDS, of 32 keys: what a block of the pass over the mask looks at
+    vec: elements of a load: 8 where every row starts on 16 bytes, else 1
+    few_rows: no sequence has more rows than FEW_ROWS; short: none has more rows or keys than SHORT
+    tiles: the fastest tiles on this GPU by entry, from ``tune``; copied: whether streamed rows are fp16 copies of bf16
+    bias, bias_pairs: of a dense mask, as in cuda/mask.cuh; 0 without one
+    bias_words: words of 32 keys that a block of the pass over the mask reads, one of BIAS_WORDS
     """
 
     number: int
@@ -103,11 +103,11 @@ class Kind(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What tiles are chosen by."""
+        """The larger head dim, which chooses the tiles."""
         return max(self.D, self.DV)
 
     def macros(self, *names: str, D: int = 0) -> list[tuple[str, int]]:
-        """names: the features that the kernel knows, LOCAL for ``local`` and so on; D: of one with no DV of its own"""
+        """names: features of the kernel, LOCAL for ``local`` and so on; D: the only size of a kernel without DV"""
         found = [("D", D or self.D), *([] if D or self.DV == self.D else [("DV", self.DV)])]
         found += [("TYPE", self.type), ("VEC", self.vec)]
         return found + [(name, int(value)) for name in names if (value := getattr(self, name.lower()))]
@@ -122,7 +122,7 @@ class Kind(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a block works on at once, and how."""
+    """The tile of a block, and where its operands lie."""
 
     step: int  # streamed rows (keys; queries for dkdv) of one turn of the main loop
     warps: int
@@ -146,7 +146,7 @@ class Tile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """small: for few rows and narrow windows, of which a tall tile would leave most empty or masked"""
+    """small: the tile for few rows and narrow windows, which would leave most of a tall tile empty or masked"""
 
     usual: Tile
     small: Tile
@@ -154,7 +154,7 @@ class Choice(NamedTuple):
 
 _SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
 _SPLIT_K_2, _SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
-# For sm_75: those of which benchmarks.kernel_report expects most (docs/kernels.md), of those that hardly spill.
+# For sm_75: the best tiles by the model of benchmarks.kernel_report (docs/kernels.md) among tiles that hardly spill.
 _TURING: dict[str, dict[int, Choice]] = {
     "forward": {
         16: Choice(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3)),
@@ -214,13 +214,13 @@ def _is_narrow(kind: Kind) -> bool:
 
 
 def _tile(entry: str, kind: Kind, table: Callable[[Kind], Tile]) -> Tile:
-    """What was the fastest on the GPU at hand, for kinds like those that were timed; else the table's."""
+    """The tile that ``tune`` found for kinds like the timed ones; else the table's."""
     usual = not (_is_narrow(kind) or kind.few_rows or kind.softcap or kind.dropout)
     return (dict(kind.tiles).get(entry) if usual else None) or table(kind)
 
 
 def _timed(kind: Kind) -> int:
-    """The next size of those that were timed on newer GPUs."""
+    """The next of the sizes that were timed on newer GPUs."""
     return next(size for size in (32, 64, 128, 256, 512) if kind.size <= size)
 
 
@@ -254,7 +254,7 @@ def forward(kind: Kind) -> Variant:
     macros += tile.macros()
     macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
-    # Warps with the same rows leave the scores of a tile for one another.
+    # Warps with the same rows exchange partial scores of a tile.
     partial_sums = tile.warps * tile.mma_m * 16 * tile.step * 4 * (tile.split_k > 0)
     stationary, streamed = tile.rows * row, tile.step * (row + row_v) + partial_sums
     shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v)
@@ -262,13 +262,13 @@ def forward(kind: Kind) -> Variant:
 
 
 def _rounded(kind: Kind, tile: Tile) -> Kind:
-    """Channels that warps share come in 16s."""
+    """The head dims, rounded up so that warps share out channels in 16s."""
     unit = 16 << (tile.split_n + tile.split_k)
     return kind._replace(head_dim=-(-kind.D // unit) * unit, head_dim_v=-(-kind.DV // unit) * unit)
 
 
 def decode(kind: Kind) -> Variant:
-    """Deals out 64 channels at once; those that are not there are not loaded."""
+    """Takes 64 channels at once; channels that do not exist are not loaded."""
     D = -(-kind.size // 64) * 64
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED", D=D)
     few_registers = D == 64 and kind.vec == 8
@@ -281,13 +281,13 @@ def decode(kind: Kind) -> Variant:
 
 
 def decode_append(kind: Kind) -> Variant:
-    """decode, with new keys that come with the call."""
+    """The decode kernel for calls that bring new keys."""
     variant = decode(kind)
     return variant._replace(macros=(*variant.macros, ("APPEND", 1)))
 
 
 def append(kind: Kind) -> Variant:
-    """Copies 16-bit numbers; D and most of the rest make no difference."""
+    """Copies 16-bit numbers: most macros make no difference."""
     return Variant("append", "append.cu", tuple(kind.macros("PAGED", D=64)[1:]), 1, 128, 0)
 
 
@@ -301,15 +301,16 @@ def to_half(kind: Kind) -> Variant:
 
 
 def marks(kind: Kind, tokens: int, batch: int) -> int:
-    """Of each head of keys and of values: one for each warp and as many rows as a block of absmax reads at once."""
+    """Marks of each head of k and of v: one for each warp and each set of rows that a block of absmax reads at once."""
     return (tokens // (8192 // _power_of_two(kind.size)) + batch + 1) * 8
 
 
-def pays_to_copy(kind: Kind, variant: Variant, own: float, group: int = 1) -> bool:
-    """Whether ``own`` rows for each of a ``group`` of heads are so many tiles of ``variant`` that what passes by them
-    had better be turned into fp16 once: for a T4's memory, writing it is worth some ten conversions.
+def pays_to_copy(kind: Kind, variant: Variant, stationary: float, group: int = 1) -> bool:
+    """Whether converting streamed rows to fp16 once pays, for ``stationary`` rows in each of a ``group`` of heads.
+
+    It pays for many tiles of ``variant``: on a T4, writing the copies costs as much as some ten conversions.
     """
-    seen = own if kind.window is None else min(own, kind.window)
+    seen = stationary if kind.window is None else min(stationary, kind.window)
     return group * (seen / 2 if kind.local and kind.window is None else seen) >= _CONVERSIONS * variant.rows
 
 
@@ -319,7 +320,7 @@ def delta(kind: Kind) -> Variant:
 
 
 def mask(kind: Kind) -> Variant:
-    """The type matters where biases have it."""
+    """TYPE matters only for biases of the call's dtype."""
     type = kind.type if kind.bias == HALF_BIAS else FP16
     macros = (("TYPE", type), ("BIAS", kind.bias), ("BIAS_WORDS", kind.bias_words))
     warps = 4 * -(-kind.bias_words // 8)
@@ -327,7 +328,7 @@ def mask(kind: Kind) -> Variant:
 
 
 def _power_of_two(D: int) -> int:
-    """Lanes that share a row of a kernel that only reads: some have nothing to load."""
+    """The size of kernels without tiles, whose lanes share a row: some lanes have nothing to load."""
     return 1 << (D - 1).bit_length()
 
 
@@ -458,7 +459,7 @@ def made_for(kinds: Iterable[Kind]) -> dict[Variant, Kind]:
 
 
 def takes_decode(seqlen_q: int, group: int, more: bool) -> bool:
-    """Few query rows a key head: what counts is reading the keys once, by as many blocks as there are.
+    """Whether the decode kernel serves: few query rows for each key head, so that reading the keys takes the time.
 
     The decode kernel reads them for 16 rows at once, the forward kernel for one head: never for more heads than these.
     more: whether there is dropout or a dense mask, which it does not know
