@@ -91,7 +91,7 @@ def chosen(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
 def step(variant: Variant) -> int:
     """Keys (rows for dkdv) of one turn of the main loop."""
     macros = dict(variant.macros)
-    return macros.get("BN", macros.get("TL", 64))
+    return macros.get("STREAMED_ROWS", 64)
 
 
 def line(variant: Variant, number: int, compiler: str) -> tuple[str, bool]:

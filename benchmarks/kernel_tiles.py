@@ -49,9 +49,9 @@ DECODE = (*workloads.DECODE, *decoding(32, 4096, (16, 16), 64), *decoding(1, 819
 def label(tile: Tile | None) -> str:
     if tile is None:
         return "today"
-    marks = ("" if tile.reg_s else "s") + ("" if tile.reg_p else "p") + ("a" if tile.copies else "")
-    marks += "h" * tile.pairs + f"+{tile.sums}" * (tile.sums > 0)  # what warps with the same rows share
-    return f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{marks}"
+    marks = ("" if tile.qk_in_regs else "s") + ("" if tile.vo_in_regs else "p") + ("a" if tile.cp_async else "")
+    marks += "h" * tile.split_n + f"+{tile.split_k}" * (tile.split_k > 0)  # what warps with the same rows share
+    return f"{tile.step}x{tile.warps}x{tile.mma_m}/{tile.min_blocks}{marks}"
 
 
 @contextmanager

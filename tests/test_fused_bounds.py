@@ -38,7 +38,7 @@ def test_lengths_that_are_no_lengths_reach_nothing_outside(
     out.backward(call.dout)
     flash_attn_interface.flash_attn_varlen_func(**args)
     assert turing.entries == FORWARD + BACKWARD + FORWARD
-    assert all(variants.is_in_seats(variant) == shares for variant in turing.variants)
+    assert all(variants.has_shared_grid(variant) == shares for variant in turing.variants)
 
 
 def launch_unchecked(args: dict[str, object]) -> None:

@@ -114,7 +114,7 @@ def test_gradients_are_right_where_blocks_share_a_groups_heads(
     assert workspace[launcher.PARTS_OFFSET :].any() and not workspace[: launcher.PARTS_OFFSET].any()
 
 
-# ---- packed sequences of very different lengths: all share a grid of seats
+# ---- packed sequences of very different lengths: all share a grid
 
 
 def test_sequences_share_a_grid_where_most_of_their_own_blocks_would_have_nothing_to_do() -> None:
@@ -133,7 +133,8 @@ def test_there_is_a_seat_for_every_tile_of_any_lengths(rows: int) -> None:
         size, batch = int(draw(1, 400, ())), int(draw(1, 90, ()))
         lengths = draw(0, size, (batch,)) * draw(0, 2, (batch,))
         found = grids.choose_grid(size, rows, batch, 1, int(lengths.sum()), shares=True)
-        assert found.seats > int((-(-lengths // rows)).sum()) and found.seats == found.tiles * found.slabs
+        assert found.varlen_tiles > int((-(-lengths // rows)).sum())
+        assert found.varlen_tiles == found.tiles * found.groups
 
 
 def test_a_longest_sequence_that_is_said_to_be_all_tokens_costs_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +147,9 @@ def test_a_longest_sequence_that_is_said_to_be_all_tokens_costs_no_blocks(monkey
     assert launches.entries == ["forward", "delta", "dkdv", "dq"]
     for launch in launches.seen:
         heads = 4 if launch.variant.entry == "dkdv" else 16
-        assert launch.blocks == heads * launch.fields["seats"] and variants.is_in_seats(launch.variant)
-        assert launch.fields["seats"] - 64 < total // launch.variant.rows + batch + 1 <= launch.fields["seats"]
+        tiles = launch.fields["varlen_tiles"]
+        assert launch.blocks == heads * tiles and variants.has_shared_grid(launch.variant)
+        assert tiles - 64 < total // launch.variant.rows + batch + 1 <= tiles
 
 
 SKEWED = Problem(
@@ -176,8 +178,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def are_in_seats(launches: Launches) -> bool:
-    return all(variants.is_in_seats(one) for one in launches.variants if one.entry != "absmax")
+def have_shared_grids(launches: Launches) -> bool:
+    return all(variants.has_shared_grid(one) for one in launches.variants if one.entry != "absmax")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_answers_and_gradients_are_right_where_sequences_share_a_grid(
 ) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, gpu)
     check(SEATS[name])
-    assert ("dq" in launches.entries) == SEATS[name].has_gradients and are_in_seats(launches)
+    assert ("dq" in launches.entries) == SEATS[name].has_gradients and have_shared_grids(launches)
 
 
 def test_sequences_share_a_grid_unasked_where_one_of_many_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,13 +199,13 @@ def test_sequences_share_a_grid_unasked_where_one_of_many_is_long(monkeypatch: p
     problem = Problem("varlen", lengths, lengths, 3, 1, 64, dtype="float16", causal=True, max_seqlen_slack=1000)
     with flash_attn_compat.use_backend("fused"):
         check(problem)
-    assert launches.entries == ["forward", "delta", "dkdv", "dq"] and are_in_seats(launches)
+    assert launches.entries == ["forward", "delta", "dkdv", "dq"] and have_shared_grids(launches)
 
 
 def test_kernels_for_a_shared_grid_are_tried_as_such(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, 75, tried=True)
     check(replace(SKEWED, backward=True))
-    assert launches.entries == ["forward"] * 2 + ["delta", "dkdv", "dq"] * 2 and are_in_seats(launches)
+    assert launches.entries == ["forward"] * 2 + ["delta", "dkdv", "dq"] * 2 and have_shared_grids(launches)
 
 
 def test_under_a_mask_as_many_blocks_stand_together_as_the_gpu_holds(monkeypatch: pytest.MonkeyPatch) -> None:

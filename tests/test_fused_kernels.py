@@ -114,7 +114,7 @@ def test_answers_and_gradients_are_right_for_every_feature_type_and_size(turing:
 @pytest.mark.parametrize("name", some(reversed(NEWER), 2))
 def test_newer_instructions_are_right_too(hopper: Launches, name: str) -> None:
     check(NEWER[name])
-    assert hopper.entries[-4:] == FORWARD + BACKWARD and ("MMA16", 1) in hopper.last.variant.macros
+    assert hopper.entries[-4:] == FORWARD + BACKWARD and ("MMA_K16", 1) in hopper.last.variant.macros
 
 
 # ---- numbers of any size, in bf16 where the tensor cores take fp16

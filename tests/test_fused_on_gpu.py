@@ -163,7 +163,7 @@ def test_sequences_of_very_different_lengths_share_a_grid(
     )  # fmt: skip
     verdict = Examination(problem, torch.device("cuda", torch.cuda.current_device())).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
-    assert any(variants.is_in_seats(variant) for variant, *_ in nvrtc._kernels)
+    assert any(variants.has_shared_grid(variant) for variant, *_ in nvrtc._kernels)
 
 
 @pytest.mark.skipif(not hasattr(torch.cuda, "use_mem_pool"), reason="PyTorch 2.5 brought memory pools")

@@ -249,6 +249,16 @@ BROKEN = {
 }
 
 
+def test_a_row_keeps_a_tile_as_numbers_in_order_so_that_rows_of_earlier_versions_load() -> None:
+    numbers = [32, 8, 1, 1, True, False, True, 1, 0]
+    row = {"gpu": GPU, "made_with": "torch 2", "times": [], "tiles": [["dkdv", 160, "float16", numbers]]}
+    tile = Tile(
+        step=32, warps=8, mma_m=1, min_blocks=1, qk_in_regs=True, vo_in_regs=False, cp_async=True, split_n=1, split_k=0
+    )
+    assert tuned.from_row(json.dumps(row)).tiles == (TileChoice("dkdv", 160, "float16", tile),)
+    assert json.loads(tuned.to_row(tuned.from_row(json.dumps(row)))) == row
+
+
 def test_the_row_that_the_broken_ones_are_made_of_is_a_verdict() -> None:
     assert tuned.from_row(changed().decode()) == card()._replace(times=card().times[:1], tiles=card().tiles[:1])
 

@@ -91,8 +91,8 @@ KERNELS = [
             variants.forward(Kind(75, BF16_AS_FP16, 96, bias=BOOLEANS)),
             variants.dkdv(Kind(75, FP16, 96, bias=HALF_BIAS)),
             variants.forward(Kind(75, FP16, 64, bias=HALF_BIAS, bias_pairs=True)),
-            variants.in_seats(variants.forward(Kind(75, BF16_AS_FP16, 64, local=True))),
-            variants.in_seats(variants.dkdv(Kind(75, FP16, 64, local=True))),
+            variants.with_shared_grid(variants.forward(Kind(75, BF16_AS_FP16, 64, local=True))),
+            variants.with_shared_grid(variants.dkdv(Kind(75, FP16, 64, local=True))),
         )
     ),
     Row(80, variants.forward(Kind(80, BF16, 128))),

@@ -80,7 +80,7 @@ def train(causal: bool = True) -> None:
 
 def has_four_warps(variant: Variant) -> bool:
     """Whether it is dkdv with FOUR_WARPS, which is no default."""
-    return variant.entry == "dkdv" and variant.threads == 128 and ("TL", 64) in variant.macros
+    return variant.entry == "dkdv" and variant.threads == 128 and ("STREAMED_ROWS", 64) in variant.macros
 
 
 def by_warps(served: str, seen: Sequence[Variant]) -> float:
@@ -194,7 +194,7 @@ def test_candidates_fit_and_are_right(
     number: int, entry: str, D: int, tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant = getattr(variants, entry)(Kind(number, FP16, D, tiles=((entry, tile),)))
-    assert variant.shared * (tile.MINB if number == 75 else 1) <= {75: 64, 90: 99}[number] * 1024
+    assert variant.shared * (tile.min_blocks if number == 75 else 1) <= {75: 64, 90: 99}[number] * 1024
     launches = fused_on_cpu.emulate(monkeypatch, number)
     monkeypatch.setattr(tuned, "find_tiles", lambda *of: ((entry, tile),))
     problem = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=2, head_dim=D, dtype="float16", causal=True)

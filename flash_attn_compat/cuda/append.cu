@@ -1,11 +1,11 @@
-// New keys and values into a cache, and Q rotated into q_rotated, where the rows are too many for the decode kernel to do it on its way.
-// A thread takes pieces of 8 channels, wherever they are; any number of blocks does it all.
-#define D 64   // nothing here depends on it
+// Appends new keys and values to a cache, and rotates Q into q_rotated, if the rows are too many for the decode kernel.
+// Each thread takes pieces of 8 channels; any number of blocks will do.
+#define D 64   // unused here
 #include "append.cuh"
 
 constexpr int THREADS = 128;
 
-// Pieces of all tokens of a tensor, dealt to the threads of the grid: token and piece advance without a division.
+// Deals the pieces of all tokens of a tensor to the threads of the grid; advances without a division.
 struct Walk {
   u32 token, piece, token_step, piece_step, pieces;
   DEVICE Walk(u32 thread, u32 pieces) : pieces(pieces) {
@@ -26,9 +26,10 @@ KERNEL(THREADS, 8) append(const Params p) {
     append_piece(p, walk.token / p.seqlen_new, walk.token % p.seqlen_new, walk.piece / pieces, walk.piece % pieces);
 
   if (!p.rotary_dim) return;
-  // From the other end, so that few rows of Q and few new keys are different threads' work.
+  // From the other end, so that different threads take few rows of Q and few new keys.
   for (Walk walk(threads - 1 - thread, q_pieces * p.nheads); walk.token < (u32)p.batch * p.seqlen_q; walk.advance()) {
-    const int b = walk.token / p.seqlen_q, row = walk.token % p.seqlen_q, head = walk.piece / q_pieces, piece = walk.piece % q_pieces;
+    const int b = walk.token / p.seqlen_q, row = walk.token % p.seqlen_q, head = walk.piece / q_pieces,
+              piece = walk.piece % q_pieces;
     const u16 *source = row_at(p.q, p.q_s, b, row, head);
     u16 *target = row_at(p.q_rotated, p.q_rotated_s, b, row, head);
     const uint4 x = load_chunk(source + piece * 8, p.head_dim - piece * 8);

@@ -1,12 +1,14 @@
-// New keys and values on their way into a cache, behind the ones in use: rotated by their positions (RoFormer: Su et al., 2021) if there
-// are tables, otherwise untouched. The decode kernel does it on its way, append.cu where rows are many. Pieces are 8 channels.
+// Writes new keys and values into a cache, behind the keys in use, and rotates keys by their positions (RoFormer: Su et
+// al., 2021) if there are tables. The decode kernel appends few keys itself, append.cu many. A piece is 8 channels.
 #pragma once
-#include "common.cuh"
+#include "sequences.cuh"
 
 // The slot behind sequence b's keys in use.
-DEVICE int first_new_slot(const Params &p, int b) { return p.seqused_k ? min(global_load(p.seqused_k + b), UNBOUNDED) : p.seqlen_k - p.seqlen_new; }
+DEVICE int first_new_slot(const Params &p, int b) {
+  return p.seqused_k ? min(global_load(p.seqused_k + b), UNBOUNDED) : p.seqlen_k - p.seqlen_new;
+}
 
-// Where a slot of sequence b lies in a cache; null where there is no such slot, which is left alone.
+// Address of a slot of sequence b's cache; null if the cache has no such slot: then nothing is written.
 DEVICE u16 *writable_slot(const Params &p, const u16 *cache, const Strides &s, int b, int slot) {
   if (!PAGED) return slot < 0 || slot >= p.seqlen_k ? nullptr : (u16 *)cache + b * s.batch + (i64)slot * s.row;
   const int page = slot / p.page_size;
@@ -16,19 +18,21 @@ DEVICE u16 *writable_slot(const Params &p, const u16 *cache, const Strides &s, i
   return (u16 *)cache + index * s.batch + (i64)(slot - page * p.page_size) * s.row;
 }
 
-// The two numbers that word `i` of a piece holds.
+// The two numbers in word `i` of a piece.
 DEVICE void numbers(const uint4 &x, int i, float *two) {
   const u32 pair = word(x, i);
   two[0] = bits_to_float((u16)pair);
   two[1] = bits_to_float((u16)(pair >> 16));
 }
 
-// What a piece of a row needs to be rotated: loads of several pieces wait for one another only when they are used. rotary_dim is a
-// multiple of 16, so that both numbers of a pair, or both halves' pieces, are whole, and so are the tables' pieces.
+// Loads for the rotation of a piece: the loads of several pieces overlap, since nothing waits before the use.
+// rotary_dim is a multiple of 16, so a piece has both numbers of a pair, or its partner piece lies in the other half,
+// and the tables come in whole pieces.
 struct Rotation {
   uint4 cos, sin, other;   // other: the piece of the other half
   bool applies, is_second;
-  DEVICE void load(const Params &p, const u16 *row, int piece, int position) {   // positions past the tables are not rotated
+  DEVICE void load(const Params &p, const u16 *row, int piece,
+                   int position) {   // positions behind the tables are not rotated
     const int half = p.rotary_dim / 16;   // in pieces
     applies = piece * 8 < p.rotary_dim && position >= 0 && position < p.rotary_rows;
     is_second = p.rotary_interleaved ? piece & 1 : piece >= half;
@@ -47,7 +51,7 @@ struct Rotation {
       numbers(other, i, b + 2 * i);
     }
     if (p.rotary_interleaved) {
-      UNROLLED(i, 4) {   // a piece of the tables is for two of the row
+      UNROLLED(i, 4) {   // a piece of the tables serves two pieces of the row
         const float cosine = is_second ? c[4 + i] : c[i], sine = is_second ? s[4 + i] : s[i];
         y[2 * i] = a[2 * i] * cosine - a[2 * i + 1] * sine;
         y[2 * i + 1] = a[2 * i] * sine + a[2 * i + 1] * cosine;
@@ -55,11 +59,12 @@ struct Rotation {
     } else {
       UNROLLED(i, 8) y[i] = fmaf(a[i], c[i], b[i] * (is_second ? s[i] : -s[i]));
     }
-    return applies ? make_uint4(pack_out(y[0], y[1]), pack_out(y[2], y[3]), pack_out(y[4], y[5]), pack_out(y[6], y[7])) : x;
+    return applies ? make_uint4(pack_out(y[0], y[1]), pack_out(y[2], y[3]), pack_out(y[4], y[5]), pack_out(y[6], y[7]))
+                   : x;
   }
 };
 
-// How many pieces a head's new key and value have together; the key's come first.
+// Pieces of a head's new key and value; the key's come first.
 DEVICE int new_pieces(const Params &p) { return (p.head_dim + 7) / 8 + (p.head_dim_v + 7) / 8; }
 
 DEVICE void append_piece(const Params &p, int b, int row, int head, int piece) {
@@ -77,5 +82,7 @@ DEVICE void append_piece(const Params &p, int b, int row, int head, int piece) {
   store_chunk(target + (i64)head * cache_s.head + piece * 8, rotation.of(p, x), channels);
 }
 
-// Where row `row` of Q stands when it is rotated.
-DEVICE int query_position(const Params &p, int b, int row) { return first_new_slot(p, b) + (p.rotate_rows_apart ? row : 0); }
+// The position by which row `row` of Q is rotated.
+DEVICE int query_position(const Params &p, int b, int row) {
+  return first_new_slot(p, b) + (p.rotate_rows_apart ? row : 0);
+}

@@ -1,230 +1,296 @@
-// FlashAttention-2, Algorithm 2 (Dao, 2023), seen from either side.
+// FlashAttention-2, Algorithm 2 (Dao, 2023): the main loop of dkdv.cu and dq.cu.
 //
-// With P = exp(S - LSE), dP = dout V^T and delta = rowsum(out * dout):  dS = P (dP - delta),  dv = P^T dout,  dk = scale dS^T q,
-// dq = scale dS k. Two kernels compute S and dP anew, so that every sum is one block's own: no atomics, no fp32 buffer, the same
-// bits each time. dkdv keeps a tile of keys and lets the queries of all heads of its group pass by; dq keeps a tile of queries and
-// lets the keys pass by. Both are walk() below. It speaks of *own* rows (this block's) and *passing* ones:
+// With P = exp(S - LSE), dP = dout V^T and delta = rowsum(out * dout):
+//   dS = P (dP - delta),  dv = P^T dout,  dk = scale dS^T q,  dq = scale dS k.
+// Each kernel computes S and dP anew, so that every sum belongs to one block: no atomics, no fp32 buffer, the same bits
+// each time.
 //
-// In the paper's terms: own is j (K_j, V_j) and passing i (Q_i, dO_i) in dkdv, own is i and passing j in dq.
+// A block holds a tile of *stationary* rows and walks over tiles of *streamed* rows. Q and K are the QK operands (head
+// dim D), dout and V the VO operands (head dim DV):
 //
-//              own                       passing                     S (own x passing)      dP               gradients
-//   dkdv       K (of S), V (of dP)       Q (of S), dout (of dP)      S^T = K Q^T            dP^T = V dout^T  dk += dS^T Q, dv += P^T dout
-//   dq         Q (of S), dout (of dP)    K (of S), V (of dP)         S = Q K^T              dP = dout V^T    dq += dS K
+//          stationary    streamed      S             dP                grad_qk        grad_vo
+//          QK, VO        QK, VO
+//   dkdv   K_j, V_j      Q_i, dout_i   S^T = K Q^T   dP^T = V dout^T   dk += dS^T Q   dv += P^T dout
+//   dq     Q_i, dout_i   K_j, V_j      S = Q K^T     dP = dout V^T     dq += dS K     none
 //
-// The layout in which mma returns S is the one in which it takes P and dS: they never leave the registers.
+// dkdv streams the queries of all heads of its group. mma returns S in the layout in which it takes P and dS: they stay
+// in registers.
 //
-// A block has NW warps of MT row tiles of 16, OWN = NW * MT * 16 rows. With PAIRS, two warps have the same own rows: each finds P and dS of half of a
-// tile's passing rows, both get both through shared memory, and each adds up every other 16 channels: half as many accumulators.
-// With SUMS, 2^SUMS warps have; each has of the own operands as well every 2^SUMS-th 16 channels only, and all add up what they find of S and dP.
-// Passing tiles have TL rows; the one of S has two buffers, since it is read again for dS. Own operands lie in registers (REG_S, REG_P) or in shared memory. Bytes of shared memory:
-//   OWN * 2 ([not REG_S] D + [not REG_P] DV) + max(TL * 2 (2 D + DV) + [dkdv] TL * 16, OWN * 2 max(D, DV))
-// Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there, tiles chosen in
-// backends/fused/variants.py.
-// Macros: those above, and those of common.cuh (for delta D, TYPE, VEC).
+// A block has WARPS warps with MMA_M tiles of 16 rows each: STATIONARY_ROWS = WARPS * MMA_M * 16. Streamed tiles have
+// STREAMED_ROWS rows; the QK tile has two buffers, since it is read again for dS. Stationary operands lie in registers
+// (QK_IN_REGS, VO_IN_REGS) or in shared memory.
+//
+// SPLIT_N: two warps share their stationary rows. Each computes P and dS of half of a tile's streamed rows, gets the
+// other half through shared memory, and adds up every other 16 channels of the gradients: half as many accumulators.
+//
+// SPLIT_K: 2^SPLIT_K warps share their stationary rows. Each holds every 2^SPLIT_K-th 16 channels of the operands too,
+// and the warps add up their partial sums of S and dP.
+//
+// Bytes of shared memory (without exchanges):
+//   STATIONARY_ROWS * 2 ([not QK_IN_REGS] D + [not VO_IN_REGS] DV)
+//   + max(STREAMED_ROWS * 2 (2 D + DV) + [dkdv] STREAMED_ROWS * 16, STATIONARY_ROWS * 2 max(D, DV))
+// Before this header dkdv.cu and dq.cu define KEYS_STATIONARY (1 and 0) and Roles, their side of the table above.
+// Launches: delta, dkdv, dq, in this order. Each file describes its grid; backends/fused/variants.py chooses the tiles.
 #pragma once
 #include "exchange.cuh"
 
-// ---- A block at work
+// ---- The tiles of a block
 
-// What a block owns. Compiler steering: computed again after the loop, from an `index` whose p.zero it cannot see through, so that no registers keep it meanwhile.
-struct Owned {
-  int tile, tiles, head, b, first, rows, left;   // head: of keys, if these stay; the tile's first row, and how many there are in all and from there on
-  int split;   // of the group's heads, which blocks share where keys stay
+// A block's stationary tile. Compiler steering: computed again after the main loop, from an `index` with p.zero in it,
+// so that no registers hold it during the loop.
+struct StationaryTile {
+  int tile, tiles, head, b;   // head: of keys in dkdv
+  int first, rows, left;   // the tile's first row; rows of the sequence, and those from `first` on
+  int split;   // dkdv: part of the group's heads
   Sequence seq;
-  DEVICE Owned(const Params &p, int index) {
-    const Turn turn(p, index, p.tiles);
-    const int splits = KEYS_STAY ? p.splits : 1, slab = turn.slab / splits, heads = KEYS_STAY ? p.nheads_k : p.nheads;
-    // A causal problem's first keys are seen by most rows, its last rows see most keys.
-    const Seat<OWN, !KEYS_STAY> seat(p, KEYS_STAY ? p.cu_seqlens_k : p.cu_seqlens_q, KEYS_STAY ? p.total_k : p.total_q, slab / heads, turn.tile);
-    split = turn.slab % splits, head = slab % heads, b = seat.b;
-    tile = seat.tile, tiles = seat.tiles, first = tile * OWN;
+  DEVICE StationaryTile(const Params &p, int index) {
+    const TileScheduler scheduled(p, index, p.tiles);
+    const int splits = Roles::splits(p), batch_head = scheduled.batch_head / splits, heads = Roles::stationary_heads(p);
+    // Under a causal mask the first keys are seen by most rows, the last rows see most keys.
+    const VarlenTile<STATIONARY_ROWS, !KEYS_STATIONARY> varlen(
+        p, Roles::stationary_starts(p), Roles::stationary_total(p), batch_head / heads, scheduled.tile);
+    split = scheduled.batch_head % splits, head = batch_head % heads, b = varlen.b;
+    tile = varlen.tile, tiles = varlen.tiles, first = tile * STATIONARY_ROWS;
     if (b == p.batch) return;
     seq = find_sequence(p, b);
-    rows = KEYS_STAY ? seq.seqlen_k : seq.seqlen_q;
+    rows = Roles::stationary_rows(seq);
     left = rows - first;
   }
-  DEVICE int head_k(const Params &p) const { return KEYS_STAY ? head : head / p.group; }
-  // Of queries. Each split has as many of the group's heads, but the last, which has some too.
+  DEVICE int head_k(const Params &p) const { return KEYS_STATIONARY ? head : head / p.group; }
+  // Query heads of a split: as many for each split but the last.
   DEVICE int heads_each(const Params &p) const { return (p.group + p.splits - 1) / p.splits; }
-  DEVICE int first_head(const Params &p) const { return KEYS_STAY ? head * p.group + split * heads_each(p) : head; }
-  DEVICE int heads(const Params &p) const { return KEYS_STAY ? min(heads_each(p), p.group - split * heads_each(p)) : 1; }
-  // Where the own rows of a tensor begin.
-  template <class T> DEVICE T *of(T *x, const Strides &s) const {
-    return row_at(x, s, b, (KEYS_STAY ? seq.first_k : seq.first_q) + first, head);
+  DEVICE int first_head(const Params &p) const {
+    return KEYS_STATIONARY ? head * p.group + split * heads_each(p) : head;
   }
-  // Where LSE and delta of the sequence begin.
+  DEVICE int heads(const Params &p) const {
+    return KEYS_STATIONARY ? min(heads_each(p), p.group - split * heads_each(p)) : 1;
+  }
+  // Address of the tile's first row in a tensor.
+  template <class T> DEVICE T *of(T *x, const Strides &s) const {
+    return row_at(x, s, b, Roles::stationary_first(seq) + first, head);
+  }
+  // Offset of the sequence's LSE and delta.
   DEVICE i64 row_values(const Params &p) const { return b * p.lse_batch + first_head(p) * p.lse_head + seq.first_q; }
 };
 
-// What passes by: tiles [first, end) of a sequence's rows, for each of `heads` heads.
-struct Passing {
+// The streamed tiles [first, end) of a sequence, for each of `heads` heads.
+struct StreamedTiles {
   int b, row, head;   // the sequence, its first row, the first head
-  int rows, shift;    // how many pass; own row i stands at passing row i + shift
+  int rows, shift;   // streamed rows; stationary row i stands at streamed row i + shift
   int first, end, heads;
-  DEVICE Passing(const Params &params, const Owned &own) : heads(own.heads(params)) {
-    b = own.b, row = KEYS_STAY ? own.seq.first_q : own.seq.first_k, head = KEYS_STAY ? own.first_head(params) : own.head_k(params);
-    rows = KEYS_STAY ? own.seq.seqlen_q : own.seq.seqlen_k;
-    shift = rows - own.rows;
-    const Sight band = sight(params, own.first, shift, rows, 0);
-    const Range seen = visible_keys(own.first, min(own.first + OWN, own.rows), shift, rows, band.before, band.after);
-    first = seen.first / TL;
-    end = (seen.end + TL - 1) / TL;
+  DEVICE StreamedTiles(const Params &params, const StationaryTile &tile) : heads(tile.heads(params)) {
+    b = tile.b, row = Roles::streamed_first(tile.seq);
+    head = KEYS_STATIONARY ? tile.first_head(params) : tile.head_k(params);
+    rows = Roles::streamed_rows(tile.seq);
+    shift = rows - tile.rows;
+    const WarpRange range = warp_range(params, tile.first, shift, rows, 0);
+    const Range seen =
+        visible_keys(tile.first, min(tile.first + STATIONARY_ROWS, tile.rows), shift, rows, range.before, range.after);
+    first = seen.first / STREAMED_ROWS;
+    end = (seen.end + STREAMED_ROWS - 1) / STREAMED_ROWS;
   }
-  // Where a head's rows begin, and LSE and delta of them.
-  DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const { return x + (b + zero) * s.batch + (i64)(row + zero) * s.row + (i64)(head + which) * s.head; }
-  DEVICE i64 row_values(const Params &params, int which, int zero) const { return (b + zero) * params.lse_batch + (head + which) * params.lse_head + row + zero; }
+  // Address of a head's streamed rows; offset of their LSE and delta.
+  DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const {
+    return x + (b + zero) * s.batch + (i64)(row + zero) * s.row + (i64)(head + which) * s.head;
+  }
+  DEVICE i64 row_values(const Params &params, int which, int zero) const {
+    return (b + zero) * params.lse_batch + (head + which) * params.lse_head + row + zero;
+  }
 };
 
 struct Block {
-  u32 own_s[REG_S ? D / 16 >> SUMS : 1][MT][4], own_p[REG_P ? DV / 16 >> SUMS : 1][MT][4];
-  OwnRows own;
-  Scoring scoring;
-  float s_scale, p_scale;   // of what passes
-  int ds_exponent[MT][2];   // of each own row: the same for keys
-  int delta_exponent;       // of passing queries
+  u32 stationary_qk[QK_IN_REGS ? D / 16 >> SPLIT_K : 1][MMA_M][4],
+      stationary_vo[VO_IN_REGS ? DV / 16 >> SPLIT_K : 1][MMA_M][4];
+  StationaryRows stationary;
+  ScoreParams score_params;
+  float qk_scale, vo_scale;   // scales of the streamed operands
+  int ds_exponent[MMA_M][2];   // of each stationary row; in dkdv the same for all
+  int delta_exponent;   // of streamed queries
   u32 shared;
 
   DEVICE Block(const Params &p, u32 shared, const Exponents &e) : shared(shared) {
-    scoring.set_scale(p, e);
-    s_scale = power_of_two(KEYS_STAY ? e.q : e.k);
-    p_scale = power_of_two(KEYS_STAY ? e.dout : e.v);
+    score_params.set_scale(p, e);
+    qk_scale = power_of_two(KEYS_STATIONARY ? e.q : e.k);
+    vo_scale = power_of_two(KEYS_STATIONARY ? e.dout : e.v);
   }
 
-  template <class L> static DEVICE u32 own_at(int thread) {
-    return L::along(L::a_operand_at(thread) + group_of(thread) * WARP_ROWS * L::ROW_BYTES, SUMS ? side_of(thread) * 2 : 0);
+  template <class L> static DEVICE u32 stationary_at(int thread) {
+    return L::along(L::a_operand_at(thread) + group_of(thread) * WARP_ROWS * L::ROW_BYTES,
+                    SPLIT_K ? side_of(thread) * 2 : 0);
   }
 
-  // Own rows to their place.
-  template <bool REG, int W, int N> DEVICE void keep(u32 (&operand)[N][MT][4], u32 place, const uint4 *rows, int exponent) {
-    const u32 tile = shared + (REG ? TILES : place);
-    Mover<THREADS, OWN, W>(threadIdx.x).keep(rows, tile, power_of_two(exponent));
+  // Stores stationary rows to shared memory, and from there to registers (REG).
+  template <bool REG, int W, int N>
+  DEVICE void keep_stationary(u32 (&operand)[N][MMA_M][4], u32 place, const uint4 *rows, int exponent) {
+    const u32 tile = shared + (REG ? QK_TILES_AT : place);
+    TileCopy<THREADS, STATIONARY_ROWS, W>(threadIdx.x).store_converted(rows, tile, power_of_two(exponent));
     __syncthreads();
-    if (REG) keep_rows<W>(operand, tile + own_at<Layout<W>>(threadIdx.x));
+    if (REG) load_operand<W>(operand, tile + stationary_at<Layout<W>>(threadIdx.x));
   }
 
-  // One tile of one head on its way to shared memory.
-  template <class M> DEVICE void load(const Params &p, uint4 *transit, const u16 *x, const Strides &s, const Passing &passing, int tile, int head,
-                                      int head_dim, const M &mover, u32 target, int zero) const {
-    mover.load(transit, p, passing.of(x, s, head, zero), s, nullptr, tile * TL, passing.rows - tile * TL, head_dim, target);
+  // Starts to load a streamed tile of one head.
+  template <class M> DEVICE void load(const Params &p, uint4 *staged, const u16 *x, const Strides &s,
+                                      const StreamedTiles &streamed, int tile, int head, int head_dim, const M &copy,
+                                      u32 target, int zero) const {
+    copy.load(staged, p, streamed.of(x, s, head, zero), s, nullptr, tile * STREAMED_ROWS,
+              streamed.rows - tile * STREAMED_ROWS, head_dim, target);
   }
-  // This thread's part of a tile's LSE and delta.
-  DEVICE float load_row_value(const Params &p, const Passing &passing, int tile, int head, float slope, int thread, int zero) const {
-    const int row = tile * TL + thread % TL;
-    const bool is_lse = thread < TL;
-    if (!KEYS_STAY || thread >= 2 * TL || row >= passing.rows) return is_lse ? POS_INF : 0.f;
-    const i64 at = passing.row_values(p, head, zero) + row;
-    return is_lse ? row_lse(p, global_load(p.lse + at) - bias_top(p, passing.b, passing.head + head, row), row, -passing.shift, slope) : times_power_of_two(-global_load(p.delta + at), delta_exponent);
+  // Loads this thread's element of a streamed tile's LSE and delta.
+  DEVICE float load_row_value(const Params &p, const StreamedTiles &streamed, int tile, int head, float slope,
+                              int thread, int zero) const {
+    const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
+    const bool is_lse = thread < STREAMED_ROWS;
+    if (!KEYS_STATIONARY || thread >= 2 * STREAMED_ROWS || row >= streamed.rows) return is_lse ? POS_INF : 0.f;
+    const i64 at = streamed.row_values(p, head, zero) + row;
+    return is_lse ? row_lse(p, global_load(p.lse + at) - bias_top(p, streamed.b, streamed.head + head, row), row,
+                            -streamed.shift, slope)
+                  : times_power_of_two(-global_load(p.delta + at), delta_exponent);
   }
 
-  // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand; where keys stay, grad_p += P dP's passing operand.
-  DEVICE void walk(const Params &p, const Owned &owned, const Passing &passing, GradientS &grad_s, GradientP &grad_p) {
-    const int b = owned.b, head = owned.first_head(p);
-    const Strides &s_strides = KEYS_STAY ? p.q_s : p.k_s, &p_strides = KEYS_STAY ? p.dout_s : p.v_s;
-    const u16 *const of_s = KEYS_STAY ? p.q : p.k, *const of_p = KEYS_STAY ? p.dout : p.v;
-    int tile = passing.first, this_head = 0;
-    const auto skip = [&] {   // tiles of which a dense mask hides all
-      for (; BIAS && this_head < passing.heads; tile = passing.first, this_head++) {
+  // Lines 6 to 15 of Algorithm 2: grad_qk += dS times the streamed QK operand; in dkdv also grad_vo += P times the
+  // streamed VO operand.
+  DEVICE void main_loop(const Params &p, const StationaryTile &stationary_tile, const StreamedTiles &streamed,
+                        GradientQK &grad_qk, GradientVO &grad_vo) {
+    const int b = stationary_tile.b, head = stationary_tile.first_head(p);
+    const Strides &qk_strides = Roles::streamed_qk_strides(p), &vo_strides = Roles::streamed_vo_strides(p);
+    const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
+    int tile = streamed.first, this_head = 0;
+    const auto skip = [&] {   // tiles that a dense mask hides
+      for (; BIAS && this_head < streamed.heads; tile = streamed.first, this_head++) {
         const DenseMask mask(p, b, head + this_head);
-        if (!KEYS_STAY) tile = mask.next<OWN, TL>(p, owned.first, tile, passing.end);
-        while (KEYS_STAY && tile < passing.end && !mask.has<TL, OWN>(p, 0, tile * TL, owned.first)) tile = tile / (BAND / TL) * (BAND / TL) + BAND / TL;
-        if (tile < passing.end) return;
+        if (!KEYS_STATIONARY)
+          tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary_tile.first, tile, streamed.end);
+        while (KEYS_STATIONARY && tile < streamed.end &&
+               !mask.has<STREAMED_ROWS, STATIONARY_ROWS>(p, 0, tile * STREAMED_ROWS, stationary_tile.first))
+          tile = tile / (BAND / STREAMED_ROWS) * (BAND / STREAMED_ROWS) + BAND / STREAMED_ROWS;
+        if (tile < streamed.end) return;
       }
     };
     skip();
-    int steps = BIAS ? this_head < passing.heads : max(passing.end - passing.first, 0) * passing.heads;
-    uint4 transit[larger(MoverS::N, MoverP::N)];   // both take turns in it
+    int steps = BIAS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
+    uint4 staged[larger(CopyStreamedQK::N, CopyStreamedVO::N)];   // the QK and the VO tile take turns
     if (steps) {
-      load(p, transit, of_s, s_strides, passing, tile, this_head, p.head_dim, MoverS(threadIdx.x), shared + TILES, 0);
-      const float row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head), threadIdx.x, 0);
-      MoverS(threadIdx.x).store(transit, shared + TILES, s_scale);
-      if (KEYS_STAY && threadIdx.x < 2 * TL) shared_store(shared + ROW_VALUES + threadIdx.x * 4, __float_as_int(row_value));
+      load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
+           shared + QK_TILES_AT, 0);
+      const float row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head), threadIdx.x, 0);
+      CopyStreamedQK(threadIdx.x).store(staged, shared + QK_TILES_AT, qk_scale);
+      if (KEYS_STATIONARY && threadIdx.x < 2 * STREAMED_ROWS)
+        shared_store(shared + ROW_VALUES_AT + threadIdx.x * 4, __float_as_int(row_value));
     }
     __syncthreads();
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-      // Compiler steering: a 0 that it cannot see through, so that it keeps nothing that follows from the thread's number over the loop.
+      // Compiler steering: a 0 unknown to the compiler, so that it keeps nothing that follows from the thread's number
+      // across the loop.
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
-      const int anew = D > 64 && D < 128 ? zero : 0;   // compiler steering: addresses of what passes take more registers if kept; found anew, more at a time
-      const int buffer = step & 1, side = side_of(thread), half = HALVES ? side & 1 : 0, first = tile * TL, seen = first + half * SEEN;
-      const u32 s_tile = shared + TILES + buffer * TILE_BYTES + half * (PAIRS ? SEEN : 0) * OfS::ROW_BYTES, p_tile = shared + TILE_P + half * (PAIRS ? SEEN : 0) * OfP::ROW_BYTES;
-      const int by_rows = SUMS ? thread ^ half << 4 : thread, turned = SUMS ? thread ^ half << 3 : thread;   // so that the rows whose scores it finds come first
-      const u32 s_at = OfS::along(s_tile + OfS::b_operand_at(by_rows), SUMS ? side * 2 : 0), p_at = OfP::along(p_tile + OfP::b_operand_at(by_rows), SUMS ? side * 2 : 0);
-      // Where accumulate() reads.
-      const u32 s_turned = OfS::along(s_tile + (MMA16 ? OfS::a_operand_at(turned) : OfS::b_operand_at(by_rows)), side * 2);
-      const u32 p_turned = OfP::along(p_tile + (MMA16 ? OfP::a_operand_at(turned) : OfP::b_operand_at(by_rows)), side * 2);
-      const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + half * SEEN * 4 + t * 8;
-      const Sight band = sight(p, owned.first + group_of(thread) * WARP_ROWS, passing.shift, passing.rows, zero);
-      // Compiler steering: without a mask always true, but it then keeps the operands of one half of this loop out of the other, where registers are short.
-      const bool active = LOCAL ? band.sees_some(first) || (HALVES && band.sees_some(first + SEEN)) : KEYS_STAY || D > 128 ? zero == 0 : true;
+      // Compiler steering: streamed addresses are recomputed where they would take too many registers.
+      const int anew = D > 64 && D < 128 ? zero : 0;
+      const int buffer = step & 1, side = side_of(thread), half = EXCHANGES ? side & 1 : 0,
+                first = tile * STREAMED_ROWS, seen = first + half * SCORED_ROWS;
+      const u32 qk_tile = shared + QK_TILES_AT + buffer * QK_TILE_BYTES +
+                          half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutQK::ROW_BYTES,
+                vo_tile = shared + VO_TILE_AT + half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutVO::ROW_BYTES;
+      // This warp's half of the streamed rows comes first.
+      const int row_thread = SPLIT_K ? thread ^ half << 4 : thread,
+                transposed_thread = SPLIT_K ? thread ^ half << 3 : thread;
+      const u32 qk_at = LayoutQK::along(qk_tile + LayoutQK::b_operand_at(row_thread), SPLIT_K ? side * 2 : 0),
+                vo_at = LayoutVO::along(vo_tile + LayoutVO::b_operand_at(row_thread), SPLIT_K ? side * 2 : 0);
+      // Addresses for accumulate().
+      const u32 qk_transposed = LayoutQK::along(
+          qk_tile + (MMA_K16 ? LayoutQK::a_operand_at(transposed_thread) : LayoutQK::b_operand_at(row_thread)),
+          side * 2);
+      const u32 vo_transposed = LayoutVO::along(
+          vo_tile + (MMA_K16 ? LayoutVO::a_operand_at(transposed_thread) : LayoutVO::b_operand_at(row_thread)),
+          side * 2);
+      const u32 rows_at = shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + half * SCORED_ROWS * 4 + t * 8;
+      const WarpRange range =
+          warp_range(p, stationary_tile.first + group_of(thread) * WARP_ROWS, streamed.shift, streamed.rows, zero);
+      // Compiler steering: without a mask always true, but it keeps the compiler from moving operands between the two
+      // halves of this loop, where registers are short.
+      const bool sees = !LOCAL || range.sees_some(first) || (EXCHANGES && range.sees_some(first + SCORED_ROWS));
+      const bool active = !LOCAL && (KEYS_STATIONARY || D > 128) ? zero == 0 : sees;
       const DenseMask mask(p, b, head + this_head);
-      load(p, transit, of_p, p_strides, passing, tile, this_head, p.head_dim_v, MoverP(thread), shared + TILE_P, anew);
+      load(p, staged, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
+           shared + VO_TILE_AT, anew);
       Scores S;
       Packed P;
-      float dP[AT_ONCE][MT][4];
-      u32 dS[AT_ONCE][MT][2];
-      scoring.set_head(p, b, head + this_head);
-      const auto find_probabilities = [&] {
-        if (BIAS ? !(KEYS_STAY ? mask.has<SEEN, WARP_ROWS>(p, 1, seen, band.first) : mask.has<WARP_ROWS, SEEN>(p, 1, band.first, seen)) : band.sees_all(seen) && (!DISTANCE_IS_SUM || band.is_behind(seen) || band.is_ahead(seen)))
-          probabilities<false>(S, P, p, mask, scoring, band, own, rows_at, seen, g, t);
-        else probabilities<true>(S, P, p, mask, scoring, band, own, rows_at, seen, g, t);
-        if (HALVES && KEYS_STAY) hand_over(P, exchange_at(shared, 0, thread, side));
+      float dP[AT_ONCE][MMA_M][4];
+      u32 dS[AT_ONCE][MMA_M][2];
+      score_params.set_head(p, b, head + this_head);
+      const auto recompute = [&] {
+        if (BIAS ? !(KEYS_STATIONARY ? mask.has<SCORED_ROWS, WARP_ROWS>(p, 1, seen, range.first)
+                                     : mask.has<WARP_ROWS, SCORED_ROWS>(p, 1, range.first, seen))
+                 : range.sees_all(seen) && (!DISTANCE_IS_SUM || range.is_behind(seen) || range.is_ahead(seen)))
+          recompute_probabilities<false>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
+        else recompute_probabilities<true>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
+        if (EXCHANGES && KEYS_STATIONARY) store_half(P, exchange_at(shared, 0, thread, side));
       };
       if (active) {
         set_zero(S);
-        product<REG_S, D, SUMMED>(S, own_s, shared + own_at<OfS>(thread), s_at);
-        if (SUMS) leave_scores(S, sums_at(shared, true, buffer, thread), side);
-        else find_probabilities();
+        product<QK_IN_REGS, D, PARTIAL_BLOCKS>(S, stationary_qk, shared + stationary_at<LayoutQK>(thread), qk_at);
+        if (SPLIT_K) store_partial_scores(S, partials_at(shared, true, buffer, thread), side);
+        else recompute();
       }
-      MoverP(thread).store(transit, shared + TILE_P, p_scale);
+      CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT, vo_scale);
       __syncthreads();
-      if (++tile == passing.end) tile = passing.first, this_head++;
+      if (++tile == streamed.end) tile = streamed.first, this_head++;
       skip();
-      if (BIAS) steps = step + 1 + (this_head < passing.heads);
+      if (BIAS) steps = step + 1 + (this_head < streamed.heads);
       const bool last = step + 1 == steps;
       float row_value;
       if (!last) {
-        load(p, transit, of_s, s_strides, passing, tile, this_head, p.head_dim, MoverS(thread), shared + TILES + (buffer ^ 1) * TILE_BYTES, anew);
-        row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head + this_head), thread, anew);
+        load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(thread),
+             shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, anew);
+        row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head + this_head), thread, anew);
       }
       if (active) {
-        if (SUMS) add_scores(S, sums_at(shared, true, buffer, thread), side), find_probabilities();
-        if (KEYS_STAY && !SUMS) accumulate<NB>(grad_p, P, p_turned);
-        if (KEYS_STAY && PAIRS) accumulate_rest(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
+        if (SPLIT_K) add_partial_scores(S, partials_at(shared, true, buffer, thread), side), recompute();
+        if (KEYS_STATIONARY && !SPLIT_K) accumulate<MMA_N>(grad_vo, P, vo_transposed);
+        if (KEYS_STATIONARY && SPLIT_N)
+          accumulate_exchanged(grad_vo, P, exchange_at(shared, 0, thread, side ^ 1), vo_transposed, half);
 #pragma unroll
-        for (int n = 0; n < NB; n += AT_ONCE) {
-          start(dP, own, rows_at + n * 32);
-          product<REG_P, DV, AT_ONCE>(dP, own_p, shared + OWN_P + own_at<OfP>(thread), p_at, n);
-          if (SUMS) leave_scores(dP, sums_at(shared, false, buffer, thread), side);
-          else score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
-          if (PAIRS) hand_over(dS, exchange_at(shared, KEYS_STAY, thread, side));
-          if (!SUMS) accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
+        for (int n = 0; n < MMA_N; n += AT_ONCE) {
+          start_dp(dP, stationary, rows_at + n * 32);
+          product<VO_IN_REGS, DV, AT_ONCE>(dP, stationary_vo,
+                                           shared + STATIONARY_VO_AT + stationary_at<LayoutVO>(thread), vo_at, n);
+          if (SPLIT_K) store_partial_scores(dP, partials_at(shared, false, buffer, thread), side);
+          else compute_ds(dS, S + n, dP, stationary, rows_at + n * 32, p.dropout_scale, ds_exponent);
+          if (SPLIT_N) store_half(dS, exchange_at(shared, KEYS_STATIONARY, thread, side));
+          if (!SPLIT_K) accumulate<AT_ONCE>(grad_qk, dS, qk_transposed, n);
         }
       }
-      if (SUMS) {
+      if (SPLIT_K) {
         __syncthreads();
         if (active) {
-          if (KEYS_STAY) accumulate_rest(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
-          add_scores(dP, sums_at(shared, false, buffer, thread), side);
-          score_gradients(dS, S, dP, own, rows_at, p.dropout_scale, ds_exponent);
-          hand_over(dS, exchange_at(shared, KEYS_STAY, thread, side));
+          if (KEYS_STATIONARY)
+            accumulate_exchanged(grad_vo, P, exchange_at(shared, 0, thread, side ^ 1), vo_transposed, half);
+          add_partial_scores(dP, partials_at(shared, false, buffer, thread), side);
+          compute_ds(dS, S, dP, stationary, rows_at, p.dropout_scale, ds_exponent);
+          store_half(dS, exchange_at(shared, KEYS_STATIONARY, thread, side));
         }
       }
-      if (HALVES) {
+      if (EXCHANGES) {
         __syncthreads();
-        if (active) accumulate_rest(grad_s, dS, exchange_at(shared, KEYS_STAY, thread, side ^ 1), s_turned, half);
+        if (active)
+          accumulate_exchanged(grad_qk, dS, exchange_at(shared, KEYS_STATIONARY, thread, side ^ 1), qk_transposed,
+                               half);
       }
       if (!last) {
-        MoverS(thread).store(transit, shared + TILES + (buffer ^ 1) * TILE_BYTES, s_scale);
-        if (KEYS_STAY && thread < 2 * TL) shared_store(shared + ROW_VALUES + (buffer ^ 1) * TL * 8 + thread * 4, __float_as_int(row_value));
+        CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, qk_scale);
+        if (KEYS_STATIONARY && thread < 2 * STREAMED_ROWS)
+          shared_store(shared + ROW_VALUES_AT + (buffer ^ 1) * STREAMED_ROWS * 8 + thread * 4,
+                       __float_as_int(row_value));
       }
       __syncthreads();
     }
   }
 
-  // A gradient times `scale` and 2^exponent to its rows, through shared memory. In two steps, so that the exponent may be beyond a float's.
-  template <int C> DEVICE void write(float (&c)[C][MT][4], int exponent, float scale, u16 *out, int row_stride, int rows, int head_dim, bool of_dS) const {
-    float factor[MT][2];
-    UNROLLED(m, MT)
+  // Writes a gradient times `scale` and 2^exponent to its rows, through shared memory. In two factors, since 2^exponent
+  // may exceed a float.
+  template <int C> DEVICE void write(float (&c)[C][MMA_M][4], int exponent, float scale, u16 *out, int row_stride,
+                                     int rows, int head_dim, bool of_dS) const {
+    float factor[MMA_M][2];
+    UNROLLED(m, MMA_M)
       UNROLLED(r, 2) {
         const int all = exponent - (of_dS ? ds_exponent[m][r] : 0), half = all / 2;
         UNROLLED(n, C)
@@ -233,36 +299,40 @@ struct Block {
         factor[m][r] = scale * power_of_two(all - half);
       }
     const int first_row = group_of(threadIdx.x) * WARP_ROWS;
-    write_rows<SHARE>(c, factor, shared + first_row * larger(OfS::ROW_BYTES, OfP::ROW_BYTES), first_row, out, row_stride, rows, head_dim, side_of(threadIdx.x));
+    write_rows<SPLIT_WARPS>(c, factor, shared + first_row * larger(LayoutQK::ROW_BYTES, LayoutVO::ROW_BYTES), first_row,
+                            out, row_stride, rows, head_dim, side_of(threadIdx.x));
   }
 };
 
-// Gradients of rows for which there are no blocks become NaN, by blocks that have no sequence.
-DEVICE void mark_missing(const Params &p, u16 *x, const Strides &s, int head_dim, const Owned &own) {
-  const int splits = KEYS_STAY ? p.splits : 1;
-  for_missing_rows(p, KEYS_STAY ? p.cu_seqlens_k : p.cu_seqlens_q, KEYS_STAY ? p.total_k : p.total_q, p.tiles * OWN, own.tile * splits + own.split,
-                   own.tiles * splits, [&](int, int first, int rows) { write_nan(x + (i64)first * s.row + (i64)own.head * s.head, s.row, rows, head_dim); });
+// Gradients of rows without a block become NaN, written by blocks without a sequence.
+DEVICE void mark_missing(const Params &p, u16 *x, const Strides &s, int head_dim, const StationaryTile &tile) {
+  const int splits = Roles::splits(p);
+  for_missing_rows(p, Roles::stationary_starts(p), Roles::stationary_total(p), p.tiles * STATIONARY_ROWS,
+                   tile.tile * splits + tile.split, tile.tiles * splits, [&](int, int first, int rows) {
+                     write_nan(x + (i64)first * s.row + (i64)tile.head * s.head, s.row, rows, head_dim);
+                   });
 }
 
-// Tokens outside of all sequences (b = batch), and this sequence's slots that hold no key, have no gradient: rows [first, end) and [behind, last)
-// get 0. The blocks of a head share them out.
-DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim, const Owned &own) {
-  const int b = own.b, *starts = KEYS_STAY ? p.cu_seqlens_k : p.cu_seqlens_q, total = KEYS_STAY ? p.total_k : p.total_q;
-  int first = 0, end = own.seq.first_k, behind = end + own.seq.seqlen_k, last = p.seqlen_k;
+// Tokens outside of all sequences (b = batch), and this sequence's slots without a key, get gradients of 0: rows
+// [first, end) and [behind, last). The blocks of a head share these rows.
+DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim, const StationaryTile &tile) {
+  const int b = tile.b, *starts = Roles::stationary_starts(p), total = Roles::stationary_total(p);
+  int first = 0, end = tile.seq.first_k, behind = end + tile.seq.seqlen_k, last = p.seqlen_k;
   if (b == p.batch) {
     end = clamp(global_load(starts), 0, total);
     behind = clamp(global_load(starts + b), end, total);
     last = total;
-  } else if (!KEYS_STAY) {
+  } else if (!KEYS_STATIONARY) {
     return;
   } else if (starts) {
     first = clamp(global_load(starts + b), 0, total);
     last = clamp(global_load(starts + b + 1), first, total);
   }
   const int before = end - first, rows = before + last - behind;
-  const int splits = KEYS_STAY ? p.splits : 1;
-  for (int i = own.tile * splits + own.split; i < rows; i += own.tiles * splits) {
-    u16 *row = x + b * (starts ? 0 : s.batch) + (i64)(i < before ? first + i : behind + i - before) * s.row + (i64)own.head * s.head;
+  const int splits = Roles::splits(p);
+  for (int i = tile.tile * splits + tile.split; i < rows; i += tile.tiles * splits) {
+    u16 *row = x + b * (starts ? 0 : s.batch) + (i64)(i < before ? first + i : behind + i - before) * s.row +
+               (i64)tile.head * s.head;
     for (int c = threadIdx.x; c < head_dim; c += THREADS) global_store2(row + c, 0);
   }
 }

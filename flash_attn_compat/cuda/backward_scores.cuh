@@ -1,79 +1,91 @@
-// What a tile of scores becomes in the backward: probabilities, and the scores' gradients (lines 11 and 13 of Algorithm 2), with what is known of rows.
-// Macros: NW, MT, TL, PAIRS, SUMS, REG_S, REG_P, as backward.cuh says; KEYS_STAY, 1 in dkdv and 0 in dq.
+// From a tile of scores to P and dS in the backward: lines 11 and 13 of Algorithm 2. KEYS_STATIONARY is 1 in dkdv and 0
+// in dq.
 #pragma once
 #include "splits.cuh"
 
-constexpr int THREADS = NW * 32, SHARE = 1 << PAIRS + SUMS, GROUPS = NW / SHARE, OWN = GROUPS * MT * 16, WARP_ROWS = MT * 16;
-constexpr bool HALVES = PAIRS || SUMS;
-constexpr int SEEN = HALVES ? TL / 2 : TL, NB = SEEN / 8;   // passing rows of a tile whose probabilities a warp finds
-constexpr int SUMMED = SUMS ? TL / 8 : NB;                  // blocks of 8 whose products it sums up: its own come first
-static_assert(D % (16 * SHARE) == 0 && DV % (16 * SHARE) == 0 && SEEN % (SUMS ? 8 : 16) == 0, "what is shared out comes in 16s");
-static_assert(!SUMS || (!PAIRS && TL == 16), "two warps or four find the scores of 16 rows");
-DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // of warps with the same own rows
-DEVICE int side_of(int thread) { return SHARE > 1 ? (thread >> 5) / GROUPS : 0; }
-static_assert(!KEYS_STAY || 2 * TL <= THREADS, "a thread loads one of a tile's LSE and delta");
-// Rows of S's operands have D channels, those of dP's DV.
-typedef Layout<D> OfS;
-typedef Layout<DV> OfP;
-typedef Mover<THREADS, OWN, D> OwnMoverS;
-typedef Mover<THREADS, OWN, DV> OwnMoverP;
-typedef Mover<THREADS, TL, D> MoverS;
-typedef Mover<THREADS, TL, DV> MoverP;
-// Probabilities times 2^12 use fp16's range below 1 as well. Only where what multiplies them is scaled anyway.
+constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_N + SPLIT_K, GROUPS = WARPS / SPLIT_WARPS,
+              STATIONARY_ROWS = GROUPS * MMA_M * 16, WARP_ROWS = MMA_M * 16;
+constexpr bool EXCHANGES = SPLIT_N || SPLIT_K;
+// Streamed rows of a tile for which a warp computes P and dS, and blocks of 8 of them.
+constexpr int SCORED_ROWS = EXCHANGES ? STREAMED_ROWS / 2 : STREAMED_ROWS, MMA_N = SCORED_ROWS / 8;
+// Blocks of 8 streamed rows whose products a warp sums up; the warp's own half comes first.
+constexpr int PARTIAL_BLOCKS = SPLIT_K ? STREAMED_ROWS / 8 : MMA_N;
+static_assert(D % (16 * SPLIT_WARPS) == 0 && DV % (16 * SPLIT_WARPS) == 0 && SCORED_ROWS % (SPLIT_K ? 8 : 16) == 0,
+              "warps share out channels in 16s");
+static_assert(!SPLIT_K || (!SPLIT_N && STREAMED_ROWS == 16), "warps share out 16 streamed rows");
+DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // of warps with the same stationary rows
+DEVICE int side_of(int thread) { return SPLIT_WARPS > 1 ? (thread >> 5) / GROUPS : 0; }
+static_assert(!KEYS_STATIONARY || 2 * STREAMED_ROWS <= THREADS, "a thread loads at most one LSE or delta of a tile");
+// Q and K have D channels, dout and V have DV.
+typedef Layout<D> LayoutQK;
+typedef Layout<DV> LayoutVO;
+typedef TileCopy<THREADS, STATIONARY_ROWS, D> CopyStationaryQK;
+typedef TileCopy<THREADS, STATIONARY_ROWS, DV> CopyStationaryVO;
+typedef TileCopy<THREADS, STREAMED_ROWS, D> CopyStreamedQK;
+typedef TileCopy<THREADS, STREAMED_ROWS, DV> CopyStreamedVO;
+// P times 2^12 uses fp16's range below 1 as well; only where the operand that multiplies P is scaled anyway.
 constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
-// Softcap's slope comes divided by 4: probabilities are 4 times as large, and so is dv.
+// Softcap's slope is kept divided by 4: P and dv are 4 times as large.
 constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
-typedef float Scores[SUMMED][MT][4];
-typedef u32 Packed[NB][MT][2];   // scores as operands
-typedef float GradientS[D / 8 / SHARE][MT][4], GradientP[DV / 8 / SHARE][MT][4];
+typedef float Scores[PARTIAL_BLOCKS][MMA_M][4];
+typedef u32 Packed[MMA_N][MMA_M][2];   // P or dS as operands
+typedef float GradientQK[D / 8 / SPLIT_WARPS][MMA_M][4], GradientVO[DV / 8 / SPLIT_WARPS][MMA_M][4];
 
 // ---- Powers of two (converted bf16)
 DEVICE int exponent_of(float x) { return ((__float_as_int(x) >> 23) & 255) - 127; }
 DEVICE float power_of_two(int e) { return __int_as_float((clamp(e, -127, 127) + 127) << 23); }
-// x * 2^e, in two steps, so that e may be beyond a float's exponents.
+// x * 2^e, in two factors, since 2^e may exceed a float.
 DEVICE float times_power_of_two(float x, int e) { return x * power_of_two(e / 2) * power_of_two(e - e / 2); }
 
-struct Exponents {   // tensors are multiplied by 2 to these, on the way to shared memory
+struct Exponents {   // q is multiplied by 2^q on the way to shared memory, and so on
   int q, k, v, dout;
   DEVICE Exponents(const Params &p, int b, int head_k)
-      : q(exponent_of(scale_of(absmax_of(p, ABSMAX_Q, b, head_k)))), k(exponent_of(scale_of(absmax_of(p, ABSMAX_K, b, head_k)))),
-        v(exponent_of(scale_of(absmax_of(p, ABSMAX_V, b, head_k)))), dout(exponent_of(scale_of(absmax_of_dout(p, b, head_k)))) {}
+        : q(exponent_of(scale_of(absmax_of(p, ABSMAX_Q, b, head_k)))),
+          k(exponent_of(scale_of(absmax_of(p, ABSMAX_K, b, head_k)))),
+          v(exponent_of(scale_of(absmax_of(p, ABSMAX_V, b, head_k)))),
+          dout(exponent_of(scale_of(absmax_of_dout(p, b, head_k)))) {}
 };
 
-// dS is multiplied by 2 to this besides: then it stays below 2^15 whatever v, dout and out are. `largest_dout` is scaled, and v below 2^15;
-// delta has a bound of its own, since a given out may be of other values than these.
+// The exponent by which dS is scaled besides, so that it stays below 2^15 for any v, dout and out. `largest_dout` is
+// scaled, and v is below 2^15; delta has a bound of its own, since a caller may pass another out.
 DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dout, float largest_delta) {
   if (TYPE != 2) return 0;
   const int of_dP = exponent_of(p.head_dim_v * 32768.f * largest_dout * (DROPOUT ? p.dropout_scale : 1.f));
   const int of_delta = largest_delta == 0.f ? of_dP : exponent_of(largest_delta) + e.v + e.dout;
-  return 13 - P_SHIFT - max(of_dP, of_delta);   // |dP - delta| is below 2^(1 + one more than the larger of them)
+  return 13 - P_SHIFT - max(of_dP, of_delta);   // |dP - delta| < 2^(1 + larger exponent + 1)
 }
 
-// ---- Which passing rows a warp's own rows see. Queries from a key's own position - right to it + left see it.
-typedef Band<WARP_ROWS, SEEN> Sight;
-DEVICE Sight sight(const Params &p, int first, int shift, int passing, int zero) {
+// ---- Which streamed rows a warp's stationary rows see. Queries from (key's position - right) to (position + left) see
+// a key.
+typedef MaskRange<WARP_ROWS, SCORED_ROWS> WarpRange;
+DEVICE WarpRange warp_range(const Params &p, int first, int shift, int streamed, int zero) {
   const int left = window(p.window_left + zero), right = window(p.window_right + zero);
-  return {first + zero, shift + zero, passing, KEYS_STAY ? right : left, KEYS_STAY ? left : right};
+  return {first + zero, shift + zero, streamed, KEYS_STATIONARY ? right : left, KEYS_STATIONARY ? left : right};
 }
 
-// What the given LSE has of a row's position; of its biases.
-DEVICE float position_slope(const Params &p, int b, int head) { return ALIBI && p.lse_has_position ? alibi_slope(p, b, head) : 0.f; }
-DEVICE float bias_top(const Params &p, int b, int head, int row) { return BIAS > 1 && p.lse_has_position ? DenseMask(p, b, head).top(p, row) : 0.f; }
+// The terms of the given LSE that depend on a row's position, and on its largest bias.
+DEVICE float position_slope(const Params &p, int b, int head) {
+  return ALIBI && p.lse_has_position ? alibi_slope(p, b, head) : 0.f;
+}
+DEVICE float bias_top(const Params &p, int b, int head, int row) {
+  return BIAS > 1 && p.lse_has_position ? DenseMask(p, b, head).top(p, row) : 0.f;
+}
 
-// ---- What is known of a query row: LSE in units of log2 (rows without keys have +inf: their probabilities are 0), and delta.
-// Less the cap, from which a capped score is reckoned down.
+// ---- LSE of a query row in units of log2; +inf for rows that see no key, whose P is 0. With softcap the cap is
+// subtracted: scores count down from it.
 DEVICE float row_lse(const Params &p, float lse, int row, int offset, float slope) {
   const float shift = (float)-(P_SHIFT + SLOPE_SHIFT);
   if (fabsf(lse) == POS_INF) return POS_INF;
-  return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), lse) : lse, LOG2E, SOFTCAP ? fmaf(p.softcap, -LOG2E, shift) : shift);
+  return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), lse) : lse, LOG2E,
+              SOFTCAP ? fmaf(p.softcap, -LOG2E, shift) : shift);
 }
 
-// How scores of one head become probabilities.
-struct Scoring {
-  float unit;              // scores times this are in units of log2
-  float doubled, fall;     // softcap: a score is cap + fall / (exp2(S * doubled) + 1), in units of log2
+// Parameters of one head that turn scores into P.
+struct ScoreParams {
+  float unit;   // scores times unit are in units of log2
+  float doubled, fall;   // softcap: score = cap + fall / (exp2(S * doubled) + 1), in units of log2
   float slope;
-  u32 row_base, key_base;  // dropout
+  u32 row_base, key_base;   // dropout
   DEVICE void set_scale(const Params &p, const Exponents &e) {
     unit = times_power_of_two(p.softmax_scale * LOG2E, -(e.q + e.k));
 #if SOFTCAP
@@ -93,82 +105,97 @@ struct Scoring {
   }
 };
 
-// ---- c += a tile, along the passing rows. On Turing the addresses are product()'s, so that they are kept once: transposed, blocks and steps
-// change places. m16n8k16 wants its two steps in neighbouring registers, which a different order of addresses gives for nothing.
-template <int N, int C> DEVICE void accumulate(float (&c)[C][MT][4], const u32 (*a)[MT][2], u32 tile_at, int first = 0) {
-  typedef Layout<C * 8 * SHARE> L;
+// ---- c += P or dS times a streamed tile. On Turing the addresses are those of product(), so that registers hold them
+// once: transposed, blocks and steps swap places. m16n8k16 wants its two steps in neighbouring registers, which another
+// order of addresses gives for free.
+template <int N, int C>
+DEVICE void accumulate(float (&c)[C][MMA_M][4], const u32 (*a)[MMA_M][2], u32 tile_at, int first = 0) {
+  typedef Layout<C * 8 * SPLIT_WARPS> L;
   UNROLLED(k, N / 2) {
-    u32 both[MT][4];
-    UNROLLED(m, MT)
+    u32 both[MMA_M][4];
+    UNROLLED(m, MMA_M)
       UNROLLED(i, 4) both[m][i] = a[2 * k + i / 2][m][i % 2];
 #pragma unroll
     for (int n = 0; n < C; n += 2) {
       u32 b[4];
-      ldmatrix_transposed(b, L::along(tile_at, n * SHARE) + (first + 2 * k) * 8 * L::ROW_BYTES);
-      const u32 swapped[4] = {b[0], b[MMA16 ? 1 : 2], b[MMA16 ? 2 : 1], b[3]};
-      multiply<MT>(c[n], c[n + 1], both, swapped);
+      ldmatrix_transposed(b, L::along(tile_at, n * SPLIT_WARPS) + (first + 2 * k) * 8 * L::ROW_BYTES);
+      const u32 swapped[4] = {b[0], b[MMA_K16 ? 1 : 2], b[MMA_K16 ? 2 : 1], b[3]};
+      multiply<MMA_M>(c[n], c[n + 1], both, swapped);
     }
   }
 }
 
-// ---- Line 11: P = exp(S - LSE) in S's place, what is hidden 0. Where softcap's slope 1 - tanh^2 comes in, it is a factor of P already;
-// a dropped probability is negative. `packed` gets the probabilities that out was made of, for dv.
-struct OwnRows {   // of queries; keys need nothing but their dropout words
-  float lse[MT][2], minus_delta[MT][2];   // minus_delta: in the units in which dS is packed
-  u32 word[MT][2];
+// ---- Line 11: P = exp(S - LSE), in the place of S; 0 for masked scores. With softcap P holds its slope 1 - tanh^2 as
+// a factor; a dropped probability is negative. `packed` gets the probabilities for dv: without the slope, dropped ones
+// 0.
+struct StationaryRows {   // of queries; keys need only their dropout words
+  float lse[MMA_M][2], minus_delta[MMA_M][2];   // minus_delta: in the units of packed dS
+  u32 word[MMA_M][2];
 };
 
-// Only MASKED serves a tile that hides something, and under ALiBi one with rows on both sides of an own position: elsewhere the distance is
-// a sum, of what the own row and the passing one have of it.
-constexpr bool DISTANCE_IS_SUM = ALIBI && !(TYPE == 2 && DROPOUT);   // there registers are short
+// MASKED: the tile masks a score or, under ALiBi, has rows on both sides of a stationary position. In other tiles
+// ALiBi's distance is a term of the stationary row plus a term of the streamed row.
+constexpr bool DISTANCE_IS_SUM = ALIBI && !(TYPE == 2 && DROPOUT);   // else registers are short
 
-template <bool MASKED>
-DEVICE void probabilities(Scores &S, Packed &packed, const Params &p, const DenseMask &mask, const Scoring &f, const Sight &band, const OwnRows &own, u32 rows_at, int tile, int g, int t) {
-  int first[MT][2], last[MT][2];   // visible passing rows, from this lane's first one on
-  float ahead[MT][2], along[MT][2];
-  const float per_row = band.is_behind(tile) ? f.slope : -f.slope;   // ALiBi's difference from one passing row to the next
-  UNROLLED(m, MT)
+template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &packed, const Params &p,
+                                                           const DenseMask &mask, const ScoreParams &f,
+                                                           const WarpRange &range, const StationaryRows &stationary,
+                                                           u32 rows_at, int tile, int g, int t) {
+  int first[MMA_M][2], last[MMA_M][2];   // visible streamed rows, from this lane's first one on
+  float ahead[MMA_M][2], along[MMA_M][2];
+  // ALiBi's difference from one streamed row to the next.
+  const float per_row = range.is_behind(tile) ? f.slope : -f.slope;
+  UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
-      const int position = band.first + m * 16 + g + r * 8 + band.shift - tile - 2 * t;
-      first[m][r] = LOCAL ? position - band.before : 0;
-      last[m][r] = band.passing - 1 - tile - 2 * t;
-      if (LOCAL) last[m][r] = min(last[m][r], position + band.after);
+      const int position = range.first + m * 16 + g + r * 8 + range.shift - tile - 2 * t;
+      first[m][r] = LOCAL ? position - range.before : 0;
+      last[m][r] = range.streamed - 1 - tile - 2 * t;
+      if (LOCAL) last[m][r] = min(last[m][r], position + range.after);
       ahead[m][r] = (float)-position;
       along[m][r] = per_row * ahead[m][r];
     }
-  UNROLLED(n, NB) {
+  UNROLLED(n, MMA_N) {
     float lse[2];
-    if (KEYS_STAY) shared_load_floats(lse, rows_at + n * 32);
-    float2 bias[MT][2];   // of an own row and two keys
+    if (KEYS_STATIONARY) shared_load_floats(lse, rows_at + n * 32);
+    float2 bias[MMA_M][2];   // of a stationary row and two keys
     if (MASKED && BIAS_PAIRS)
-      UNROLLED(m, MT)
-        UNROLLED(r, 2) bias[m][r] = mask.pair(p, band.first + m * 16 + g + r * 8, tile + n * 8 + 2 * t);
+      UNROLLED(m, MMA_M)
+        UNROLLED(r, 2) bias[m][r] = mask.pair(p, range.first + m * 16 + g + r * 8, tile + n * 8 + 2 * t);
     UNROLLED(e, 2) {
 #if DROPOUT
-      const u32 word = mix((KEYS_STAY ? f.row_base : f.key_base) + tile + n * 8 + 2 * t + e);
+      const u32 word = mix((KEYS_STATIONARY ? f.row_base : f.key_base) + tile + n * 8 + 2 * t + e);
 #endif
-      UNROLLED(m, MT)
+      UNROLLED(m, MMA_M)
         UNROLLED(r, 2) {
           float &s = S[n][m][2 * r + e];
-          const int own_row = band.first + m * 16 + g + r * 8, passing = tile + n * 8 + 2 * t + e, row = KEYS_STAY ? passing : own_row;
-          float minus_lse = KEYS_STAY ? -lse[e] : -own.lse[m][r];
-          if (DISTANCE_IS_SUM && !MASKED) minus_lse += KEYS_STAY ? per_row * (n * 8 + e) : along[m][r];
+          const int stationary_row = range.first + m * 16 + g + r * 8, streamed = tile + n * 8 + 2 * t + e,
+                    row = KEYS_STATIONARY ? streamed : stationary_row;
+          float minus_lse = KEYS_STATIONARY ? -lse[e] : -stationary.lse[m][r];
+          if (DISTANCE_IS_SUM && !MASKED) minus_lse += KEYS_STATIONARY ? per_row * (n * 8 + e) : along[m][r];
           const float below = SOFTCAP ? half_below_one(s * f.doubled) : 0.f;
           if (SOFTCAP) s = fmaf(below, f.fall, minus_lse);
-          else if (MASKED && BIAS > 1) s = fmaf(fmaf(s, f.unit * LN2, BIAS_PAIRS ? e ? bias[m][r].y : bias[m][r].x : mask.at(p, row, KEYS_STAY ? own_row : passing)) - mask.top(p, row), LOG2E, minus_lse);
+          else if (MASKED && BIAS > 1)
+            s = fmaf(fmaf(s, f.unit * LN2,
+                          BIAS_PAIRS ? e ? bias[m][r].y : bias[m][r].x
+                                     : mask.at(p, row, KEYS_STATIONARY ? stationary_row : streamed)) -
+                         mask.top(p, row),
+                     LOG2E, minus_lse);
           else s = fmaf(s, f.unit, minus_lse);
           if (ALIBI && (MASKED || !DISTANCE_IS_SUM)) s = fmaf(-f.slope, fabsf(ahead[m][r] + (float)(n * 8 + e)), s);
-          else if (ALIBI) s = KEYS_STAY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);
+          else if (ALIBI) s = KEYS_STATIONARY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);
           s = exp2_approx(s);
-          const bool hidden = BIAS == 1 ? !(KEYS_STAY ? mask.sees(p, row, band.first, m * 16 + g + r * 8) : mask.sees(p, row, tile + n / 4 * 32, n % 4 * 8 + 2 * t + e))
-                                        : !BIAS && (n * 8 + e > last[m][r] || (LOCAL && n * 8 + e < first[m][r]));
+          const bool hidden = BIAS == 1
+                                  ? !(KEYS_STATIONARY ? mask.sees(p, row, range.first, m * 16 + g + r * 8)
+                                                      : mask.sees(p, row, tile + n / 4 * 32, n % 4 * 8 + 2 * t + e))
+                                  : !BIAS && (n * 8 + e > last[m][r] || (LOCAL && n * 8 + e < first[m][r]));
           if (MASKED && hidden) s = 0.f;
 #if DROPOUT
-          const bool gone = KEYS_STAY ? dropped(word, own.word[m][r], p.dropout_limit) : dropped(own.word[m][r], word, p.dropout_limit);
+          const bool gone = KEYS_STATIONARY ? dropped(word, stationary.word[m][r], p.dropout_limit)
+                                            : dropped(stationary.word[m][r], word, p.dropout_limit);
 #else
           const bool gone = false;
 #endif
-          if (KEYS_STAY) {
+          if (KEYS_STATIONARY) {
             u32 &pair = packed[n][m][r];
             const float kept = gone ? 0.f : s;
             pair = e ? pack(__int_as_float(pair), kept) : __float_as_int(kept);
@@ -180,30 +207,36 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Params &p, const Dens
   }
 }
 
-// ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0. Where nothing scales dP, it starts at -delta.
-constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT && !SUMS;
-// Blocks of 8 passing rows whose dP is in registers at once: all, where the own operand would be read again for each, or the scales of dP would.
-constexpr int AT_ONCE = SUMS ? SUMMED : REG_P && FROM_DELTA ? 2 : NB;
+// ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0. Where nothing scales dP, its sum starts
+// at -delta.
+constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT && !SPLIT_K;
+// Blocks of 8 streamed rows whose dP is in registers at once: all, where otherwise the stationary operand or the scales
+// would be read again.
+constexpr int AT_ONCE = SPLIT_K ? PARTIAL_BLOCKS : VO_IN_REGS && FROM_DELTA ? 2 : MMA_N;
 
-DEVICE void start(float (*dP)[MT][4], const OwnRows &own, u32 rows_at) {
+DEVICE void start_dp(float (*dP)[MMA_M][4], const StationaryRows &stationary, u32 rows_at) {
   UNROLLED(n, AT_ONCE) {
     float minus_delta[2];
-    if (KEYS_STAY && FROM_DELTA) shared_load_floats(minus_delta, rows_at + TL * 4 + n * 32);
-    UNROLLED(m, MT)
-      UNROLLED(e, 4) dP[n][m][e] = !FROM_DELTA ? 0.f : KEYS_STAY ? minus_delta[e & 1] : own.minus_delta[m][e >> 1];
+    if (KEYS_STATIONARY && FROM_DELTA) shared_load_floats(minus_delta, rows_at + STREAMED_ROWS * 4 + n * 32);
+    UNROLLED(m, MMA_M)
+      UNROLLED(e, 4)
+        dP[n][m][e] = !FROM_DELTA ? 0.f : KEYS_STATIONARY ? minus_delta[e & 1] : stationary.minus_delta[m][e >> 1];
   }
 }
 
-DEVICE void score_gradients(u32 (*dS)[MT][2], const float (*P)[MT][4], const float (*dP)[MT][4], const OwnRows &own, u32 rows_at, float dropout_scale, const int (&exponent)[MT][2]) {
-  UNROLLED(n, SUMS ? NB : AT_ONCE) {
+DEVICE void compute_ds(u32 (*dS)[MMA_M][2], const float (*P)[MMA_M][4], const float (*dP)[MMA_M][4],
+                       const StationaryRows &stationary, u32 rows_at, float dropout_scale,
+                       const int (&exponent)[MMA_M][2]) {
+  UNROLLED(n, SPLIT_K ? MMA_N : AT_ONCE) {
     float minus_delta[2];
-    if (KEYS_STAY && !FROM_DELTA) shared_load_floats(minus_delta, rows_at + TL * 4 + n * 32);
-    UNROLLED(m, MT)
+    if (KEYS_STATIONARY && !FROM_DELTA) shared_load_floats(minus_delta, rows_at + STREAMED_ROWS * 4 + n * 32);
+    UNROLLED(m, MMA_M)
       UNROLLED(r, 2) {
         const float scale = (TYPE == 2 ? power_of_two(exponent[m][r]) : 1.f) * (DROPOUT ? dropout_scale : 1.f);
         float x[2];
         UNROLLED(e, 2) {
-          const float probability = P[n][m][2 * r + e], d = dP[n][m][2 * r + e], minus = KEYS_STAY ? minus_delta[e] : own.minus_delta[m][r];
+          const float probability = P[n][m][2 * r + e], d = dP[n][m][2 * r + e],
+                      minus = KEYS_STATIONARY ? minus_delta[e] : stationary.minus_delta[m][r];
           x[e] = probability * (FROM_DELTA ? d : DROPOUT && !(probability >= 0.f) ? -minus : fmaf(d, scale, minus));
         }
         dS[n][m][r] = pack(x[0], x[1]);

@@ -1,26 +1,28 @@
-// Attention of few query rows over many keys, as in decoding: what counts is reading every key and value once, by as many blocks as there are.
-// Where new keys come with the call (APPEND), Q is rotated on load and the new keys are written on the way.
+// Attention of few query rows over many keys, as in decoding. Reading every key and value once takes the time: as many
+// blocks as the GPU holds read them. APPEND: new keys come with the call; the kernel rotates Q as it loads it, and
+// writes the new keys into the cache.
 //
-// A row is one query of one head; the heads that share keys are rows of one tile, 16 a tile. A tile's keys are split among blocks
-// (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023) and, within a block, dealt to its warps KEYS at a time. Nothing goes through shared
-// memory on the way: mma takes K and V in the layout in which a lane's 16-byte loads bring them. In the end the warps of a block put
-// their shares together, and the last block of a tile those of its splits.
+// A row is one query of one head; the query heads that share a key head are rows of the same tile, of 16 rows. Several
+// blocks share a tile's keys (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023), and the warps of a block take KEYS keys
+// at a time. K and V bypass shared memory: mma takes them in the layout of a lane's 16-byte loads. In the end a block
+// merges the results of its warps, and the last block of a tile those of its splits.
 #include "append.cuh"
 #include "decode.cuh"
+#include "scores.cuh"
 
-constexpr int KEYS = W == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
-constexpr int PIECES = W / 32;                           // of 32 channels in K
-typedef float Scores[NB][1][4], Result[CHUNKS][1][4];
-typedef Layout<W> OfQ;   // in shared memory
+constexpr int KEYS = W == 256 ? 8 : 16, MMA_N = KEYS / 8;   // keys that a warp takes at once; blocks of 8 of them
+constexpr int PIECES = W / 32;   // of 32 channels of K
+typedef float Scores[MMA_N][1][4], Result[CHUNKS][1][4];
+typedef Layout<W> LayoutQ;   // in shared memory
 constexpr bool Q_IN_REGISTERS = W == 64 || (W == 128 && TYPE != 2);
 
-// ---- Keys and values on their way to the tensor cores
+// ---- Loads of keys and values
 
-// Where the keys of one step lie. In pages every lane looks up one of them; where they are neighbours, the first one's row tells where
-// the others lie, else the lanes that load a key are told by the one that looked it up.
-struct Places {
+// Addresses of the keys of one step. Paged: each lane looks up one key. If the keys are neighbours in a page, the first
+// key's row gives all addresses; else lanes get the addresses by shuffles.
+struct KeySlots {
 #if PAGED
-  int page, within, first;   // page is as the table has it: nothing waits for it before it is needed
+  int page, within, first;   // page: unclamped, so that nothing waits for it before its use
   bool neighbours;
   DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) {
     const int lane = threadIdx.x & (KEYS - 1);
@@ -33,7 +35,9 @@ struct Places {
   DEVICE const u16 *at(const Params &p, const u16 *base, const Strides &s, int page, int within) const {
     return base + (i64)min((u32)page, (u32)(p.num_pages - 1)) * s.batch + (i64)within * s.row;
   }
-  DEVICE const u16 *row_of_neighbours(const Params &p, const u16 *base, const Strides &s) const { return at(p, base, s, page, first); }
+  DEVICE const u16 *row_of_neighbours(const Params &p, const u16 *base, const Strides &s) const {
+    return at(p, base, s, page, first);
+  }
   DEVICE const u16 *row(const Params &p, const u16 *base, const Strides &s, int i) const {
     return at(p, base, s, __shfl_sync(ALL_LANES, page, i), __shfl_sync(ALL_LANES, within, i));
   }
@@ -41,20 +45,25 @@ struct Places {
   static constexpr bool neighbours = true;
   int first;
   DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) { first = slot; }
-  DEVICE const u16 *row_of_neighbours(const Params &p, const u16 *base, const Strides &s) const { return row(p, base, s, 0); }
-  DEVICE const u16 *row(const Params &p, const u16 *base, const Strides &s, int i) const { return base + (i64)(first + i) * s.row; }
+  DEVICE const u16 *row_of_neighbours(const Params &p, const u16 *base, const Strides &s) const {
+    return row(p, base, s, 0);
+  }
+  DEVICE const u16 *row(const Params &p, const u16 *base, const Strides &s, int i) const {
+    return base + (i64)(first + i) * s.row;
+  }
 #endif
 };
 
-// Lane 4 g + t holds key 8 n + g, channels 32 c + 8 t and the 7 behind them. The tensor cores take two channels of each lane a step,
-// which are not neighbours among the lanes: the sum over channels does not mind, as long as Q lies likewise.
+// Lane 4 g + t holds key 8 n + g, channels 32 c + 8 t to 32 c + 8 t + 7. Each mma step takes two channels of each lane;
+// the sum over channels has any order, as long as Q has the same.
 struct KeyTile {
-  uint4 x[NB][PIECES];
-  template <bool WHOLE> DEVICE void load(const Params &p, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
+  uint4 x[MMA_N][PIECES];
+  template <bool WHOLE>
+  DEVICE void load(const Params &p, const u16 *base, const Strides &s, const KeySlots &slots, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    const u16 *start = places.row_of_neighbours(p, base, s);
-    UNROLLED(n, NB) {
-      const u16 *row = (PAGED && WHOLE ? start + (i64)(n * 8 + g) * s.row : places.row(p, base, s, n * 8 + g)) + t * 8;
+    const u16 *start = slots.row_of_neighbours(p, base, s);
+    UNROLLED(n, MMA_N) {
+      const u16 *row = (PAGED && WHOLE ? start + (i64)(n * 8 + g) * s.row : slots.row(p, base, s, n * 8 + g)) + t * 8;
       UNROLLED(c, PIECES) {
         const int channels = head_dim - t * 8 - c * 32;
         x[n][c] = WHOLE ? load_chunk(row + c * 32, channels) : load_chunk_if(n * 8 + g < left, row + c * 32, channels);
@@ -63,33 +72,37 @@ struct KeyTile {
   }
 };
 
-// Lane 4 g + t holds keys 8 n + 2 t and its neighbour, channels 64 h + 8 g and the 7 behind them.
+// Lane 4 g + t holds keys 8 n + 2 t and 8 n + 2 t + 1, channels 64 h + 8 g to 64 h + 8 g + 7.
 struct ValueTile {
-  uint4 x[NB][SLABS][2];
-  template <bool WHOLE> DEVICE void load(const Params &p, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
+  uint4 x[MMA_N][SLABS][2];
+  template <bool WHOLE>
+  DEVICE void load(const Params &p, const u16 *base, const Strides &s, const KeySlots &slots, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    const u16 *start = places.row_of_neighbours(p, base, s);
-    UNROLLED(n, NB)
+    const u16 *start = slots.row_of_neighbours(p, base, s);
+    UNROLLED(n, MMA_N)
       UNROLLED(e, 2) {
         const int i = n * 8 + 2 * t + e;
-        const u16 *row = (PAGED && WHOLE ? start + (i64)i * s.row : places.row(p, base, s, i)) + g * 8;
+        const u16 *row = (PAGED && WHOLE ? start + (i64)i * s.row : slots.row(p, base, s, i)) + g * 8;
         UNROLLED(h, SLABS) {
           const int channels = head_dim - g * 8 - h * 64;
-          x[n][h][e] = WHOLE ? load_chunk(row + h * 64, channels) : load_chunk_if(n * 8 + 2 * t + e < left, row + h * 64, channels);
+          x[n][h][e] = WHOLE ? load_chunk(row + h * 64, channels)
+                             : load_chunk_if(n * 8 + 2 * t + e < left, row + h * 64, channels);
         }
       }
   }
 };
 
-// Of the keys, `left` are there; what is behind them reads as 0, so that nothing there can harm.
-template <class T> DEVICE void load(const Params &p, T &tile, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
-  if (left >= KEYS && head_dim >= W && places.neighbours) tile.template load<true>(p, base, s, places, left, head_dim);
-  else tile.template load<false>(p, base, s, places, left, head_dim);
+// Loads a tile of which `left` keys exist; the others read as 0.
+template <class T> DEVICE void load(const Params &p, T &tile, const u16 *base, const Strides &s, const KeySlots &slots,
+                                    int left, int head_dim) {
+  if (left >= KEYS && head_dim >= W && slots.neighbours) tile.template load<true>(p, base, s, slots, left, head_dim);
+  else tile.template load<false>(p, base, s, slots, left, head_dim);
 }
 
-// Converted bf16: every step's keys, its values and every row of Q have a power of two of their own, so that nothing overflows and
-// small ones keep their bits whatever stands elsewhere. The accumulators are fp32 and hold true values.
-template <int LANES, int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of the scale that LANES share
+// Converted bf16: the keys of a step, its values and each row of Q have a power of two of their own, so that nothing
+// overflows and small values keep their bits. The accumulators are fp32 and hold true values.
+template <int LANES, int N>
+DEVICE float convert_all(uint4 (&x)[N]) {   // returns the inverse of the scale that LANES share
   if (TYPE != 2) return 1.f;
   const float scale = scale_for(max_of<LANES>(finite_magnitude(x)));
   UNROLLED(i, N) x[i] = convert(x[i], scale);
@@ -99,69 +112,52 @@ template <int LANES, int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the i
 // ---- One step of Algorithm 1 (forward.cu) for a warp's KEYS keys
 
 // S = Q K^T for rows g and g + 8 of the tile
-DEVICE void scores(Scores &S, const uint4 (*q)[PIECES], u32 q_at, const KeyTile &k) {
+DEVICE void compute_scores(Scores &S, const uint4 (*q)[PIECES], u32 q_at, const KeyTile &k) {
   set_zero(S);
   UNROLLED(c, PIECES) {
-    const u32 at = OfQ::along(q_at, c * 4);
-    const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(at), b = Q_IN_REGISTERS ? q[1][c] : shared_load4(at + 8 * OfQ::ROW_BYTES);
+    const u32 at = LayoutQ::along(q_at, c * 4);
+    const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(at),
+                b = Q_IN_REGISTERS ? q[1][c] : shared_load4(at + 8 * LayoutQ::ROW_BYTES);
     UNROLLED(w, 4)
-      UNROLLED(n, NB) mma_k8(S[n][0], word(a, w), word(b, w), word(k.x[n][c], w));
+      UNROLLED(n, MMA_N) mma_k8(S[n][0], word(a, w), word(b, w), word(k.x[n][c], w));
   }
 }
 
-// What a lane knows of its two rows.
-struct Rows {
-  int position[2];        // at which key a row stands
+// A lane's two rows.
+struct QueryRows {
+  int position[2];   // the key at which a row stands
   float slope[2], scale[2];
 };
 
-DEVICE void scale(Scores &S, const Rows &rows, float key_unit) {
-  UNROLLED(n, NB)
+DEVICE void scale(Scores &S, const QueryRows &rows, float key_unit) {
+  UNROLLED(n, MMA_N)
     UNROLLED(e, 4) S[n][0][e] *= (TYPE == 2 ? key_unit : 1.f) * rows.scale[e >> 1];
 }
 
-// Scores in units of log2.
-DEVICE void modify(Scores &S, const Params &p, const Rows &rows, int key) {
-  const int t = threadIdx.x & 3;
-  const float doubled = 2.f * LOG2E / p.softcap, cap = p.softcap * LOG2E;
-  UNROLLED(n, NB)
-    UNROLLED(e, 4) {
-      float &s = S[n][0][e];
-      s = SOFTCAP ? fmaf(half_below_one(s * doubled), -2.f * cap, cap) : s * LOG2E;
-      if (ALIBI) s = fmaf(-rows.slope[e >> 1] * LOG2E, fabsf((float)(key + n * 8 + 2 * t + (e & 1) - rows.position[e >> 1])), s);
-    }
-}
-
-DEVICE void hide(Scores &S, const Rows &rows, int key, int end, int left, int right) {
-  const int t = threadIdx.x & 3;
-  UNROLLED(n, NB)
-    UNROLLED(e, 4) {
-      const int j = key + n * 8 + 2 * t + (e & 1), ahead = j - rows.position[e >> 1];
-      if (j >= end || (LOCAL && (ahead > right || ahead < -left))) S[n][0][e] = NEG_INF;
-    }
-}
-
-// O += P V. O[8 h + i] holds channels 64 h + 16 t + i (first and third) and 8 more.
+// O += P V. O[8 h + i] holds channels 64 h + 16 t + i (elements 0 and 2) and the 8th behind (1 and 3).
 DEVICE void accumulate(Result &O, const Scores &P, const ValueTile &v, float value_unit) {
-  u32 a[NB][2];
-  UNROLLED(n, NB) a[n][0] = pack(P[n][0][0], P[n][0][1]), a[n][1] = pack(P[n][0][2], P[n][0][3]);
+  u32 a[MMA_N][2];
+  UNROLLED(n, MMA_N) a[n][0] = pack(P[n][0][0], P[n][0][1]), a[n][1] = pack(P[n][0][2], P[n][0][3]);
   UNROLLED(h, SLABS)
     UNROLLED(i, 8) {
       float zeros[4] = {0.f, 0.f, 0.f, 0.f};
       float (&o)[4] = TYPE == 2 ? zeros : O[h * 8 + i][0];
-      UNROLLED(n, NB)
-        mma_k8(o, a[n][0], a[n][1], __byte_perm(word(v.x[n][h][0], i / 2), word(v.x[n][h][1], i / 2), i % 2 ? 0x7632 : 0x5410));
+      UNROLLED(n, MMA_N)
+        mma_k8(o, a[n][0], a[n][1],
+               __byte_perm(word(v.x[n][h][0], i / 2), word(v.x[n][h][1], i / 2), i % 2 ? 0x7632 : 0x5410));
       if (TYPE == 2)
         UNROLLED(e, 4) O[h * 8 + i][0][e] = fmaf(o[e], value_unit, O[h * 8 + i][0][e]);
     }
 }
 
-// ---- Rows of Q: lane 4 g + t holds channels 32 c + 8 t and the 7 behind them of rows g and g + 8.
-DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], Rows &rows, int first) {   // first: of the warp's channels
+// ---- Rows of Q: lane 4 g + t holds channels 32 c + 8 t to 32 c + 8 t + 7 of rows g and g + 8.
+DEVICE void load_rows(const Params &p, const RowTile &tile, uint4 (&q)[2][PIECES], QueryRows &rows,
+                      int first) {   // first: of the warp's channels
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, mine = first + t * 8;
   UNROLLED(r, 2) {
     const int query = tile.query(p, g + r * 8), head = tile.head(p, g + r * 8);
-    const u16 *row = p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head;
+    const u16 *row =
+        p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head;
     UNROLLED(c, PIECES) q[r][c] = load_chunk_if(true, row + mine + c * 32, p.head_dim - mine - c * 32);
     if (APPEND) {
       Rotation rotations[PIECES];
@@ -173,21 +169,23 @@ DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], 
   }
 }
 
-// Blocks that see some new key write all of their sequence's and key head's, and read them where they wrote them; so does the last block
-// of every tile, since there may be rows that see none. Several blocks may write the same.
-DEVICE void append_new(const Params &p, const Tile &tile, bool is_last, int end) {
+// A block that sees a new key writes all new keys of its sequence and key head, and then reads them from the cache. So
+// does the last block of every tile, since no row may see the new keys. Several blocks may write the same.
+DEVICE void append_new(const Params &p, const RowTile &tile, bool is_last, int end) {
   if (!is_last && end <= first_new_slot(p, tile.sequence)) return;
   const int pieces = new_pieces(p);
-  for (int i = threadIdx.x; i < p.seqlen_new * pieces; i += THREADS) append_piece(p, tile.sequence, i / pieces, tile.head_k, i % pieces);
+  for (int i = threadIdx.x; i < p.seqlen_new * pieces; i += THREADS)
+    append_piece(p, tile.sequence, i / pieces, tile.head_k, i % pieces);
   __syncthreads();
 }
 
-KERNEL(THREADS, MINB) decode(const Params p) {
+KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   const int tile_index = blockIdx.x / p.splits, split = blockIdx.x % p.splits, head_index = tile_index / p.tiles;
-  Tile tile;
-  tile.sequence = head_index / p.nheads_k, tile.head_k = head_index % p.nheads_k, tile.first = tile_index % p.tiles * ROWS;
+  RowTile tile;
+  tile.sequence = head_index / p.nheads_k, tile.head_k = head_index % p.nheads_k;
+  tile.first = tile_index % p.tiles * ROWS;
   if (tile.sequence == p.batch) {
     const int part = tile_index % p.tiles * p.splits + split, parts = p.tiles * p.splits;
     for (int i = 0; i < p.group; i++) {
@@ -200,74 +198,75 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   tile.rows = seq.seqlen_q * p.group;
   if (tile.first >= tile.rows || lacks_mask(p, seq.seqlen_q)) return;
 
-  // The keys that some row of the tile sees, and this block's share of them.
+  // The keys that the tile's rows see, and this block's share of them.
   const int offset = seq.seqlen_k - seq.seqlen_q;
   const int left = window(p.window_left), right = window(p.window_right);
   const Range seen = visible_keys(tile.query(p, 0), tile.query(p, ROWS - 1) + 1, offset, seq.seqlen_k, left, right);
-  const int unit_keys = WARPS * KEYS, group = warp / SIDES, side = warp % SIDES;
-  const Share share(p, seen, unit_keys, split);
+  const int unit_keys = WARP_GROUPS * KEYS, group = warp / SPLIT_WARPS, side = warp % SPLIT_WARPS;
+  const SplitRange share(p, seen, unit_keys, split);
   const int splits = share.splits, first = share.keys.first, end = share.keys.end;
   if (split >= splits) return;
 
   if (APPEND) append_new(p, tile, split == splits - 1, seq.first_k + end);
-  const u32 shared = SHARED_BASE, q_at = shared + (side * ROWS + g) * OfQ::ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
+  const u32 shared = SHARED_BASE, q_at = shared + (side * ROWS + g) * LayoutQ::ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
   const u16 *k = p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head + side * W;
   const u16 *v = p.v + (PAGED ? 0 : tile.sequence * p.v_s.batch) + (i64)tile.head_k * p.v_s.head + side * W;
   const int *pages = PAGED ? p.block_table + (i64)tile.sequence * p.table_stride : nullptr;
 
-  Rows rows;
+  QueryRows rows;
   uint4 q[2][PIECES];
   load_rows(p, tile, q, rows, side * W);
   rows.position[0] = tile.query(p, g) + offset, rows.position[1] = tile.query(p, g + 8) + offset;
   if (!Q_IN_REGISTERS) {
     if (group == 0)
       UNROLLED(c, PIECES)
-        UNROLLED(r, 2) shared_store(OfQ::along(q_at, c * 4) + r * 8 * OfQ::ROW_BYTES, q[r][c]);
+        UNROLLED(r, 2) shared_store(LayoutQ::along(q_at, c * 4) + r * 8 * LayoutQ::ROW_BYTES, q[r][c]);
     __syncthreads();
   }
-  // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
+  // Where nothing else changes scores, they are compared unscaled, and exp2 scales them.
   const bool modified = SOFTCAP || ALIBI || TYPE == 2 || !(p.softmax_scale > 0.f);
   const float unit = modified ? 1.f : p.softmax_scale * LOG2E;
 
   Result O;
   set_zero(O);
   float m[1][2] = {{NEG_INF, NEG_INF}}, l[1][2] = {{0.f, 0.f}};
-  Places places, following;
+  KeySlots slots, next_slots;
   KeyTile key_tile;
   ValueTile value_tile;
   const int last_slot = seq.first_k + end - 1;
-  int key = first + group * KEYS, turn = 0;
-  const int stop = SUMS ? end + group * KEYS : end;   // warps that wait for one another take as many steps
+  int key = first + group * KEYS, buffer = 0;
+  const int stop = SPLIT_K ? end + group * KEYS : end;   // warps that exchange sums take as many steps
   const int k_channels = p.head_dim - side * W, v_channels = p.head_dim_v - side * W;
   if (key < stop) {
-    places.find(p, pages, seq.first_k + key, last_slot);
-    load(p, key_tile, k, p.k_s, places, end - key, k_channels);
-    load(p, value_tile, v, p.v_s, places, end - key, v_channels);
-    places.find(p, pages, seq.first_k + key + unit_keys, last_slot);
+    slots.find(p, pages, seq.first_k + key, last_slot);
+    load(p, key_tile, k, p.k_s, slots, end - key, k_channels);
+    load(p, value_tile, v, p.v_s, slots, end - key, v_channels);
+    slots.find(p, pages, seq.first_k + key + unit_keys, last_slot);
   }
 #pragma unroll 1
   for (; key < stop; key += unit_keys) {
     const int next = key + unit_keys;
-    following.find(p, pages, seq.first_k + next + unit_keys, last_slot);   // page numbers arrive while this step is computed
+    next_slots.find(p, pages, seq.first_k + next + unit_keys, last_slot);   // page numbers arrive during this step
     Scores S;
-    const float key_unit = convert_all<32>(reinterpret_cast<uint4 (&)[NB * PIECES]>(key_tile.x));
-    scores(S, q, q_at, key_tile);
-    if (next < stop) load(p, key_tile, k, p.k_s, places, end - next, k_channels);
+    const float key_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * PIECES]>(key_tile.x));
+    compute_scores(S, q, q_at, key_tile);
+    if (next < stop) load(p, key_tile, k, p.k_s, slots, end - next, k_channels);
     if (modified) scale(S, rows, key_unit);
-    if (SUMS) {
-      const u32 sums_at = shared + SHARES + turn + (group * SIDES * NB * 32 + lane) * 16;
-      UNROLLED(n, NB) leave_sums(S[n][0], sums_at + (side * NB + n) * 512);
+    if (SPLIT_K) {
+      const u32 partials_at = shared + SHARES + buffer + (group * SPLIT_WARPS * MMA_N * 32 + lane) * 16;
+      UNROLLED(n, MMA_N) store_partial(S[n][0], partials_at + (side * MMA_N + n) * 512);
       __syncthreads();
-      UNROLLED(n, NB) add_sums(S[n][0], sums_at + ((side ^ 1) * NB + n) * 512);
-      turn ^= NW * NB * 512;
+      UNROLLED(n, MMA_N) add_partial(S[n][0], partials_at + ((side ^ 1) * MMA_N + n) * 512);
+      buffer ^= WARPS * MMA_N * 512;
     }
-    if (modified) modify(S, p, rows, key);
-    if (LOCAL || key + KEYS > end) hide(S, rows, key, end, left, right);
+    const auto row_of = [&](int, int r) { return ScoreRow{0, rows.position[r], rows.slope[r]}; };
+    if (modified) apply_softcap_alibi_bias(S, p, nullptr, false, 1.f, key, row_of);
+    if (LOCAL || key + KEYS > end) apply_mask(S, p, nullptr, key, end, left, right, row_of);
     online_softmax<0>(S, m, l, O, unit);
-    const float value_unit = convert_all<32>(reinterpret_cast<uint4 (&)[NB * SLABS * 2]>(value_tile.x));
+    const float value_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * SLABS * 2]>(value_tile.x));
     accumulate(O, S, value_tile, value_unit);
-    if (next < stop) load(p, value_tile, v, p.v_s, places, end - next, v_channels);
-    places = following;
+    if (next < stop) load(p, value_tile, v, p.v_s, slots, end - next, v_channels);
+    slots = next_slots;
   }
 
   const i64 first_part = (i64)tile_index * p.splits;

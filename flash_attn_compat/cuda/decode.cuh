@@ -1,18 +1,18 @@
-// How the decode kernel's results come together: those of a block's warps in shared memory, those of a tile's splits in global memory.
+// How the decode kernel merges results: of a block's warps in shared memory, of a tile's splits in global memory.
 #pragma once
 #include "splits.cuh"
 
-constexpr int NW = 4, THREADS = NW * 32, ROWS = 16, MAX_SPLITS = 256;
-// With SUMS two warps have the same keys, each of them half of the channels: they add up what they find of the scores.
-constexpr int SIDES = 1 << SUMS, WARPS = NW / SIDES, W = D / SIDES, CHUNKS = W / 8;
-constexpr int PART = ROWS * (D + 2);   // what a split leaves: its result, then for each row the maximum in units of log2 and the sum
-constexpr int SLABS = W / 64;   // of 64 channels in a warp's V and result
-// Shared memory: the warps' shares of a slab of the result (before: Q, after: the splits' weights), then their maxima and sums, then
-// 1 / sum of each row. With SUMS, before: what warps find of scores, twice.
-constexpr u32 SHARES = NW * ROWS * 64 * 4, STATISTICS_AT = SHARES, FACTORS_AT = STATISTICS_AT + NW * ROWS * 8;
+constexpr int WARPS = 4, THREADS = WARPS * 32, ROWS = 16, MAX_SPLITS = 256;
+// SPLIT_K: two warps have the same keys and half of the channels each; they add up their scores.
+constexpr int SPLIT_WARPS = 1 << SPLIT_K, WARP_GROUPS = WARPS / SPLIT_WARPS, W = D / SPLIT_WARPS, CHUNKS = W / 8;
+constexpr int PART = ROWS * (D + 2);   // a split's result, then for each row its maximum in units of log2 and its sum
+constexpr int SLABS = W / 64;   // of 64 channels, in a warp's V and result
+// Shared memory: the warps' shares of a slab of the result (before: Q; after: weights of the splits), then their maxima
+// and sums, then 1 / sum of each row. SPLIT_K, before: partial scores, twice.
+constexpr u32 SHARES = WARPS * ROWS * 64 * 4, STATISTICS_AT = SHARES, FACTORS_AT = STATISTICS_AT + WARPS * ROWS * 8;
 
-// The rows of a block's tile: row i is query i / group of head i % group.
-struct Tile {
+// The rows of a block: row i is query i / group of head i % group.
+struct RowTile {
   int sequence, head_k, first, rows;   // rows: of all tiles of this sequence and key head
   Sequence seq;
   DEVICE int count() const { return min(ROWS, rows - first); }
@@ -21,7 +21,7 @@ struct Tile {
   DEVICE int head(const Params &p, int i) const { return head_k * p.group + row(i) % p.group; }
 };
 
-DEVICE void write_out(const Params &p, const Tile &tile, int row, int channel, float4 x, float factor) {
+DEVICE void write_out(const Params &p, const RowTile &tile, int row, int channel, float4 x, float factor) {
   const int channels = p.head_dim_v - channel;
   if (channels <= 0) return;
   u16 *out = p.out + tile.sequence * p.out_s.batch + (i64)(tile.seq.first_q + tile.query(p, row)) * p.out_s.row +
@@ -33,7 +33,7 @@ DEVICE void write_out(const Params &p, const Tile &tile, int row, int channel, f
     if (i < channels) global_store2(out + i, (u16)(pairs[i / 2] >> (i % 2 * 16)));
 }
 
-DEVICE void write_lse(const Params &p, const Tile &tile, int row, float m, float l) {
+DEVICE void write_lse(const Params &p, const RowTile &tile, int row, float m, float l) {
   if (!p.lse) return;
   const int head = tile.head(p, row), query = tile.query(p, row);
   const float slope = ALIBI ? alibi_slope(p, tile.sequence, head) : 0.f;
@@ -45,12 +45,14 @@ DEVICE void add_weighted(float4 &sum, float weight, const float4 &x) {
   sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
 }
 
-// Four channels of a row as one warp left them; spread over the banks.
-DEVICE u32 share_at(u32 shared, int warp, int row, int quad) { return shared + ((warp * ROWS + row) * 16 + (quad ^ row)) * 16; }
+// Place of four channels of a row that one warp stored; spread over the banks.
+DEVICE u32 share_at(u32 shared, int warp, int row, int quad) {
+  return shared + ((warp * ROWS + row) * 16 + (quad ^ row)) * 16;
+}
 
-// The warps' shares of all channels put together: written as the result where the tile has one split, else left for the last block.
-DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][1][4], float (&m)[2], float (&l)[2], float unit, u32 shared,
-                          int splits, i64 part) {
+// Merges the warps' results: writes them if the tile has one split, else stores them for the last block.
+DEVICE void combine_warps(const Params &p, const RowTile &tile, float (&O)[CHUNKS][1][4], float (&m)[2], float (&l)[2],
+                          float unit, u32 shared, int splits, i64 part) {
   const int thread = threadIdx.x, warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
   UNROLLED(r, 2) l[r] = sum_of<4>(l[r]);
   UNROLLED(h, SLABS) {
@@ -58,26 +60,30 @@ DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][
     UNROLLED(r, 2) {
       const int row = g + r * 8;
       const u32 statistics = shared + STATISTICS_AT + (warp * ROWS + row) * 8;
-      if (h == 0 && t == 0) shared_store_float(statistics, m[r] == NEG_INF ? NEG_INF : m[r] * unit), shared_store_float(statistics + 4, l[r]);
+      if (h == 0 && t == 0)
+        shared_store_float(statistics, m[r] == NEG_INF ? NEG_INF : m[r] * unit),
+            shared_store_float(statistics + 4, l[r]);
       UNROLLED(e, 2)
 #pragma unroll
         for (int i = 0; i < 8; i += 4)
           shared_store_float4(share_at(shared, warp, row, 4 * t + 2 * e + i / 4),
-                              make_float4(O[h * 8 + i][0][2 * r + e], O[h * 8 + i + 1][0][2 * r + e], O[h * 8 + i + 2][0][2 * r + e], O[h * 8 + i + 3][0][2 * r + e]));
+                              make_float4(O[h * 8 + i][0][2 * r + e], O[h * 8 + i + 1][0][2 * r + e],
+                                          O[h * 8 + i + 2][0][2 * r + e], O[h * 8 + i + 3][0][2 * r + e]));
     }
     __syncthreads();
-    for (int i = thread; i < tile.count() * 16 * SIDES; i += THREADS) {
-      const int row = i / 16 / SIDES, side = i / 16 % SIDES, quad = i % 16, channel = side * W + h * 64 + quad * 4;
-      float statistics[WARPS][2], highest = NEG_INF, sum = 0.f;
-      UNROLLED(w, WARPS) {
-        shared_load_floats(statistics[w], shared + STATISTICS_AT + ((w * SIDES + side) * ROWS + row) * 8);
+    for (int i = thread; i < tile.count() * 16 * SPLIT_WARPS; i += THREADS) {
+      const int row = i / 16 / SPLIT_WARPS, side = i / 16 % SPLIT_WARPS, quad = i % 16,
+                channel = side * W + h * 64 + quad * 4;
+      float statistics[WARP_GROUPS][2], highest = NEG_INF, sum = 0.f;
+      UNROLLED(w, WARP_GROUPS) {
+        shared_load_floats(statistics[w], shared + STATISTICS_AT + ((w * SPLIT_WARPS + side) * ROWS + row) * 8);
         highest = fmaxf(highest, statistics[w][0]);
       }
       const float from = highest == NEG_INF ? 0.f : highest;
       float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-      UNROLLED(w, WARPS) {
+      UNROLLED(w, WARP_GROUPS) {
         const float weight = exp2_approx(statistics[w][0] - from);
-        const float4 x = shared_load_float4(share_at(shared, w * SIDES + side, row, quad));
+        const float4 x = shared_load_float4(share_at(shared, w * SPLIT_WARPS + side, row, quad));
         sum += weight * statistics[w][1];
         add_weighted(total, weight, x);
       }
@@ -86,16 +92,17 @@ DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][
         if (channel == 0) write_lse(p, tile, row, from, sum);
       } else {
         global_store((float4 *)(p.parts + part * PART + row * D + channel), total);
-        if (channel == 0) global_store((float2 *)(p.parts + part * PART + ROWS * D + row * 2), make_float2(highest, sum));
+        if (channel == 0)
+          global_store((float2 *)(p.parts + part * PART + ROWS * D + row * 2), make_float2(highest, sum));
       }
     }
   }
 }
 
-// The last block of a tile: the parts that its splits have left, put together.
-DEVICE void combine_splits(const Params &p, const Tile &tile, u32 shared, int splits, i64 first_part) {
+// The last block of a tile merges the results of its splits.
+DEVICE void combine_splits(const Params &p, const RowTile &tile, u32 shared, int splits, i64 first_part) {
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  for (int row = warp; row < tile.count(); row += NW) {
+  for (int row = warp; row < tile.count(); row += WARPS) {
     const float2 *statistics = (const float2 *)(p.parts + first_part * PART + ROWS * D + row * 2);
     float highest = NEG_INF, sum = 0.f;
     for (int s = lane; s < splits; s += 32) highest = fmaxf(highest, global_load_fresh(statistics + s * (PART / 2)).x);

@@ -1,16 +1,19 @@
-// FlashAttention-2, Algorithm 2, line 4: delta = rowsum(out * dout), in fp32, less the gradient of the LSE. Rows that see no key have 0.
+// FlashAttention-2, Algorithm 2, line 4: delta = rowsum(out * dout) in fp32, minus the gradient of the LSE; 0 for rows
+// that see no key.
 //
-// grid: tiles * nheads * batch blocks of 256 threads, some rows for each D / 8 of them, 32 at most; tiles = ceil(longest rows of a sequence / ROWS);
-// SEATS: p.seats * nheads.
-#include "common.cuh"
+// grid: tiles * nheads * batch blocks of 256 threads; D / 8 threads (at most 32) share a row; tiles = ceil(rows of the
+// longest sequence / ROWS). SHARED_GRID: p.varlen_tiles * nheads blocks.
+#include "sequences.cuh"
 
-constexpr int THREADS = 256, LANES = D > 256 ? 32 : D / 8, SHARES = D / 8 / LANES, PASSES = 4 / SHARES, ROWS = PASSES * THREADS / LANES;   // SHARES: of a row, a lane's chunks
+constexpr int THREADS = 256, LANES = D > 256 ? 32 : D / 8, SHARES = D / 8 / LANES, PASSES = 4 / SHARES,
+              ROWS = PASSES * THREADS / LANES;   // SHARES: chunks of a row for each lane
 
 DEVICE float product_of_pairs(u32 a, u32 b) {
-  return fmaf(bits_to_float((u16)a), bits_to_float((u16)b), bits_to_float((u16)(a >> 16)) * bits_to_float((u16)(b >> 16)));
+  return fmaf(bits_to_float((u16)a), bits_to_float((u16)b),
+              bits_to_float((u16)(a >> 16)) * bits_to_float((u16)(b >> 16)));
 }
 
-// What lanes have found of all their rows, as absmax takes it.
+// Maxima over all rows of a lane.
 struct Largest {
   int of_dout;
   float of_delta;
@@ -19,7 +22,8 @@ struct Largest {
 DEVICE void find(const Params &p, const Sequence &seq, int b, int head, int tile, Largest &largest) {
   const int first = tile * ROWS + threadIdx.x / LANES, chunk = threadIdx.x % LANES, channels = p.head_dim_v - chunk * 8;
   const i64 values = b * p.lse_batch + head * p.lse_head + seq.first_q;
-  const u16 *out = row_at(p.out, p.out_s, b, seq.first_q, head) + chunk * 8, *dout = row_at(p.dout, p.dout_s, b, seq.first_q, head) + chunk * 8;
+  const u16 *out = row_at(p.out, p.out_s, b, seq.first_q, head) + chunk * 8,
+            *dout = row_at(p.dout, p.dout_s, b, seq.first_q, head) + chunk * 8;
   uint4 x[PASSES][SHARES], y[PASSES][SHARES];
   float lse[PASSES];
   UNROLLED(i, PASSES) {
@@ -35,7 +39,8 @@ DEVICE void find(const Params &p, const Sequence &seq, int b, int head, int tile
     float share = 0.f;
     UNROLLED(j, SHARES) {
       const uint4 &a = x[i][j], &b = y[i][j];
-      share += product_of_pairs(a.x, b.x) + product_of_pairs(a.y, b.y) + product_of_pairs(a.z, b.z) + product_of_pairs(a.w, b.w);
+      share += product_of_pairs(a.x, b.x) + product_of_pairs(a.y, b.y) + product_of_pairs(a.z, b.z) +
+               product_of_pairs(a.w, b.w);
       largest.of_dout = finite_magnitude(largest.of_dout, b);
     }
     const float of_lse = p.dlse && row < seq.seqlen_q ? global_load(p.dlse + values + row) : 0.f;
@@ -47,15 +52,16 @@ DEVICE void find(const Params &p, const Sequence &seq, int b, int head, int tile
 
 KERNEL(THREADS, 4) delta(const Params p) {
   const int head = blockIdx.x / p.tiles % p.nheads;
-  const Seat<ROWS, false> seat(p, p.cu_seqlens_q, p.total_q, blockIdx.x / p.tiles / p.nheads, blockIdx.x % p.tiles);
-  const int b = seat.b;
-  if (SEATS && b == p.batch) return;
+  const VarlenTile<ROWS, false> varlen(p, p.cu_seqlens_q, p.total_q, blockIdx.x / p.tiles / p.nheads,
+                                       blockIdx.x % p.tiles);
+  const int b = varlen.b;
+  if (SHARED_GRID && b == p.batch) return;
   const Sequence seq = find_sequence(p, b);
-  if (seat.tile * ROWS >= seq.seqlen_q) return;
+  if (varlen.tile * ROWS >= seq.seqlen_q) return;
   Largest largest = {0, 0.f};
-  // A sequence that is longer than the caller said has tiles behind the grid's.
+  // A sequence longer than max_seqlen_q has more tiles than blocks.
 #pragma unroll 1
-  for (int tile = seat.tile; tile * ROWS < seq.seqlen_q; tile += p.tiles) find(p, seq, b, head, tile, largest);
+  for (int tile = varlen.tile; tile * ROWS < seq.seqlen_q; tile += p.tiles) find(p, seq, b, head, tile, largest);
   if (TYPE != 2) return;
   raise(absmax_of_dout(p, b, head / p.group), largest.of_dout);
   raise(absmax_of_delta(p, b, head / p.group), __float_as_int(largest.of_delta));

@@ -1,79 +1,104 @@
-// Algorithm 2's outer loop over tiles of keys: dk and dv of one tile, summed over the query heads of its group.
+// dk and dv of one tile of keys, summed over the query heads of its group: Algorithm 2, whose outer loop over keys is
+// the grid.
 //
-// Where key heads are few, blocks share the heads of a group (p.splits); the last one adds up what they have, in their order.
+// Where key heads are few, p.splits blocks share the heads of a group; the last block adds up their gradients in order.
 //
-// grid: tiles * nheads_k * batch * splits, and with cu_seqlens_k tiles * nheads_k * splits more, which clear tokens outside of all sequences;
-// tiles = ceil(longest keys (or slots) of a sequence / OWN); SEATS: p.seats * nheads_k in all.
-#define KEYS_STAY 1
+// grid: tiles * nheads_k * batch * splits blocks; with cu_seqlens_k tiles * nheads_k * splits more, which clear tokens
+// outside of all sequences. tiles = ceil(keys (or slots) of the longest sequence / STATIONARY_ROWS). SHARED_GRID:
+// p.varlen_tiles * nheads_k blocks.
+#define KEYS_STATIONARY 1
+#include "sequences.cuh"
+
+// The rows and operands of dkdv, by the names of backward.cuh.
+struct Roles {
+  // Stationary: keys and values, one head of them.
+  static DEVICE const int *stationary_starts(const Params &p) { return p.cu_seqlens_k; }
+  static DEVICE int stationary_total(const Params &p) { return p.total_k; }
+  static DEVICE int stationary_heads(const Params &p) { return p.nheads_k; }
+  static DEVICE int splits(const Params &p) { return p.splits; }
+  static DEVICE int stationary_first(const Sequence &s) { return s.first_k; }
+  static DEVICE int stationary_rows(const Sequence &s) { return s.seqlen_k; }
+  // Streamed: queries, all heads of the group.
+  static DEVICE int streamed_first(const Sequence &s) { return s.first_q; }
+  static DEVICE int streamed_rows(const Sequence &s) { return s.seqlen_q; }
+  static DEVICE const u16 *streamed_qk(const Params &p) { return p.q; }
+  static DEVICE const u16 *streamed_vo(const Params &p) { return p.dout; }
+  static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.q_s; }
+  static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.dout_s; }
+};
 #include "backward.cuh"
 
-DEVICE void write_dk(const Params &p, Block &block, GradientS &dk) {
-  const Owned keys(p, blockIdx.x + p.zero);
+DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {
+  const StationaryTile keys(p, blockIdx.x + p.zero);
   const Exponents e(p, keys.b, keys.head);
-  block.write(dk, -(P_SHIFT + e.v + e.dout + e.q), p.softmax_scale, keys.of(p.dk, p.dk_s), p.dk_s.row, keys.left, p.head_dim, true);
+  block.write(dk, -(P_SHIFT + e.v + e.dout + e.q), p.softmax_scale, keys.of(p.dk, p.dk_s), p.dk_s.row, keys.left,
+              p.head_dim, true);
 }
-DEVICE void write_dv(const Params &p, Block &block, GradientP &dv) {
-  const Owned keys(p, blockIdx.x + p.zero);
+DEVICE void write_dv(const Params &p, Block &block, GradientVO &dv) {
+  const StationaryTile keys(p, blockIdx.x + p.zero);
   const Exponents e(p, keys.b, keys.head);
   const float scale = (DROPOUT ? p.dropout_scale : 1.f) * (SOFTCAP ? 0.25f : 1.f);
   block.write(dv, -(P_SHIFT + e.dout), scale, keys.of(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
 }
 
-// What a thread has of a gradient, to its place in memory and added to another from there.
-template <int C> DEVICE void leave(float4 *part, const float (&c)[C][MT][4]) {
+// Stores a thread's part of a gradient; adds another block's part.
+template <int C> DEVICE void store_part(float4 *part, const float (&c)[C][MMA_M][4]) {
   UNROLLED(n, C)
-    UNROLLED(m, MT) global_store(part + (n * MT + m) * THREADS, together(c[n][m]));
+    UNROLLED(m, MMA_M) global_store(part + (n * MMA_M + m) * THREADS, together(c[n][m]));
 }
-template <int C> DEVICE void add(float (&c)[C][MT][4], const float4 *part) {
+template <int C> DEVICE void add_part(float (&c)[C][MMA_M][4], const float4 *part) {
   UNROLLED(n, C)
-    UNROLLED(m, MT) add(c[n][m], global_load_fresh(part + (n * MT + m) * THREADS));
+    UNROLLED(m, MMA_M) add(c[n][m], global_load_fresh(part + (n * MMA_M + m) * THREADS));
 }
-// Where a tile has several splits, the last block to come here gets the sums of what all have found, added in their order; the others get false.
-DEVICE bool add_splits(const Params &p, GradientS &dk, GradientP &dv) {
+// Adds up the gradients of a tile's splits, in order. Returns true for the last block to arrive, which holds the sums
+// then.
+DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   if (p.splits == 1) return true;
-  const Owned keys(p, blockIdx.x + p.zero);
-  constexpr int OF_DK = sizeof(GradientS) / 16 * THREADS, BOTH = OF_DK + sizeof(GradientP) / 16 * THREADS;   // of a split: dk's share, then dv's
+  const StationaryTile keys(p, blockIdx.x + p.zero);
+  constexpr int OF_DK = sizeof(GradientQK) / 16 * THREADS,
+                BOTH = OF_DK + sizeof(GradientVO) / 16 * THREADS;   // float4s of a split: dk, then dv
   const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
-  float4 *parts = (float4 *)p.parts + tile * p.splits * BOTH + threadIdx.x, *own = parts + keys.split * BOTH;
-  leave(own, dk), leave(own + OF_DK, dv);
+  float4 *parts = (float4 *)p.parts + tile * p.splits * BOTH + threadIdx.x, *mine = parts + keys.split * BOTH;
+  store_part(mine, dk), store_part(mine + OF_DK, dv);
   if (!is_last(p, tile, p.splits)) return false;
   set_zero(dk), set_zero(dv);
 #pragma unroll 1
-  for (int s = 0; s < p.splits; s++, parts += BOTH) add(dk, parts), add(dv, parts + OF_DK);
+  for (int s = 0; s < p.splits; s++, parts += BOTH) add_part(dk, parts), add_part(dv, parts + OF_DK);
   return true;
 }
 
-KERNEL(THREADS, MINB) dkdv(const Params p) {
+KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   SHARED_MEMORY
-  const Owned keys(p, blockIdx.x);
-  if (keys.b == p.batch) mark_missing(p, p.dk, p.dk_s, p.head_dim, keys), mark_missing(p, p.dv, p.dv_s, p.head_dim_v, keys);
+  const StationaryTile keys(p, blockIdx.x);
+  if (keys.b == p.batch)
+    mark_missing(p, p.dk, p.dk_s, p.head_dim, keys), mark_missing(p, p.dv, p.dv_s, p.head_dim_v, keys);
   clear_unused(p, p.dk, p.dk_s, p.head_dim, keys);
   clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
   if (keys.b == p.batch || keys.left <= 0) return;
 
   const Exponents e(p, keys.b, keys.head);
   const float delta = TYPE == 2 ? __int_as_float(global_load(absmax_of_delta(p, keys.b, keys.head))) : 0.f;
-  uint4 k[OwnMoverS::N], v[OwnMoverP::N];
-  OwnMoverS(threadIdx.x).load_own(k, keys.of(p.k, p.k_s), p.k_s.row, keys.left, p.head_dim);
-  OwnMoverP(threadIdx.x).load_own(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
+  uint4 k[CopyStationaryQK::N], v[CopyStationaryVO::N];
+  CopyStationaryQK(threadIdx.x).load_stationary(k, keys.of(p.k, p.k_s), p.k_s.row, keys.left, p.head_dim);
+  CopyStationaryVO(threadIdx.x).load_stationary(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
   Block block(p, SHARED_BASE, e);
-  const Passing queries(p, keys);
+  const StreamedTiles queries(p, keys);
   const int exponent = exponent_of_ds(p, e, 32768.f, delta);
   block.delta_exponent = e.v + e.dout + exponent;
-  UNROLLED(m, MT)
+  UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
       block.ds_exponent[m][r] = exponent;
       const int key = keys.first + group_of(threadIdx.x) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
-      if (DROPOUT) block.own.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
+      if (DROPOUT) block.stationary.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
     }
-  block.keep<REG_S, D>(block.own_s, 0, k, e.k);
-  block.keep<REG_P, DV>(block.own_p, OWN_P, v, e.v);
+  block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, k, e.k);
+  block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, v, e.v);
 
-  GradientS dk;
-  GradientP dv;
+  GradientQK dk;
+  GradientVO dv;
   set_zero(dk);
   set_zero(dv);
-  block.walk(p, keys, queries, dk, dv);
+  block.main_loop(p, keys, queries, dk, dv);
   if (!add_splits(p, dk, dv)) return;
   write_dv(p, block, dv);
   write_dk(p, block, dk);

@@ -1,46 +1,59 @@
-// How warps with the same own rows share the work of a tile (PAIRS, SUMS): halves of P and dS, and shares of the sums in S and dP, through shared memory.
+// How warps with the same stationary rows share the work of a tile, through shared memory. SPLIT_N, SPLIT_K: each warp
+// computes P and dS for half of the streamed rows and gets the other half from its partner. SPLIT_K: S and dP are sums
+// of the warps' partial sums.
 #pragma once
 #include "backward_scores.cuh"
 
-// Bytes of shared memory: own operands that are not in registers; two tiles of S's operand and one of dP's; LSE and delta of their queries, twice.
-constexpr u32 OWN_P = REG_S ? 0 : OWN * OfS::ROW_BYTES, TILES = OWN_P + (REG_P ? 0 : OWN * OfP::ROW_BYTES);
-constexpr u32 TILE_BYTES = TL * OfS::ROW_BYTES, TILE_P = TILES + 2 * TILE_BYTES;
-constexpr u32 ROW_VALUES = TILE_P + TL * OfP::ROW_BYTES;
+// Layout of shared memory in bytes: stationary operands that are not in registers; two tiles of the streamed QK operand
+// and one of the VO operand; LSE and delta of streamed queries, twice; exchanged halves; partial sums.
+constexpr u32 STATIONARY_VO_AT = QK_IN_REGS ? 0 : STATIONARY_ROWS * LayoutQK::ROW_BYTES,
+              QK_TILES_AT = STATIONARY_VO_AT + (VO_IN_REGS ? 0 : STATIONARY_ROWS * LayoutVO::ROW_BYTES);
+constexpr u32 QK_TILE_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, VO_TILE_AT = QK_TILES_AT + 2 * QK_TILE_BYTES;
+constexpr u32 ROW_VALUES_AT = VO_TILE_AT + STREAMED_ROWS * LayoutVO::ROW_BYTES;
 
-// HALVES: where a warp leaves its half of a tile's P or dS (`which`) for its partner.
-constexpr u32 EXCHANGE = ROW_VALUES + (KEYS_STAY ? TL * 16 : 0), OF_HALF = NB * MT * 256;
+// Where a warp stores its half of a tile's P (`which` 0) or dS (`which` KEYS_STATIONARY) for its partner.
+constexpr u32 HALVES_AT = ROW_VALUES_AT + (KEYS_STATIONARY ? STREAMED_ROWS * 16 : 0), HALF_BYTES = MMA_N * MMA_M * 256;
 DEVICE u32 exchange_at(u32 shared, int which, int thread, int side) {
-  return shared + EXCHANGE + ((which * GROUPS + group_of(thread)) * SHARE + side) * OF_HALF + (thread & 31) * 4;
+  return shared + HALVES_AT + ((which * GROUPS + group_of(thread)) * SPLIT_WARPS + side) * HALF_BYTES +
+         (thread & 31) * 4;
 }
-DEVICE void hand_over(const u32 (*found)[MT][2], u32 at) {
-  UNROLLED(i, NB * MT * 2) shared_store(at + i * 128, found[i / 2 / MT][i / 2 % MT][i % 2]);
+DEVICE void store_half(const u32 (*found)[MMA_M][2], u32 at) {
+  UNROLLED(i, MMA_N * MMA_M * 2) shared_store(at + i * 128, found[i / 2 / MMA_M][i / 2 % MMA_M][i % 2]);
 }
-// c += its partner's half times a tile, whose rows that are its own begin at `turned`; with SUMS its own half too, since 8 rows are no operand.
-template <int C> DEVICE void accumulate_rest(float (&c)[C][MT][4], const u32 (*own)[MT][2], u32 partners_at, u32 turned, int half) {
-  u32 all[2 * NB][MT][2];
-  UNROLLED(i, NB * MT * 2) {
-    const int n = i / 2 / MT, m = i / 2 % MT;
-    all[n][m][i % 2] = own[n][m][i % 2], all[NB + n][m][i % 2] = __float_as_int(shared_load_float(partners_at + i * 128));
+// c += the partner's half times a tile, in which this warp's own half begins at `tile_at`. With SPLIT_K also this
+// warp's own half, since 8 rows are no operand.
+template <int C> DEVICE void accumulate_exchanged(float (&c)[C][MMA_M][4], const u32 (*mine)[MMA_M][2], u32 partners_at,
+                                                  u32 tile_at, int half) {
+  u32 all[2 * MMA_N][MMA_M][2];
+  UNROLLED(i, MMA_N * MMA_M * 2) {
+    const int n = i / 2 / MMA_M, m = i / 2 % MMA_M;
+    all[n][m][i % 2] = mine[n][m][i % 2];
+    all[MMA_N + n][m][i % 2] = __float_as_int(shared_load_float(partners_at + i * 128));
   }
-  if (SUMS) accumulate<2 * NB>(c, all, turned);
-  else accumulate<NB>(c, all + NB, turned + (1 - 2 * half) * SEEN * Layout<C * 8 * SHARE>::ROW_BYTES);
+  if (SPLIT_K) accumulate<2 * MMA_N>(c, all, tile_at);
+  else
+    accumulate<MMA_N>(c, all + MMA_N, tile_at + (1 - 2 * half) * SCORED_ROWS * Layout<C * 8 * SPLIT_WARPS>::ROW_BYTES);
 }
-// SUMS: what a warp leaves for others, of S in the next tile's place if that has room, and of dP. Of four warps, two have the same half to find.
-constexpr u32 SUMS_END = EXCHANGE + 2 * NW * OF_HALF, OF_SUMS = NW * SUMS * MT * 512;
-DEVICE u32 sums_at(u32 shared, bool of_S, int buffer, int thread) {
-  const u32 place = !of_S ? SUMS_END : OF_SUMS <= TILE_BYTES && !CPA ? TILES + (buffer ^ 1) * TILE_BYTES : SUMS_END + OF_SUMS;
-  return shared + place + group_of(thread) * SHARE * SUMS * MT * 512 + (thread & 31) * 16;
+// Where a warp stores its partial sums: those of S in the next tile's place if that has room, those of dP behind. Two
+// of four warps need the same half.
+constexpr u32 PARTIALS_AT = HALVES_AT + 2 * WARPS * HALF_BYTES, PARTIAL_BYTES = WARPS * SPLIT_K * MMA_M * 512;
+DEVICE u32 partials_at(u32 shared, bool of_S, int buffer, int thread) {
+  constexpr bool FITS = PARTIAL_BYTES <= QK_TILE_BYTES && !CP_ASYNC;
+  const u32 of_scores = FITS ? QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES : PARTIALS_AT + PARTIAL_BYTES;
+  const u32 place = of_S ? of_scores : PARTIALS_AT;
+  return shared + place + group_of(thread) * SPLIT_WARPS * SPLIT_K * MMA_M * 512 + (thread & 31) * 16;
 }
-DEVICE void leave_scores(const float (*c)[MT][4], u32 at, int side) {
-  UNROLLED(i, SUMS * MT) leave_sums(c[i / MT + 2 - SUMS][i % MT], at + (side * SUMS * MT + i) * 512);
+DEVICE void store_partial_scores(const float (*c)[MMA_M][4], u32 at, int side) {
+  UNROLLED(i, SPLIT_K * MMA_M)
+    store_partial(c[i / MMA_M + 2 - SPLIT_K][i % MMA_M], at + (side * SPLIT_K * MMA_M + i) * 512);
 }
-DEVICE void add_scores(float (*c)[MT][4], u32 at, int side) {
-  UNROLLED(m, MT) {
-    add_sums(c[0][m], at + (((side ^ 1) * SUMS + SUMS - 1) * MT + m) * 512);
-    if (SUMS == 1) continue;
+DEVICE void add_partial_scores(float (*c)[MMA_M][4], u32 at, int side) {
+  UNROLLED(m, MMA_M) {
+    add_partial(c[0][m], at + (((side ^ 1) * SPLIT_K + SPLIT_K - 1) * MMA_M + m) * 512);
+    if (SPLIT_K == 1) continue;
     float others[4] = {0.f, 0.f, 0.f, 0.f};
-    add_sums(others, at + ((side ^ 2) * SUMS * MT + m) * 512);
-    add_sums(others, at + (((side ^ 3) * SUMS + 1) * MT + m) * 512);
+    add_partial(others, at + ((side ^ 2) * SPLIT_K * MMA_M + m) * 512);
+    add_partial(others, at + (((side ^ 3) * SPLIT_K + 1) * MMA_M + m) * 512);
     UNROLLED(e, 4) c[0][m][e] += others[e];
   }
 }

@@ -1,23 +1,30 @@
-// Which tiles of a dense mask hide all, and which have nothing to hide or add; booleans become bits; of biases, each row's largest is found.
-// grid: parts * bands of each head's mask, of which there may be one for all; a part is PART_KEYS keys. Of the WORDS times 32 that a block looks at a
-// warp has 256 at most, in a quarter of its band's rows. Macros: TYPE, BIAS; WORDS: 16; 8 or 2 where a mask has no more than 256 or 64 keys.
+// Reads a dense mask: finds tiles that hide every key, and tiles that neither hide nor add anything; packs booleans
+// into bits; finds each row's largest bias. grid: parts * bands for each head's mask (one if heads share it); a part is
+// PART_KEYS keys. A block reads BIAS_WORDS * 32 keys of a band: 16 words, or 8 or 2 for masks of at most 256 or 64
+// keys. A warp reads at most 256 keys of a quarter of the band's rows.
 #include "mask.cuh"
 
-constexpr int QUARTERS = 4, AT_ONCE = 4, N = WORDS > 8 ? 8 : WORDS, WARPS = WORDS / N * QUARTERS;   // AT_ONCE: rows that are on their way together
+constexpr int QUARTERS = 4, AT_ONCE = 4, N = BIAS_WORDS > 8 ? 8 : BIAS_WORDS,
+              WARPS = BIAS_WORDS / N * QUARTERS;   // AT_ONCE: rows that are loaded together
 
 KERNEL(WARPS * 32, (N > 2 ? 16 : 32) / WARPS) mask(const Params p) {
   SHARED_MEMORY
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, heads = p.bias_head ? p.nheads : 1, parts = (p.seqlen_k + PART_KEYS - 1) / PART_KEYS;
-  const int part = blockIdx.x % parts, band = blockIdx.x / parts % p.bias_bands, slab = blockIdx.x / parts / p.bias_bands;
-  const int first_key = part * PART_KEYS + warp / QUARTERS * 256, first = band * BAND + warp % QUARTERS * (BAND / QUARTERS);
-  const int end = first_key < p.seqlen_k ? min(first + BAND / QUARTERS, p.bias_rows) : first;   // nobody asks what lies behind the last key
-  const DenseMask mask(p, slab / heads, slab % heads);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, heads = p.bias_head ? p.nheads : 1,
+            parts = (p.seqlen_k + PART_KEYS - 1) / PART_KEYS;
+  const int part = blockIdx.x % parts, band = blockIdx.x / parts % p.bias_bands,
+            batch_head = blockIdx.x / parts / p.bias_bands;
+  const int first_key = part * PART_KEYS + warp / QUARTERS * 256,
+            first = band * BAND + warp % QUARTERS * (BAND / QUARTERS);
+  const int end =
+      first_key < p.seqlen_k ? min(first + BAND / QUARTERS, p.bias_rows) : first;   // no tile lies behind the last key
+  const DenseMask mask(p, batch_head / heads, batch_head % heads);
   u32 some = 0, mixed = 0;   // of N times 32 keys
 #pragma unroll 1
   for (int i = first; i < end; i += AT_ONCE) {
     float x[AT_ONCE][N];
     UNROLLED(r, AT_ONCE)
-      UNROLLED(n, N) x[r][n] = mask.number(p, min(i + r, end - 1), first_key + n * 32 + lane);   // the last row may come again
+      UNROLLED(n, N)
+        x[r][n] = mask.number(p, min(i + r, end - 1), first_key + n * 32 + lane);   // the last row may be read again
     UNROLLED(r, AT_ONCE) {
       const int row = mask.row + min(i + r, end - 1);
       int word = 0, top = 0;
@@ -29,15 +36,19 @@ KERNEL(WARPS * 32, (N > 2 ? 16 : 32) / WARPS) mask(const Params p) {
       }
       if (BIAS > 1) top = max_of<32>(top);
       if (BIAS > 1 && lane == 0) atomicMax((int *)p.bias_of_rows + row, top);
-      if (BIAS == 1 && lane < 8) global_store(p.bias_of_rows + (i64)row * p.bias_chunks * 32 + first_key / 32 + lane, (u32)word);
+      if (BIAS == 1 && lane < 8)
+        global_store(p.bias_of_rows + (i64)row * p.bias_chunks * 32 + first_key / 32 + lane, (u32)word);
     }
   }
   if (lane == 0) shared_store(SHARED_BASE + warp * 4, some | mixed << 8);
   __syncthreads();
   if (threadIdx.x >= 2) return;
   u32 found = 0;   // of all rows: half of a word of the map
-  UNROLLED(i, WARPS) found |= ((u32)__float_as_int(shared_load_float(SHARED_BASE + i * 4)) >> threadIdx.x * 8 & 0xff) << i / QUARTERS * 8;
-  u16 *const word = (u16 *)(p.bias_map + ((slab * p.bias_bands + band) * p.bias_chunks + part / 2) * 2 + threadIdx.x);
+  UNROLLED(i, WARPS)
+    found |= ((u32)__float_as_int(shared_load_float(SHARED_BASE + i * 4)) >> threadIdx.x * 8 & 0xff)
+             << i / QUARTERS * 8;
+  u16 *const word =
+      (u16 *)(p.bias_map + ((batch_head * p.bias_bands + band) * p.bias_chunks + part / 2) * 2 + threadIdx.x);
   global_store2(word + part % 2, (u16)found);
   if (part % 2 == 0 && part + 1 == parts) global_store2(word + 1, (u16)0);
 }

@@ -1,11 +1,10 @@
-// The machine instructions that the kernels are written in. Turing (sm_75) has all but those under MMA16 and CPA.
-// Macros: TYPE: 0 fp16; 1 bf16 on GPUs that compute it; 2 bf16 turned into scaled fp16 on the way to the tensor cores. MMA16: m16n8k16, sm_80 and
-// newer. CPA: cp.async, sm_80 and newer; what is loaded goes to shared memory as it is.
-// The CPU emulator of the tests defines EMULATED and the same functions.
+// The machine instructions that the kernels use. Turing (sm_75) has all of them but those under MMA_K16 (mma.m16n8k16)
+// and CP_ASYNC (cp.async), which start with sm_80. docs/kernels.md lists all macros. The CPU emulator of the tests
+// defines EMULATED and functions of the same names.
 #pragma once
 #include "params.cuh"
 
-// A loop that the compiler writes out, so that what it indexes can lie in registers.
+// A loop that the compiler unrolls, so that arrays it indexes can lie in registers.
 #define UNROLLED(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
 #define LOG2E 1.4426950408889634f
@@ -16,11 +15,11 @@
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define SHARED_MEMORY extern __shared__ __align__(128) unsigned char shared_memory[];
-#define SHARED_BASE (u32)__cvta_generic_to_shared(shared_memory)
+#define SHARED_BASE (u32) __cvta_generic_to_shared(shared_memory)
 #define NEG_INF __int_as_float(0xff800000)
 #define POS_INF __int_as_float(0x7f800000)
 
-// Two floats as a pair of 16-bit operands of the tensor cores, the first one low.
+// Packs two floats into a register as 16-bit operands of the tensor cores, the first one in the low half.
 DEVICE u32 pack(float a, float b) {
   u32 r;
 #if TYPE == 1
@@ -39,36 +38,42 @@ DEVICE u32 pack(float a, float b) {
     return r; \
   }
 FUNCTION(half_to_float, "cvt.f32.f16", u16, "h")
-FUNCTION(exp2_approx, "ex2.approx.ftz.f32", float, "f")         // of the special function unit, within 2 ulp
+FUNCTION(exp2_approx, "ex2.approx.ftz.f32", float, "f")   // special function unit, within 2 ulp
 FUNCTION(reciprocal_approx, "rcp.approx.ftz.f32", float, "f")   // within 1 ulp
-// Four 8 x 8 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void ldmatrix(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
 }
 DEVICE void ldmatrix_transposed(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
 }
 #if TYPE == 1
 #define OPERANDS "bf16.bf16"
 #else
 #define OPERANDS "f16.f16"
 #endif
-// c += a b for a of 16 x 8, b of 8 x 8. Lane 4 g + t holds a[g][2t, 2t+1], a[g+8][..], b[2t, 2t+1][g], c[g][2t, 2t+1], c[g+8][..].
+// c += a b, with a 16 x 8 and b 8 x 8. Lane 4 g + t holds a[g][2t, 2t+1], a[g+8][2t, 2t+1], b[2t, 2t+1][g], c[g][2t,
+// 2t+1] and c[g+8][2t, 2t+1].
 DEVICE void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32." OPERANDS ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
 }
-// Of the multiprocessor, modulo 2^32.
+// The multiprocessor's cycle counter, modulo 2^32.
 DEVICE u32 cycles_so_far() {
   u32 r;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(r)::"memory");
   return r;
 }
 DEVICE void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." OPERANDS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." OPERANDS
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 DEVICE void shared_store(u32 address, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
@@ -96,8 +101,8 @@ DEVICE float shared_load_float(u32 address) {
 DEVICE void shared_load_floats(float (&x)[2], u32 address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address));
 }
-// Global memory that no other block writes meanwhile, 16 bytes or one element at a time.
-#if APPEND   // what the block itself has written is seen
+// Loads from global memory that no other block writes during the launch, of 16 bytes or of one element.
+#if APPEND   // sees what the block itself has written
 #define READ "ld.global."
 #else
 #define READ "ld.global.nc."
@@ -107,10 +112,11 @@ DEVICE uint4 global_load16(const u16 *from) {
   asm volatile(READ "v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
-DEVICE uint4 global_load16_if(bool there, const u16 *from) {   // else zeros; no branch
+DEVICE uint4 global_load16_if(bool there, const u16 *from) {   // zeros if not `there`; without a branch
   uint4 v = make_uint4(0, 0, 0, 0);
   asm volatile("{.reg .pred there; setp.ne.s32 there, %5, 0; @there " READ "v4.b32 {%0, %1, %2, %3}, [%4];}"
-               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(from), "r"((int)there));
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(from), "r"((int)there));
   return v;
 }
 DEVICE u16 global_load2(const u16 *from) {
@@ -118,17 +124,21 @@ DEVICE u16 global_load2(const u16 *from) {
   asm volatile(READ "u16 %0, [%1];" : "=h"(v) : "l"(from));
   return v;
 }
-// Or what is given; no branch either, at which a warp would wait for each load alone.
+// Returns x if not `there`; without a branch, at which a warp would wait for each load alone.
 #define LOAD_IF(type, instruction, constraint) \
   DEVICE type global_load_if(bool there, const type *from, type x) { \
-    asm volatile("{.reg .pred there; setp.ne.s32 there, %2, 0; @there " READ instruction " %0, [%1];}" : "+" constraint(x) : "l"(from), "r"((int)there)); \
+    asm volatile("{.reg .pred there; setp.ne.s32 there, %2, 0; @there " READ instruction " %0, [%1];}" \
+                 : "+" constraint(x) \
+                 : "l"(from), "r"((int)there)); \
     return x; \
   }
 LOAD_IF(u16, "u16", "h")
 LOAD_IF(u32, "b32", "r")
 LOAD_IF(float, "f32", "f")
 DEVICE float2 global_load_if(bool there, const float2 *from, float2 x) {
-  asm volatile("{.reg .pred there; setp.ne.s32 there, %3, 0; @there " READ "v2.f32 {%0, %1}, [%2];}" : "+f"(x.x), "+f"(x.y) : "l"(from), "r"((int)there));
+  asm volatile("{.reg .pred there; setp.ne.s32 there, %3, 0; @there " READ "v2.f32 {%0, %1}, [%2];}"
+               : "+f"(x.x), "+f"(x.y)
+               : "l"(from), "r"((int)there));
   return x;
 }
 DEVICE void global_store16(u16 *to, uint4 v) { *(uint4 *)to = v; }
@@ -136,7 +146,7 @@ DEVICE void global_store2(u16 *to, u16 v) { *to = v; }
 // Lengths, page numbers, statistics: plain accesses, which the emulator checks.
 template <class T> DEVICE T global_load(const T *from) { return *from; }
 template <class T> DEVICE void global_store(T *to, T v) { *to = v; }
-// What other blocks of this launch have written: past L1, which may hold older values.
+// Loads past L1, which may hold older values: sees what other blocks of this launch have written.
 template <class T> DEVICE T global_load_fresh(const T *from) { return __ldcg(from); }
 DEVICE void copy_async(u32 address, const u16 *from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0));

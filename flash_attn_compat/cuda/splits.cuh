@@ -1,39 +1,46 @@
-// How the blocks that share the keys of one tile of rows put together what each has found (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023).
+// FlashDecoding (Dao, Haziza, Massa, Sizov, 2023): several blocks share the keys of a tile, and the last of them merges
+// the results.
 #pragma once
 #include "mask.cuh"
+#include "softmax.cuh"
 
-// The keys of one split: whole units, as many as of every other split but the last. Where few keys are seen, splits are fewer than p.splits.
-struct Share {
+// The keys of one split, in whole units: every split but the last has as many. Where few keys are visible, there are
+// fewer than p.splits.
+struct SplitRange {
   Range keys;
   int splits;
-  DEVICE Share(const Params &p, Range seen, int unit, int split) {
-    const int count = max(0, seen.end - seen.first), each = max(1, ((count + p.splits - 1) / p.splits + unit - 1) / unit) * unit;
+  DEVICE SplitRange(const Params &p, Range seen, int unit, int split) {
+    const int count = max(0, seen.end - seen.first),
+              each = max(1, ((count + p.splits - 1) / p.splits + unit - 1) / unit) * unit;
     keys.first = seen.first + split * each, keys.end = min(seen.end, keys.first + each);
     splits = max(1, (count + each - 1) / each);
   }
 };
 
-// Whether all other splits of the tile have left their parts.
+// Whether all other splits of the tile have stored their results.
 DEVICE bool is_last(const Params &p, i64 tile, int splits) {
   __threadfence();
   __syncthreads();
-  const bool last = threadIdx.x == 0 && atomicInc((u32 *)p.counters + tile, splits - 1) == splits - 1;   // which leaves 0 for the next launch
+  const bool last = threadIdx.x == 0 && atomicInc((u32 *)p.counters + tile, splits - 1) ==
+                                            splits - 1;   // the counter wraps to 0 for the next launch
   const bool found = __syncthreads_or(last);
   __threadfence();
   return found;
 }
 
-// The last block of a tile to come here gets what all of its splits have found, put together in their order; the others get false.
-// O: elements 0 and 1 of one row, 2 and 3 of another, not yet divided by l; m: maxima in units of log2; l: whole sums.
-// is_used: whether this thread holds rows of the sequence; those of others are left as they are. AT_ONCE: splits that are loaded together.
-template <int AT_ONCE, int N, int M>
-DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2], float (&l)[M][2], bool is_used, i64 tile, int split, int splits) {
+// Stores a split's results. The last block of a tile to arrive gets all splits' results, merged in order of splits, and
+// true; other blocks get false. O: elements 0 and 1 of one row, 2 and 3 of another, not yet divided by l; m: maxima in
+// units of log2; l: whole sums. is_used: whether this thread holds rows of the sequence; other rows are left as they
+// are. AT_ONCE: splits loaded together.
+template <int AT_ONCE, int N, int M> DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2],
+                                                              float (&l)[M][2], bool is_used, i64 tile, int split,
+                                                              int splits) {
   const int stride = blockDim.x, size = (N + 1) * M * stride;
-  float4 *parts = (float4 *)p.parts + tile * p.splits * size + threadIdx.x, *own = parts + (i64)split * size;
+  float4 *parts = (float4 *)p.parts + tile * p.splits * size + threadIdx.x, *mine = parts + (i64)split * size;
   if (is_used)
     UNROLLED(i, M) {
-      global_store(own + i * (N + 1) * stride, make_float4(m[i][0], l[i][0], m[i][1], l[i][1]));
-      UNROLLED(n, N) global_store(own + (i * (N + 1) + n + 1) * stride, together(O[n][i]));
+      global_store(mine + i * (N + 1) * stride, make_float4(m[i][0], l[i][0], m[i][1], l[i][1]));
+      UNROLLED(n, N) global_store(mine + (i * (N + 1) + n + 1) * stride, together(O[n][i]));
     }
   if (!is_last(p, tile, splits)) return false;
   if (!is_used) return true;
@@ -44,7 +51,8 @@ DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2],
     UNROLLED(i, M) {
       float4 x[AT_ONCE][N + 1];
       UNROLLED(s, AT_ONCE)
-        UNROLLED(n, N + 1) x[s][n] = global_load_fresh(parts + min(first + s, splits - 1) * size + (i * (N + 1) + n) * stride);
+        UNROLLED(n, N + 1)
+          x[s][n] = global_load_fresh(parts + min(first + s, splits - 1) * size + (i * (N + 1) + n) * stride);
       float from[2] = {m[i][0], m[i][1]}, shrink[2];
       UNROLLED(s, AT_ONCE) from[0] = fmaxf(from[0], x[s][0].x), from[1] = fmaxf(from[1], x[s][0].z);
       UNROLLED(r, 2) {
@@ -57,7 +65,9 @@ DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2],
         if (first + s < splits) {
           const float a = exp2_approx(x[s][0].x - from[0]), b = exp2_approx(x[s][0].z - from[1]);
           l[i][0] += a * x[s][0].y, l[i][1] += b * x[s][0].w;
-          UNROLLED(n, N) O[n][i][0] += a * x[s][n + 1].x, O[n][i][1] += a * x[s][n + 1].y, O[n][i][2] += b * x[s][n + 1].z, O[n][i][3] += b * x[s][n + 1].w;
+          UNROLLED(n, N)
+            O[n][i][0] += a * x[s][n + 1].x, O[n][i][1] += a * x[s][n + 1].y, O[n][i][2] += b * x[s][n + 1].z,
+                O[n][i][3] += b * x[s][n + 1].w;
         }
     }
   return true;

@@ -146,8 +146,8 @@ def main_loop(code: list[tuple[int, str]]) -> Counter[str]:
 
 
 def blocks(variant: Variant) -> int:
-    """Blocks that a multiprocessor is to hold: MINB, 1 where the kernel does not say."""
-    return dict(variant.macros).get("MINB", 1)
+    """Blocks that a multiprocessor is to hold: MIN_BLOCKS, 1 where the kernel does not say."""
+    return dict(variant.macros).get("MIN_BLOCKS", 1)
 
 
 def complaints(variant: Variant, found: Compiled, number: int) -> Iterator[str]:

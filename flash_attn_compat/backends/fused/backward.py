@@ -40,10 +40,10 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
     device, kind = call.q.get_device(), enable_copies(call, launcher.choose_kind(call, vec), True)
     plan = _build_plan(call, ready, targets, kind)
     kernels = tuple(variant for variant in plan.variants if variant.entry in _KERNELS)
-    in_seats = tuple(map(variants.is_in_seats, kernels))
+    shared_grid = tuple(map(variants.has_shared_grid, kernels))
 
     def run_tiny(call: AttentionCall, upstream: Upstream, targets: Gradients) -> Gradients:
-        _launch(_build_plan(call, upstream, targets, kind, 2, in_seats), call.tensors, upstream, targets)
+        _launch(_build_plan(call, upstream, targets, kind, 2, shared_grid), call.tensors, upstream, targets)
         return targets
 
     place = call.q.device
@@ -99,14 +99,14 @@ def _build_plan(
     targets: Gradients,
     kind: Kind,
     splits: int | None = None,
-    in_seats: Sequence[bool] = (False,) * 3,
+    shared_grid: Sequence[bool] = (False,) * 3,
 ) -> Plan:
     """Return a plan of three launches. Converted bf16 needs one more if the forward saved no maxima, and two more with
     copies: the same memory holds q and dout for dkdv, then k and v for dq.
 
     upstream.saved: empty; or the forward's unshifted LSE, alone or followed by the tensors of masks.saved_names
     splits: blocks that share the query heads of a tile of keys, None for the best number
-    in_seats: as shares in grids.py, for each of the three
+    shared_grid: as shares in grids.py, for each of the three
     """
     saved = dict(zip(masks.saved_names(upstream.saved), upstream.saved[1:]))
     results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}
@@ -127,7 +127,7 @@ def _build_plan(
     rows = launcher.max_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
     keys = launcher.max_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
     kernels = variants.delta(kind), variants.dkdv(kind), variants.dq(kind)
-    for variant, (longest, heads, tokens), shares in zip(kernels, (rows, keys, rows), in_seats):
+    for variant, (longest, heads, tokens), shares in zip(kernels, (rows, keys, rows), shared_grid):
         clears = variant.entry != "delta"
         grid = grids.choose_grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)
         builder.add_tiled_launch(variant, grid, heads, splits if variant.entry == "dkdv" else 1)

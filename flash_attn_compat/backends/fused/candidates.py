@@ -20,7 +20,7 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         128: (Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2)),
         160: (Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         192: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
-        256: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1, reg_s=False)),
+        256: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1, qk_in_regs=False)),
     },
     "dkdv": {
         32: (Tile(64, 4, 1, 2), Tile(32, 4, 2, 2)),
@@ -29,36 +29,36 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         80: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         96: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        128: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, reg_s=False), Tile(16, 4, 1, 2)),
-        160: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 8, 1, 1, sums=1)),
-        192: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 8, 1, 1, sums=1)),
+        128: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False), Tile(16, 4, 1, 2)),
+        160: (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),
+        192: (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),
     },
     "dq": {
         32: (Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
-        64: (Tile(32, 4, 2, 2, reg_p=False), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3)),
+        64: (Tile(32, 4, 2, 2, vo_in_regs=False), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3)),
         80: (Tile(16, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         96: (Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         128: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         160: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        192: (Tile(16, 8, 1, 1), Tile(32, 8, 1, 1, pairs=1)),
-        256: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 4, 1, 1, reg_p=False)),
+        192: (Tile(16, 8, 1, 1), Tile(32, 8, 1, 1, split_n=1)),
+        256: (Tile(32, 8, 1, 1, split_n=1), Tile(16, 4, 1, 1, vo_in_regs=False)),
     },
 }
 # A multiprocessor has 100 KB or more: enough to keep a block's stationary operands in shared memory.
-_SHARED = {"reg_s": False, "reg_p": False, "copies": True}
+_SHARED = {"qk_in_regs": False, "vo_in_regs": False, "cp_async": True}
 _FOR_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
         64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2)),
-        128: (Tile(64, 4, 2, 1, reg_s=False), Tile(64, 4, 1, 2)),
+        128: (Tile(64, 4, 2, 1, qk_in_regs=False), Tile(64, 4, 1, 2)),
     },
     "dkdv": {
-        64: (Tile(32, 4, 2, 2, **_SHARED), Tile(64, 4, 1, 2, copies=True)),
+        64: (Tile(32, 4, 2, 2, **_SHARED), Tile(64, 4, 1, 2, cp_async=True)),
         128: (Tile(64, 4, 1, 1, **_SHARED), Tile(32, 4, 1, 2, **_SHARED)),
     },
     "dq": {
-        64: (Tile(64, 4, 2, 1, copies=True), Tile(64, 4, 2, 1, **_SHARED), Tile(64, 4, 1, 2)),
-        128: (Tile(64, 4, 1, 1, copies=True), Tile(32, 4, 1, 2, copies=True)),
+        64: (Tile(64, 4, 2, 1, cp_async=True), Tile(64, 4, 2, 1, **_SHARED), Tile(64, 4, 1, 2)),
+        128: (Tile(64, 4, 1, 1, cp_async=True), Tile(32, 4, 1, 2, cp_async=True)),
     },
 }
 

@@ -96,7 +96,7 @@ class ForwardPlan:
     """The plan of a forward or decode kernel. The decode kernel appends a few ``new`` keys itself.
 
     A launch before it appends more new keys, or those of more rows.
-    splits: blocks that share the keys of a tile of rows, None for the best number; in_seats: as shares in grids.py
+    splits: blocks that share the keys of a tile of rows, None for the best number; shared_grid: as shares in grids.py
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ForwardPlan:
         kind: Kind,
         new: Append | None = None,
         splits: int | None = None,
-        in_seats: bool = False,
+        shared_grid: bool = False,
     ) -> None:
         rows, group = launcher.max_rows(call), call.nheads // call.nheads_k
         self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout or kind.bias > 0)
@@ -134,17 +134,17 @@ class ForwardPlan:
             heads, grid = call.nheads_k, grids.per_sequence_grid(rows * group, variant.rows, call.batch, is_packed)
         else:
             variant, heads, tokens = variants.forward(kind), call.nheads, call.q.shape[0] if is_packed else None
-            grid = grids.choose_grid(rows, variant.rows, call.batch, heads, tokens, shares=in_seats)
+            grid = grids.choose_grid(rows, variant.rows, call.batch, heads, tokens, shares=shared_grid)
         builder.add_tiled_launch(variant, grid, heads, splits)
         self.plan = builder.build(new)
 
     def run_self_test(self) -> None:
         """Self-test the kernel of this plan. Raises KernelError if it fails."""
         kind, plan, appends = self.kind, self.plan, self.appends and not self.appends_first
-        in_seats = variants.is_in_seats(plan.variants[-1])
+        shared_grid = variants.has_shared_grid(plan.variants[-1])
 
         def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
-            forward = ForwardPlan(call, kind, new, splits=2, in_seats=in_seats)
+            forward = ForwardPlan(call, kind, new, splits=2, shared_grid=shared_grid)
             result = forward.run((*call.tensors, *(() if new is None else new[:4])))
             return {"out": result.out, "softmax_lse": result.lse}
 

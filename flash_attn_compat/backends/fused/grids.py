@@ -1,6 +1,6 @@
 """The grid of a launch: blocks for the tiles of each head, and splits where a call has too few tiles for the GPU.
 
-Each sequence gets as many blocks as the longest one needs, or all sequences share seats. Splits share the keys, or the
+Each sequence gets as many blocks as the longest one needs, or all sequences share a grid. Splits share the keys, or the
 query heads, of one tile. Nothing is read from the GPU. Of packed sequences the host knows the count, the total of
 tokens, and the caller's maximum. If that maximum is far above most lengths, almost all blocks of a grid by sequence
 would be idle.
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from flash_attn_compat.backends.fused.variants import Variant
 
-# Neighbouring seats of one head in a slab: their blocks are adjacent, and so share the head's keys in the L2 cache.
-_SEATS_PER_SLAB = 64
+# Tiles of one head in a group of a shared grid: their blocks are adjacent, and so share its keys in the L2 cache.
+_TILES_PER_GROUP = 64
 # A GPU starts so many blocks in negligible time. It holds fewer at once, so splits pay only below this.
 _FEW_BLOCKS = 1024
 # The fewest keys worth a split, and the most splits of a tile.
@@ -26,11 +26,14 @@ _SHARED, _MIN_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 
 
 
 class Grid(NamedTuple):
-    """Blocks of one head: ``tiles`` for each slab. A slab is a sequence, or a part of all sequences' ``seats``."""
+    """Blocks of one head: ``tiles`` for each of ``groups``.
+
+    A group is a sequence. In a shared grid it is a part of the ``varlen_tiles`` of all sequences; 0 in other grids.
+    """
 
     tiles: int
-    slabs: int
-    seats: int = 0
+    groups: int
+    varlen_tiles: int = 0
 
 
 def choose_grid(
@@ -39,22 +42,22 @@ def choose_grid(
     """Return the grid for tiles of ``rows`` in sequences of at most ``longest``.
 
     heads: heads, or other units, that each have such a grid; total: tokens of packed sequences, None for dense ones. If
-        they are more than longest * batch, some sequence is longer: seats are enough for any lengths
-    clears: whether blocks set tokens outside of all sequences to 0; shares: use seats even where they do not pay
+        they are more than longest * batch, some sequence is longer: a shared grid is enough for any lengths
+    clears: whether blocks set tokens outside of all sequences to 0; shares: share a grid even where it does not pay
     """
     grid = per_sequence_grid(longest, rows, batch, total is not None and clears)
     if total is None:
         return grid
-    # As in cuda/common.cuh: the seats of sequence i start at its first token // rows + i; one more is left unused.
-    seats, blocks = total // rows + batch + 1, grid.tiles * batch
-    if not shares and total <= longest * batch and (blocks * heads <= _FEW_BLOCKS or blocks <= 2 * seats):
+    # As VarlenTile in cuda: the tiles of sequence i start at its first token // rows + i; the last one is left unused.
+    varlen_tiles, blocks = total // rows + batch + 1, grid.tiles * batch
+    if not shares and total <= longest * batch and (blocks * heads <= _FEW_BLOCKS or blocks <= 2 * varlen_tiles):
         return grid
-    slabs = -(-seats // _SEATS_PER_SLAB)
-    return Grid(_SEATS_PER_SLAB, slabs, _SEATS_PER_SLAB * slabs)
+    groups = -(-varlen_tiles // _TILES_PER_GROUP)
+    return Grid(_TILES_PER_GROUP, groups, _TILES_PER_GROUP * groups)
 
 
 def per_sequence_grid(longest: int, rows: int, batch: int, clears: bool) -> Grid:
-    """Return the grid where each sequence has its own blocks; ``clears``: one more slab for tokens outside of all."""
+    """Return the grid where each sequence has its own blocks; ``clears``: one more group for tokens outside of all."""
     return Grid(-(-longest // rows), batch + clears)
 
 
@@ -69,7 +72,8 @@ class Gpu(NamedTuple):
         macros = dict(variant.macros)
         used = variant.shared + 1024 * (self.number >= 80)  # CUDA reserves 1 KB of each block there
         room = _SHARED.get(self.number, _MIN_SHARED) * 1024 // max(used, 1)
-        return self.processors * max(1, min(room, max(macros["MINB"], 256 // variant.threads * macros.get("MMA16", 0))))
+        by_warps = 256 // variant.threads * macros.get("MMA_K16", 0)
+        return self.processors * max(1, min(room, max(macros["MIN_BLOCKS"], by_warps)))
 
 
 def count_splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
@@ -79,7 +83,7 @@ def count_splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
     The kernel uses fewer splits for a short sequence.
     """
     macros = dict(variant.macros)
-    if variant.entry == "forward" and macros["D"] > 192 and not macros.get("MMA16", 0):
+    if variant.entry == "forward" and macros["D"] > 192 and not macros.get("MMA_K16", 0):
         return 1  # the kernel has no registers left for it
     return max(1, min(gpu.resident_blocks(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MAX_SPLITS))
 
@@ -103,4 +107,4 @@ def split_bytes(variant: Variant) -> int:
     macros = dict(variant.macros)
     D = macros["D"]
     DV = macros.get("DV", D)
-    return 4 * variant.rows * (D + DV if variant.entry == "dkdv" else DV + (8 << macros.get("SUMS", 0)))
+    return 4 * variant.rows * (D + DV if variant.entry == "dkdv" else DV + (8 << macros.get("SPLIT_K", 0)))

@@ -162,7 +162,7 @@ class Driver:
                 if variant.shared > _STATIC_LIMIT:
                     self.check(self.library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, variant.shared))
                 # Turing may give L1 32 of the 64 KB: by default the driver may leave room for only one of two blocks.
-                if 2 * variant.shared * dict(variant.macros).get("MINB", 1) > self._shared_memory():
+                if 2 * variant.shared * dict(variant.macros).get("MIN_BLOCKS", 1) > self._shared_memory():
                     self.check(self.library.cuFuncSetAttribute(function, _CARVEOUT, _MOST_SHARED))
             finally:
                 self.check(self.library.cuThreadExchangeStreamCaptureMode(byref(mode)))

@@ -23,7 +23,7 @@ _LONGS = ("lse_batch", "lse_head")
 _INTS = (
     "slopes_batch", "table_stride", "batch", "nheads", "nheads_k", "group", "seqlen_q", "total_q", "total_k",
     "seqlen_new", "head_dim", "head_dim_v", "window_left", "window_right", "page_size", "pages_per_sequence",
-    "num_pages", "tiles", "splits", "resident", "seats", "rotary_dim", "rotary_interleaved", "rotary_rows",
+    "num_pages", "tiles", "splits", "resident", "varlen_tiles", "rotary_dim", "rotary_interleaved", "rotary_rows",
     "rotary_row_stride", "rotate_rows_apart", "lse_has_position", "bias_key", "bias_batch", "bias_head",
     "bias_rows", "bias_bands", "bias_chunks", "dropout_limit",
 )  # fmt: skip

@@ -95,13 +95,13 @@ class PlanBuilder:
         """
         call, of_keys, redirects = self.call, variant.entry == "dkdv", {**self.redirects}
         tiles = grid.tiles * heads * call.batch
-        if grid.seats:
-            variant, splits = variants.in_seats(variant), 1
+        if grid.varlen_tiles:
+            variant, splits = variants.with_shared_grid(variant), 1
         elif splits is None:
             splits = (launcher.choose_head_splits if of_keys else launcher.choose_splits)(call, variant, tiles)
         if splits > 1:
             self.workspace = launcher.PARTS_OFFSET + tiles * splits * grids.split_bytes(variant)
-        fields = {**self.fields, "tiles": grid.tiles, "splits": splits, "seats": grid.seats}
+        fields = {**self.fields, "tiles": grid.tiles, "splits": splits, "varlen_tiles": grid.varlen_tiles}
         if variant.entry != "delta":  # delta streams no operands
             fields["resident"] = launcher.find_gpu(call).resident_blocks(variant)
             if self.kind.copied:
@@ -112,7 +112,7 @@ class PlanBuilder:
                     fields[f"{name}_s"] = launcher.contiguous_strides(shape)
                     redirects[name] = "copies", offset
                     offset += 2 * math.prod(shape)
-        self.launches.append(Launch(variant, splits * grid.tiles * heads * grid.slabs, fields, redirects))
+        self.launches.append(Launch(variant, splits * grid.tiles * heads * grid.groups, fields, redirects))
 
 
 def choose_append_kind(call: AttentionCall, new: Append) -> Kind:

@@ -58,8 +58,9 @@ class TileChoice(NamedTuple):
     tile: Tile
 
     def __str__(self) -> str:
-        rows, step = (self.tile.step, self.tile.rows) if self.entry == "dkdv" else (self.tile.rows, self.tile.step)
-        return f"{self.entry} of head_dim {self.head_dim}, {self.dtype}: {rows} rows, {step} keys, {self.tile.NW} warps"
+        tile = self.tile
+        rows, keys = (tile.step, tile.rows) if self.entry == "dkdv" else (tile.rows, tile.step)
+        return f"{self.entry} of head_dim {self.head_dim}, {self.dtype}: {rows} rows, {keys} keys, {tile.warps} warps"
 
 
 class Card(NamedTuple):

@@ -1,7 +1,7 @@
-"""Every kernel that is compiled: entry, source file, macros and tile, and which one a call takes.
+"""Every kernel that is compiled: its entry, source file, macros and tile, and the one that a call takes.
 
-A variant is an entry with its macros. What the macros and grids mean is said in cuda/*.cu; the table here is also
-what the offline compile test, the trial and the documentation read. How many blocks there are is in grids.py.
+A variant is an entry with its macros; docs/kernels.md lists the macros, cuda/*.cu describe the grids, and grids.py
+counts the blocks. The offline compile test, the self-test and ``compile`` read the tables here too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
-# Rows and keys of a word of what is found in a dense mask (cuda/mask.cuh).
+# Rows and keys of a word of a dense mask's map (cuda/mask.cuh).
 BAND, REACH, PART_KEYS = 64, 1024, 512
 BIAS_WORDS = 2, 8, PART_KEYS // 32
 # Keys of the widest tile of any kernel, of which the others are parts.
 WIDEST_TILE = 128
-# Every multiple of 16 up to 128; then those that models have. Each is compiled only where it is asked for.
+# Every multiple of 16 up to 128; then the head dims of models. A size is compiled when a call asks for it.
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
 _NARROW = 256
@@ -27,25 +27,25 @@ SHORT, _SHORT_SIZE = 32, 64
 _DECODE_ROWS = 16
 # Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
-# Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these, those of the tile.
+# Bytes: the results of 4 warps for 16 rows of 64 channels, their maxima and sums, and 1 / sum of each row.
 _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
-# Of the widest heads two warps have half of the channels each, and leave scores of 16 rows and 8 keys, twice.
-_DECODE_SHARED_SUMS = 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4
+# For the widest heads two warps take half of the channels each and exchange scores of 16 rows and 8 keys, twice.
+_DECODE_SHARED_SPLIT_K = 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4
 ABSMAX_ROWS = 512
 _CONVERSIONS = 10
 
 
-# What a kernel's macros are where its variant does not say.
-_OFF = "PAIRS", "SUMS", "APPEND", "SEATS", "MMA16", "CPA"
-# Those that a kind may have on, of kernels with tiles of rows and keys; pages are the forward's alone.
+# Macros that are 0 unless a variant sets them.
+_OFF = "SPLIT_N", "SPLIT_K", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
+# Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
 
 
 class Variant(NamedTuple):
-    """One compiled kernel: the function ``entry`` of the file ``source``, compiled with ``macros``, by name.
+    """One compiled kernel: the function ``entry`` of the file ``source``, compiled with ``macros``.
 
-    rows: that a block works on (keys for dkdv); threads: of a block; shared: its bytes of dynamic shared memory
+    rows: stationary rows of a block (keys for dkdv); threads: of a block; shared: its bytes of dynamic shared memory
     """
 
     entry: str
@@ -61,17 +61,17 @@ def size_of(head_dim: int) -> int:
 
 
 class Kind(NamedTuple):
-    """What of a call chooses a variant.
+    """The properties of a call that choose a variant.
 
     number: the architecture's, as 75; type: FP16, BF16 or BF16_AS_FP16
     head_dim: of queries and keys; head_dim_v: of values, None if it is head_dim
     local: whether positions hide keys: causal, or a window; window: keys in sight, None unbounded
     alibi, softcap, dropout, paged: whether the call asks for it
-    vec: elements that a load takes at once, 8 where every row starts on 16 bytes, else 1
-    few_rows: no sequence has more than FEW_ROWS; short: none has more rows or keys than SHORT
-    tiles: what was the fastest on the GPU at hand, by entry; copied: whether what passes by was turned into fp16 before
-    bias, bias_pairs: of a dense mask, as cuda/mask.cuh says; 0 without one
-    bias_words: one of BIAS_WORDS, of 32 keys: what a block of the pass over the mask looks at
+    vec: elements of a load: 8 where every row starts on 16 bytes, else 1
+    few_rows: no sequence has more rows than FEW_ROWS; short: none has more rows or keys than SHORT
+    tiles: the fastest tiles on this GPU by entry, from ``tune``; copied: whether streamed rows are fp16 copies of bf16
+    bias, bias_pairs: of a dense mask, as in cuda/mask.cuh; 0 without one
+    bias_words: words of 32 keys that a block of the pass over the mask reads, one of BIAS_WORDS
     """
 
     number: int
@@ -103,52 +103,58 @@ class Kind(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What tiles are chosen by."""
+        """The larger head dim, which chooses the tiles."""
         return max(self.D, self.DV)
 
     def macros(self, *names: str, D: int = 0) -> list[tuple[str, int]]:
-        """names: the features that the kernel knows, LOCAL for ``local`` and so on; D: of one with no DV of its own"""
+        """names: features of the kernel, LOCAL for ``local`` and so on; D: the only size of a kernel without DV"""
         found = [("D", D or self.D), *([] if D or self.DV == self.D else [("DV", self.DV)])]
         found += [("TYPE", self.type), ("VEC", self.vec)]
         return found + [(name, int(value)) for name in names if (value := getattr(self, name.lower()))]
 
-    def newer(self, copies: bool = True) -> list[tuple[str, int]]:
-        """What builds for sm80 and newer have beyond Turing's instructions."""
+    def newer(self, cp_async: bool = True) -> list[tuple[str, int]]:
+        """Macros for the instructions that sm_80 adds to Turing's."""
         if self.number < 80:
             return []
         # cp.async takes 16 bytes as they are: no conversion, no single elements.
-        asynchronous = copies and self.type != BF16_AS_FP16 and self.vec == 8
-        return [("MMA16", 1), *([("CPA", 1)] if asynchronous else [])]
+        asynchronous = cp_async and self.type != BF16_AS_FP16 and self.vec == 8
+        return [("MMA_K16", 1), *([("CP_ASYNC", 1)] if asynchronous else [])]
 
 
 class Tile(NamedTuple):
-    """What a block works on at once, and how."""
+    """The tile of a block, and where its operands lie."""
 
-    step: int  # keys (rows for dkdv) that the main loop takes at once
-    NW: int  # warps
-    MT: int  # times 16 rows (keys for dkdv) of its own for each warp
-    MINB: int  # blocks of it that a multiprocessor has registers for
-    reg_s: bool = True  # the block's own operand of S = Q K^T stays in registers, else in shared memory
-    reg_p: bool = True  # the same of dP = dO V^T, in a backward
-    copies: bool = False  # a backward loads by cp.async where the GPU has it
-    pairs: int = 0  # 1 where two warps of a backward have the same rows, and half of the channels of their gradients
-    sums: int = 0  # 2^sums warps have the same rows, and of all operands' channels a share: they add up their scores
+    step: int  # streamed rows (keys; queries for dkdv) of one turn of the main loop
+    warps: int
+    mma_m: int  # tiles of 16 stationary rows (queries; keys for dkdv) of each warp
+    min_blocks: int  # blocks that a multiprocessor has registers for
+    qk_in_regs: bool = True  # the stationary operand of S = Q K^T lies in registers, else in shared memory
+    vo_in_regs: bool = True  # the same for dP = dO V^T, in a backward
+    cp_async: bool = False  # a backward loads by cp.async where the GPU has it
+    split_n: int = 0  # 1: two warps of a backward share rows, and each computes half of the gradients' channels
+    split_k: int = 0  # 2^split_k warps share rows; each multiplies a share of all channels, and they add up scores
 
     @property
     def rows(self) -> int:
-        return (self.NW >> (self.pairs + self.sums)) * self.MT * 16
+        """Stationary rows of a block."""
+        return (self.warps >> (self.split_n + self.split_k)) * self.mma_m * 16
+
+    def macros(self) -> list[tuple[str, int]]:
+        """Of every kernel with tiles."""
+        found = [("STREAMED_ROWS", self.step), ("WARPS", self.warps), ("MMA_M", self.mma_m)]
+        return [*found, ("MIN_BLOCKS", self.min_blocks), ("QK_IN_REGS", int(self.qk_in_regs))]
 
 
 class Choice(NamedTuple):
-    """small: for few rows and narrow windows, of which a tall tile would leave most empty or masked"""
+    """small: the tile for few rows and narrow windows, which would leave most of a tall tile empty or masked"""
 
     usual: Tile
     small: Tile
 
 
-_PAIRS = Tile(32, 8, 1, 1, pairs=1)
-_HALVES, _QUARTERS = Tile(16, 8, 1, 1, sums=1), Tile(16, 8, 1, 1, sums=2)
-# For sm_75: those of which benchmarks.kernel_report expects most (docs/kernels.md), of those that hardly spill.
+_SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
+_SPLIT_K_2, _SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
+# For sm_75: the best tiles by the model of benchmarks.kernel_report (docs/kernels.md) among tiles that hardly spill.
 _TURING: dict[str, dict[int, Choice]] = {
     "forward": {
         16: Choice(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3)),
@@ -163,7 +169,7 @@ _TURING: dict[str, dict[int, Choice]] = {
         192: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         224: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         256: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        512: Choice(_HALVES, _HALVES),
+        512: Choice(_SPLIT_K_2, _SPLIT_K_2),
     },
     "dkdv": {
         16: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 3)),
@@ -173,34 +179,34 @@ _TURING: dict[str, dict[int, Choice]] = {
         80: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         96: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, reg_s=False)),
-        160: Choice(_PAIRS, _PAIRS),
-        192: Choice(_PAIRS, _PAIRS),
-        224: Choice(_HALVES, _HALVES),
-        256: Choice(_HALVES, _HALVES),
-        512: Choice(_QUARTERS, _QUARTERS),
+        128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False)),
+        160: Choice(_SPLIT_N, _SPLIT_N),
+        192: Choice(_SPLIT_N, _SPLIT_N),
+        224: Choice(_SPLIT_K_2, _SPLIT_K_2),
+        256: Choice(_SPLIT_K_2, _SPLIT_K_2),
+        512: Choice(_SPLIT_K_4, _SPLIT_K_4),
     },
     "dq": {
         16: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
         32: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
         48: Choice(Tile(32, 4, 2, 2), Tile(32, 4, 1, 3)),
-        64: Choice(Tile(32, 4, 2, 2, reg_p=False), Tile(64, 4, 1, 2)),
+        64: Choice(Tile(32, 4, 2, 2, vo_in_regs=False), Tile(64, 4, 1, 2)),
         80: Choice(Tile(16, 4, 2, 2), Tile(64, 4, 1, 2)),
         96: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         128: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
-        160: Choice(Tile(16, 8, 1, 1), _PAIRS),
-        192: Choice(Tile(16, 8, 1, 1), _PAIRS),
-        224: Choice(_PAIRS, _PAIRS),
-        256: Choice(_PAIRS, _PAIRS),
-        512: Choice(_QUARTERS, _QUARTERS),
+        160: Choice(Tile(16, 8, 1, 1), _SPLIT_N),
+        192: Choice(Tile(16, 8, 1, 1), _SPLIT_N),
+        224: Choice(_SPLIT_N, _SPLIT_N),
+        256: Choice(_SPLIT_N, _SPLIT_N),
+        512: Choice(_SPLIT_K_4, _SPLIT_K_4),
     },
 }
 
 
 def _halved(tile: Tile) -> Tile:
     """For sequences that leave half of a tile's rows and keys empty."""
-    return tile._replace(step=min(tile.step, SHORT), NW=tile.NW // 2, MINB=tile.MINB * 2)
+    return tile._replace(step=min(tile.step, SHORT), warps=tile.warps // 2, min_blocks=tile.min_blocks * 2)
 
 
 def _is_narrow(kind: Kind) -> bool:
@@ -208,13 +214,13 @@ def _is_narrow(kind: Kind) -> bool:
 
 
 def _tile(entry: str, kind: Kind, table: Callable[[Kind], Tile]) -> Tile:
-    """What was the fastest on the GPU at hand, for kinds like those that were timed; else the table's."""
+    """The tile that ``tune`` found for kinds like the timed ones; else the table's."""
     usual = not (_is_narrow(kind) or kind.few_rows or kind.softcap or kind.dropout)
     return (dict(kind.tiles).get(entry) if usual else None) or table(kind)
 
 
 def _timed(kind: Kind) -> int:
-    """The next size of those that were timed on newer GPUs."""
+    """The next of the sizes that were timed on newer GPUs."""
     return next(size for size in (32, 64, 128, 256, 512) if kind.size <= size)
 
 
@@ -230,58 +236,58 @@ def forward_tile(kind: Kind) -> Tile:
         converts = kind.type == BF16_AS_FP16 and not kind.copied
         return Tile(64, 4, 2, 2) if D == 32 and converts else choice.usual
     if D == 512:
-        return _HALVES
+        return _SPLIT_K_2
     more_work = more_work or kind.bias > BOOLEANS
     if D == 32:
         return Tile(64 if _is_narrow(kind) or kind.dropout or kind.bias else 128, 4, 1, 3)
     if D == 64:
         return Tile(64, 4, 1, 3) if _is_narrow(kind) or kind.few_rows or more_work else Tile(64, 4, 2, 2)
     if D == 128:
-        return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, reg_s=False)
-    return Tile(64, 4, 1, 2) if kind.size <= 192 else Tile(64, 4, 1, 1, reg_s=False)
+        return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, qk_in_regs=False)
+    return Tile(64, 4, 1, 2) if kind.size <= 192 else Tile(64, 4, 1, 1, qk_in_regs=False)
 
 
 def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
     kind = _rounded(kind, tile)
     macros = kind.macros(*_FEATURES)
-    macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.reg_s))]
-    macros += [("SUMS", tile.sums)] * (tile.sums > 0) + kind.newer()
+    macros += tile.macros()
+    macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
-    # Warps with the same rows leave the scores of a tile for one another.
-    sums = tile.NW * tile.MT * 16 * tile.step * 4 * (tile.sums > 0)
-    own, passing = tile.rows * row, tile.step * (row + row_v) + sums
-    shared = max(own if tile.reg_s else own + passing, passing, tile.rows * row_v)
-    return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
+    # Warps with the same rows exchange partial scores of a tile.
+    partial_sums = tile.warps * tile.mma_m * 16 * tile.step * 4 * (tile.split_k > 0)
+    stationary, streamed = tile.rows * row, tile.step * (row + row_v) + partial_sums
+    shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v)
+    return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
 
 def _rounded(kind: Kind, tile: Tile) -> Kind:
-    """Channels that warps share come in 16s."""
-    unit = 16 << (tile.pairs + tile.sums)
+    """The head dims, rounded up so that warps share out channels in 16s."""
+    unit = 16 << (tile.split_n + tile.split_k)
     return kind._replace(head_dim=-(-kind.D // unit) * unit, head_dim_v=-(-kind.DV // unit) * unit)
 
 
 def decode(kind: Kind) -> Variant:
-    """Deals out 64 channels at once; those that are not there are not loaded."""
+    """Takes 64 channels at once; channels that do not exist are not loaded."""
     D = -(-kind.size // 64) * 64
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED", D=D)
     few_registers = D == 64 and kind.vec == 8
     # Of Turing's 64 KB a multiprocessor, three blocks have room.
-    macros.append(("MINB", (4 if kind.number >= 80 else 3) if few_registers else 2))
-    sums = D > 256
-    macros += [("SUMS", 1)] * sums
-    shared = _DECODE_SHARED_SUMS if sums else _DECODE_SHARED
+    macros.append(("MIN_BLOCKS", (4 if kind.number >= 80 else 3) if few_registers else 2))
+    split_k = D > 256
+    macros += [("SPLIT_K", 1)] * split_k
+    shared = _DECODE_SHARED_SPLIT_K if split_k else _DECODE_SHARED
     return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, shared)
 
 
 def decode_append(kind: Kind) -> Variant:
-    """decode, with new keys that come with the call."""
+    """The decode kernel for calls that bring new keys."""
     variant = decode(kind)
     return variant._replace(macros=(*variant.macros, ("APPEND", 1)))
 
 
 def append(kind: Kind) -> Variant:
-    """Copies 16-bit numbers; D and most of the rest make no difference."""
+    """Copies 16-bit numbers: most macros make no difference."""
     return Variant("append", "append.cu", tuple(kind.macros("PAGED", D=64)[1:]), 1, 128, 0)
 
 
@@ -295,15 +301,16 @@ def to_half(kind: Kind) -> Variant:
 
 
 def marks(kind: Kind, tokens: int, batch: int) -> int:
-    """Of each head of keys and of values: one for each warp and as many rows as a block of absmax reads at once."""
+    """Marks of each head of k and of v: one for each warp and each set of rows that a block of absmax reads at once."""
     return (tokens // (8192 // _power_of_two(kind.size)) + batch + 1) * 8
 
 
-def pays_to_copy(kind: Kind, variant: Variant, own: float, group: int = 1) -> bool:
-    """Whether ``own`` rows for each of a ``group`` of heads are so many tiles of ``variant`` that what passes by them
-    had better be turned into fp16 once: for a T4's memory, writing it is worth some ten conversions.
+def pays_to_copy(kind: Kind, variant: Variant, stationary: float, group: int = 1) -> bool:
+    """Whether converting streamed rows to fp16 once pays, for ``stationary`` rows in each of a ``group`` of heads.
+
+    It pays for many tiles of ``variant``: on a T4, writing the copies costs as much as some ten conversions.
     """
-    seen = own if kind.window is None else min(own, kind.window)
+    seen = stationary if kind.window is None else min(stationary, kind.window)
     return group * (seen / 2 if kind.local and kind.window is None else seen) >= _CONVERSIONS * variant.rows
 
 
@@ -313,15 +320,15 @@ def delta(kind: Kind) -> Variant:
 
 
 def mask(kind: Kind) -> Variant:
-    """The type matters where biases have it."""
+    """TYPE matters only for biases of the call's dtype."""
     type = kind.type if kind.bias == HALF_BIAS else FP16
-    macros = (("TYPE", type), ("BIAS", kind.bias), ("WORDS", kind.bias_words))
+    macros = (("TYPE", type), ("BIAS", kind.bias), ("BIAS_WORDS", kind.bias_words))
     warps = 4 * -(-kind.bias_words // 8)
     return Variant("mask", "mask.cu", macros, BAND, warps * 32, warps * 4)
 
 
 def _power_of_two(D: int) -> int:
-    """Lanes that share a row of a kernel that only reads: some have nothing to load."""
+    """The size of kernels without tiles, whose lanes share a row: some lanes have nothing to load."""
     return 1 << (D - 1).bit_length()
 
 
@@ -338,14 +345,14 @@ def dkdv_tile(kind: Kind) -> Tile:
         return _turings("dkdv", kind)
     D = _timed(kind)
     if D == 512:
-        return _QUARTERS._replace(copies=True)
+        return _SPLIT_K_4._replace(cp_async=True)
     if D == 64:
-        return Tile(32, 4, 2, 2, reg_s=False, reg_p=False, copies=True)
+        return Tile(32, 4, 2, 2, qk_in_regs=False, vo_in_regs=False, cp_async=True)
     if D == 32:
-        return Tile(64, 4, 1, 2, copies=True)
+        return Tile(64, 4, 1, 2, cp_async=True)
     if kind.size <= 160:  # where dk and dv fit into registers together
-        return Tile(64 if D == 128 else 32, 4, 1, 1, reg_s=False, reg_p=False, copies=True)
-    return (_PAIRS if kind.size <= 192 else _HALVES)._replace(copies=True)
+        return Tile(64 if D == 128 else 32, 4, 1, 1, qk_in_regs=False, vo_in_regs=False, cp_async=True)
+    return (_SPLIT_N if kind.size <= 192 else _SPLIT_K_2)._replace(cp_async=True)
 
 
 def dq_tile(kind: Kind) -> Tile:
@@ -353,52 +360,53 @@ def dq_tile(kind: Kind) -> Tile:
         return _turings("dq", kind)
     D = _timed(kind)
     if D == 512:
-        return _QUARTERS._replace(copies=True)
+        return _SPLIT_K_4._replace(cp_async=True)
     if D == 32:
         return Tile(32, 4, 2, 2)
     if D == 64:
         # Own rows in shared memory take 56 KB: GPUs with 100 KB a multiprocessor would hold one block rather than two.
         kept = kind.local or kind.number not in (80, 90)
-        return Tile(64, 4, 2, 1, reg_s=kept, reg_p=kept, copies=True)
+        return Tile(64, 4, 2, 1, qk_in_regs=kept, vo_in_regs=kept, cp_async=True)
     if kind.size <= 192:
-        return Tile(64 if D == 128 else 32, 4, 1, 1, reg_p=kind.size <= 160, copies=True)
-    return Tile(16, 4, 1, 1, reg_s=False, reg_p=False)
+        return Tile(64 if D == 128 else 32, 4, 1, 1, vo_in_regs=kind.size <= 160, cp_async=True)
+    return Tile(16, 4, 1, 1, qk_in_regs=False, vo_in_regs=False)
 
 
 def dkdv(kind: Kind) -> Variant:
     tile = _tile("dkdv", kind, dkdv_tile)
-    return _backward("dkdv", kind._replace(bias_pairs=False), tile, passing=tile.step * 16)  # has keys apart
+    # A lane holds neighbouring queries, not keys: no pairs of biases.
+    return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 16)
 
 
 def dq(kind: Kind) -> Variant:
-    return _backward("dq", kind, _tile("dq", kind, dq_tile), passing=0)
+    return _backward("dq", kind, _tile("dq", kind, dq_tile), row_values=0)
 
 
-def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
-    """passing: bytes of what is known of a tile's passing rows"""
+def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
+    """row_values: bytes of shared memory for LSE and delta of streamed rows"""
     kind = _rounded(kind._replace(paged=False), tile)
-    macros = [*kind.macros(*_FEATURES), *kind.newer(tile.copies)]
-    macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
-    macros += [("REG_S", int(tile.reg_s)), ("REG_P", int(tile.reg_p))]
-    macros += [("PAIRS", 1)] * tile.pairs + [("SUMS", tile.sums)] * (tile.sums > 0)
+    macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
+    macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
+    macros += [("SPLIT_N", 1)] * tile.split_n + [("SPLIT_K", tile.split_k)] * (tile.split_k > 0)
     row, row_v = 2 * kind.D, 2 * kind.DV
-    own = tile.rows * ((not tile.reg_s) * row + (not tile.reg_p) * row_v)
-    halves = tile.pairs or tile.sums
-    exchanged = (tile.NW * tile.MT * 16 * tile.step // 2 * 2 * 2) * (halves > 0)  # of P and dS
-    sums = tile.NW * tile.sums * tile.MT * 512
-    # Those of S lie where the next tile will.
-    exchanged += sums * (1 + (tile.step * row < sums or ("CPA", 1) in macros))
-    shared = max(own + tile.step * (2 * row + row_v) + passing + exchanged, own + tile.rows * max(row, row_v))
-    return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
+    stationary = tile.rows * ((not tile.qk_in_regs) * row + (not tile.vo_in_regs) * row_v)
+    exchanges = tile.split_n or tile.split_k
+    exchanged = (tile.warps * tile.mma_m * 16 * tile.step // 2 * 2 * 2) * (exchanges > 0)  # halves of P and dS
+    partial_sums = tile.warps * tile.split_k * tile.mma_m * 512
+    # Partial sums of S lie in the next tile's place, if that has room.
+    exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
+    streamed = tile.step * (2 * row + row_v) + row_values + exchanged
+    shared = stationary + max(streamed, tile.rows * max(row, row_v))
+    return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
 
-def in_seats(variant: Variant) -> Variant:
-    """The same for a grid that sequences share."""
-    return variant._replace(macros=(*variant.macros, ("SEATS", 1)))
+def with_shared_grid(variant: Variant) -> Variant:
+    """The same kernel for a grid that all packed sequences share."""
+    return variant._replace(macros=(*variant.macros, ("SHARED_GRID", 1)))
 
 
-def is_in_seats(variant: Variant) -> bool:
-    return ("SEATS", 1) in variant.macros
+def has_shared_grid(variant: Variant) -> bool:
+    return ("SHARED_GRID", 1) in variant.macros
 
 
 MAKERS = {
@@ -451,7 +459,7 @@ def made_for(kinds: Iterable[Kind]) -> dict[Variant, Kind]:
 
 
 def takes_decode(seqlen_q: int, group: int, more: bool) -> bool:
-    """Few query rows a key head: what counts is reading the keys once, by as many blocks as there are.
+    """Whether the decode kernel serves: few query rows for each key head, so that reading the keys takes the time.
 
     The decode kernel reads them for 16 rows at once, the forward kernel for one head: never for more heads than these.
     more: whether there is dropout or a dense mask, which it does not know

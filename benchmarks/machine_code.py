@@ -1,0 +1,133 @@
+"""Compare the kernels' machine code before and after a change of their sources, without a GPU.
+
+    python -m benchmarks.machine_code BEFORE           # compile the variants into the folder BEFORE
+    python -m benchmarks.machine_code BEFORE AFTER     # after the change: compile them into AFTER and compare
+
+It prints each variant whose instructions differ, with registers, spilled bytes and the main loop's instructions; a
+rename must print none. ``--every 4`` compiles a quarter. Needs NVRTC and cuobjdump, which the test extra brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from flash_attn_compat.backends.fused import candidates, variants
+from flash_attn_compat.backends.fused.variants import Kind, Variant
+from tests import fused_coverage
+from tests.kernels import offline
+
+ARCHITECTURES = 75, 80, 90
+
+
+class Measured(NamedTuple):
+    """Registers of a thread, and bytes that it stores and loads for lack of more."""
+
+    registers: int
+    spilled: int
+
+
+def chosen(number: int, entries: list[str], every: int = 1) -> Iterator[tuple[str, Variant]]:
+    """Every so many of the variants for sm_``number``, each under a name without its macros.
+
+    First each feature alone, all together and dense masks, then shared grids and the tiles that ``tune`` may take.
+    """
+    kinds = [*fused_coverage.kinds(number), *fused_coverage.masked_kinds(number)]
+    found = {f"{variant.entry} {_label(kind)}": variant for variant, kind in variants.made_for(kinds).items()}
+    packed = Kind(number, variants.FP16, 64, local=True)
+    for entry in ("forward", "delta", "dkdv", "dq"):
+        found[f"{entry} {_label(packed)}, shared grid"] = variants.with_shared_grid(variants.MAKERS[entry](packed))
+    for entry, D in itertools.product(candidates.ENTRIES, variants.HEAD_DIMS):
+        kind = packed._replace(head_dim=D)
+        for tile in candidates.tiles(entry, number, D):
+            name = f"{entry} {_label(kind)}, tile {' '.join(str(int(value)) for value in tile)}"
+            found[name] = variants.MAKERS[entry](kind._replace(tiles=((entry, tile),)))
+    for name, variant in itertools.islice(found.items(), 0, None, every):
+        if variant.entry in entries:
+            yield f"sm_{number} {name}", variant
+
+
+def _label(kind: Kind) -> str:
+    """What differs from the defaults."""
+    values = kind._asdict()
+    values.pop("number")
+    return " ".join(
+        f"{name} {value}" for name, value in values.items() if value != Kind._field_defaults.get(name, "none")
+    )
+
+
+def compile_into(folder: Path, name: str, variant: Variant, compiler: str) -> Measured:
+    """Compile ``variant`` into a cubin of ``folder``, and note its registers and spills beside it."""
+    found = offline.compiled(offline.compilers()[compiler], variant, name.split()[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.cubin").write_bytes(found.cubin)
+    measured = Measured(found.registers, found.spilled)
+    (folder / f"{name}.json").write_text(json.dumps(measured))
+    return measured
+
+
+def machine_code(cubin: bytes) -> dict[bytes, bytes]:
+    """The sections of an ELF file (64 bits, little-endian) that hold instructions and their literals, by name.
+
+    Symbols and the table of addresses of constexpr variables, .nv.constant4, follow the sources' names.
+    """
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", cubin, headers + i * size) for i in range(count)]
+    found = {}
+    for name, _, _, _, offset, length in sections:
+        begin = sections[names][4] + name
+        title = cubin[begin : cubin.index(0, begin)]
+        if title.startswith((b".text", b".nv.constant2", b".nv.constant3")):
+            found[title] = cubin[offset : offset + length]
+    return found
+
+
+def difference(name: str, before: Path, after: Path) -> str:
+    """How the machine code of ``name`` differs between two folders; "" if it does not."""
+    cubins = [(folder / f"{name}.cubin").read_bytes() for folder in (before, after)]
+    if machine_code(cubins[0]) == machine_code(cubins[1]):
+        return ""
+    codes = list(map(offline.instructions, cubins))
+    old, new = (Measured(*json.loads((folder / f"{name}.json").read_text())) for folder in (before, after))
+    loops = [sum(offline.main_loop(code).values()) for code in codes]
+    return (
+        f"registers {old.registers} -> {new.registers}, spilled bytes {old.spilled} -> {new.spilled}, "
+        f"main loop {loops[0]} -> {loops[1]}, all {len(codes[0])} -> {len(codes[1])}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.machine_code", description=__doc__)
+    parser.add_argument("before", type=Path, help="folder of the code before the change; filled where it is empty")
+    parser.add_argument("after", type=Path, nargs="?", help="folder for the code after the change; compares if given")
+    parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, choices=ARCHITECTURES)
+    parser.add_argument("--every", type=int, default=1, help="take one of so many variants")
+    parser.add_argument("--entries", nargs="+", default=list(variants.MAKERS), choices=list(variants.MAKERS))
+    parser.add_argument("--compiler", default=next(reversed(offline.compilers()), None), help="NVRTC's version")
+    options = parser.parse_args(argv)
+    if options.compiler is None or offline.cuobjdump() is None:
+        print("needs NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")
+        return 1
+    compared = differing = 0
+    for number in options.architectures:
+        for name, variant in chosen(number, options.entries, options.every):
+            compile_into(options.after or options.before, name, variant, options.compiler)
+            if options.after is None or not (options.before / f"{name}.cubin").is_file():
+                continue
+            compared += 1
+            if found := difference(name, options.before, options.after):
+                print(f"{name}: {found}", flush=True)
+                differing += 1
+    print(f"{compared} variants compared, {differing} differ" if options.after else "compiled")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
