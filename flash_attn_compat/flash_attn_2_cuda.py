@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core.arguments import Packing
-from flash_attn_compat.core.call import Upstream
+from flash_attn_compat.core.call import BackwardInputs
 from flash_attn_compat.dispatch import kvcache, raw
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
@@ -135,7 +135,7 @@ def bwd(
     options = raw.options_of(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_, deterministic
     )
-    upstream = Upstream(dout, out, softmax_lse, rng_state)
+    upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
     return [dq, dk, dv, raw.backward(q, k, v, options, upstream, (dq, dk, dv))]
 
 
@@ -176,7 +176,7 @@ def varlen_bwd(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_, deterministic
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    upstream = Upstream(dout, out, softmax_lse, rng_state)
+    upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
     return [dq, dk, dv, raw.backward(q, k, v, options, upstream, (dq, dk, dv), packing)]
 
 

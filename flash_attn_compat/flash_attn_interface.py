@@ -16,7 +16,7 @@ from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
 from flash_attn_compat.core import sinks
 from flash_attn_compat.core.arguments import Options, Packing, request_of
 from flash_attn_compat.dispatch import ops
-from flash_attn_compat.dispatch.autograd import attend, purpose, unpack, with_scale_in_queries
+from flash_attn_compat.dispatch.autograd import attend, purpose, scale_queries, unpack
 from flash_attn_compat.dispatch.serve import find
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (
@@ -363,8 +363,8 @@ def _attend(
 ) -> AttentionOutput:
     """options, packing: the fields of Options and Packing, which take longer to make than a tuple"""
     if isinstance(options[1], Tensor):
-        inputs, options = with_scale_in_queries(inputs, options)
-    wanted = None if ops.are_asked_for(inputs) else purpose(inputs, options[5])
+        inputs, options = scale_queries(inputs, options)
+    wanted = None if ops.must_be_one_operator(inputs) else purpose(inputs, options[5])
     q, k, v = inputs if len(inputs) == 3 else unpack(inputs)
     if s_aux is not None:
         sinks.check(s_aux, q, Options(*options).alibi_slopes)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core.arguments import Packing
-from flash_attn_compat.core.call import Upstream
+from flash_attn_compat.core.call import BackwardInputs
 from flash_attn_compat.core.scores import key_block_size, round_up
 from flash_attn_compat.dispatch.raw import backward, forward, options_of, varlen_forward
 
@@ -120,7 +120,7 @@ def _flash_attn_backward(
     options = options_of(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic
     )
-    return backward(q, k, v, options, Upstream(dout, out, softmax_lse, rng_state), (dq, dk, dv))
+    return backward(q, k, v, options, BackwardInputs(dout, out, softmax_lse, rng_state), (dq, dk, dv))
 
 
 def _flash_attn_varlen_backward(
@@ -156,7 +156,7 @@ def _flash_attn_varlen_backward(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return backward(q, k, v, options, Upstream(dout, out, softmax_lse, rng_state), (dq, dk, dv), packing)
+    return backward(q, k, v, options, BackwardInputs(dout, out, softmax_lse, rng_state), (dq, dk, dv), packing)
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

@@ -25,7 +25,7 @@ from flash_attn_compat.backends import base, official, smoke_test, torch_efficie
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import checks, prepared
 from flash_attn_compat.core.arguments import Options, Packing, Purpose, call_of
-from flash_attn_compat.core.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
 from flash_attn_compat.core.mask import Mask
 
 calls: list[str] = []  # what was called since the list was cleared
@@ -199,7 +199,7 @@ def backward(given: Launch) -> Gradients:
     assert given.lse.is_contiguous() and given.lse.dtype == torch.float32
     check_alignment(given.dout)
     check_alignment(given.out)
-    upstream = Upstream(given.dout, given.out, given.lse, given.state if given.dropout_p else None)
+    upstream = BackwardInputs(given.dout, given.out, given.lse, given.state if given.dropout_p else None)
     found = Reference().backward(as_call(given), upstream, None)
     own = (given.cu_q, given.max_q), (given.cu_k, given.max_k), (given.cu_k, given.max_k)
     for gradient, (starts, longest) in zip(found, own):

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_varlen_func
 from flash_attn_compat.backends import sdpa
 from flash_attn_compat.core import varlen
-from flash_attn_compat.core.call import Upstream
+from flash_attn_compat.core.call import BackwardInputs
 from tests.fuzz import must_serve
 from tests.problems import PROBLEMS, TOGETHER
 from tests.support import GENERAL, close, cumulative, on_backend, on_general_backends, randn
@@ -40,7 +40,7 @@ def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def gradients_without_lse(
-    q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, upstream: BackwardInputs, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     with torch.enable_grad():

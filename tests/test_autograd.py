@@ -25,7 +25,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends import KernelsFailed, sdpa
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core.arguments import Options
-from flash_attn_compat.core.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
 from flash_attn_compat.dispatch import ops
 from tests import fused_on_cpu
 from tests.support import GENERAL, cumulative, on_backend, on_general_backends, qkv, serve_by
@@ -143,7 +143,7 @@ class Sees(Reference):
     def __init__(self) -> None:
         self.named: list[str | None] = []
 
-    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+    def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
         self.named.append(settings.named_backend())
         return super().backward(call, upstream, into)
 

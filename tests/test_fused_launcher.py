@@ -28,7 +28,7 @@ from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import cuda_capture, prepared, torch_state
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.arguments import Options, cache_call, call_of, plain
-from flash_attn_compat.core.prepared import alike_to
+from flash_attn_compat.core.prepared import shared_properties
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kinds import Wrapper
@@ -364,7 +364,7 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
     lengths = torch.zeros(2, dtype=torch.int32, device="meta")
     values = plain(0.0, None, True, (-1, -1), 0.0, False, False)
     call = cache_call(q, k_cache, v_cache, lengths, seqlen_new, None, None, None, None, values)
-    alike = alike_to(call)._replace(new=Append(*new, True, lengths, True), is_over_cache=True)
+    alike = shared_properties(call)._replace(new=Append(*new, True, lengths, True), is_over_cache=True)
     run = forward.prepare(alike)
     if far is not None and far.endswith("cache"):
         assert run is None

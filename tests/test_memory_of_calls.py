@@ -183,8 +183,10 @@ def random_calls(monkeypatch: pytest.MonkeyPatch, by_kernels: bool) -> Tally:
 
 
 def test_a_key_too_coarse_is_found_by_random_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts = prepared.layouts
-    monkeypatch.setattr(prepared, "layouts", lambda tensors: tuple([x and x[:1] for x in layouts(tensors)]))
+    tensor_signatures = prepared.tensor_signatures
+    monkeypatch.setattr(
+        prepared, "tensor_signatures", lambda tensors: tuple([x and x[:1] for x in tensor_signatures(tensors)])
+    )
     assert random_calls(monkeypatch, by_kernels=True).differing
 
 

@@ -249,10 +249,10 @@ def test_the_table_is_kept_until_it_is_too_short_of_another_dtype_or_useless_for
 
 
 def test_the_older_keyword_pos_idx_in_fp32_is_accepted_by_subclasses() -> None:
-    class Derived(RotaryEmbedding):
+    class BackwardResult(RotaryEmbedding):
         def __init__(self, dim: int, base: float) -> None:
             super().__init__(dim=dim, base=base, pos_idx_in_fp32=True, device="cpu", interleaved=False)
 
-    rotary = Derived(8, 10000.0)
+    rotary = BackwardResult(8, 10000.0)
     assert rotary.scale_base is None and rotary._seq_len_cached == 0 and rotary._cos_cached is None
     assert dict(rotary.named_buffers()).keys() == {"inv_freq"} and rotary.state_dict() == {}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flash_attn_compat.core import alibi, dropout
 from flash_attn_compat.core.append import by_operators
-from flash_attn_compat.core.call import AttentionCall, Derived, Gradients, Result, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
 from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, Tensors
 from flash_attn_compat.core.traced_lengths import HiddenLayout, has_hidden_lengths
@@ -144,10 +144,12 @@ class Backend(abc.ABC):
 
         return run
 
-    def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
+    def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         """Return the run for gradients, for all calls and upstreams with the cache key of these."""
         described, backward = call.with_tensors(), self.backward
-        return lambda tensors, upstream, into: Derived(backward(described.with_tensors(*tensors), upstream, into))
+        return lambda tensors, upstream, into: BackwardResult(
+            backward(described.with_tensors(*tensors), upstream, into)
+        )
 
     def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
         """The dense mask that a forward read, in the shape of ``mask``, if ``saved`` holds it; else None.
@@ -161,7 +163,7 @@ class Backend(abc.ABC):
         """Return out, softmax_lse (+inf for rows without keys) and the dropout's rng_state."""
 
     @abc.abstractmethod
-    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+    def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
         """Return dq, dk, dv from the ``out`` and ``softmax_lse`` in ``upstream``, which any backend may have computed.
 
         Probabilities are exp(score - softmax_lse), so ``upstream`` may describe a longer sequence than ``call``. It has
@@ -183,7 +185,9 @@ class BlockwiseBackend(Backend):
         """
 
     @abc.abstractmethod
-    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_block(
+        self, call: AttentionCall, block: Block, upstream: BackwardInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv in the layout of block.q, block.k, block.v."""
 
     def forward(self, call: AttentionCall) -> Result:
@@ -213,7 +217,7 @@ class BlockwiseBackend(Backend):
                 rows.scatter_lse(lse, block_lse)
         return Result(out, lse, rng_state, saved) if has_lse else Result(out, None, rng_state)
 
-    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+    def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
         block = whole_block(call)
         if block is not None:
             upstream = upstream._replace(softmax_lse=_unshifted_lse(call, block, upstream))
@@ -225,7 +229,7 @@ class BlockwiseBackend(Backend):
             dout = rows.with_padding(rows.gather(upstream.dout), 0.0)
             lse = _unshifted_lse(call, block, upstream, rows)
             dlse = None if upstream.dlse is None else rows.gather_lse(upstream.dlse, 0.0)
-            block_upstream = Upstream(dout, rows.gather(upstream.out), lse, upstream.rng_state, dlse=dlse)
+            block_upstream = BackwardInputs(dout, rows.gather(upstream.out), lse, upstream.rng_state, dlse=dlse)
             gradients = self.backward_block(call, block, block_upstream)
             for total, places, gradient in zip(totals, (rows, keys, keys), gradients):
                 places.scatter(total, gradient)
@@ -236,7 +240,7 @@ def _make_layout(call: AttentionCall) -> Layout:
     return HiddenLayout(call) if has_hidden_lengths(call) else Layout(call)
 
 
-def _zero_gradients(call: AttentionCall, layout: Layout, upstream: Upstream, into: Gradients | None) -> Gradients:
+def _zero_gradients(call: AttentionCall, layout: Layout, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
     """Return zeroed gradients to scatter into: ``into`` where it is given, else new tensors."""
     if call.transformed:
         others = [x for x in (upstream.dout, upstream.out, upstream.softmax_lse, upstream.dlse) if x is not None]
@@ -247,7 +251,9 @@ def _zero_gradients(call: AttentionCall, layout: Layout, upstream: Upstream, int
     return totals
 
 
-def _unshifted_lse(call: AttentionCall, block: Block, upstream: Upstream, rows: Places | None = None) -> Tensor | None:
+def _unshifted_lse(
+    call: AttentionCall, block: Block, upstream: BackwardInputs, rows: Places | None = None
+) -> Tensor | None:
     """Return the block's LSE without the position that flash-attn adds under causal ALiBi; None if there is no LSE.
 
     rows: places of the block's rows in the call's tensors, None for a block that is the whole call

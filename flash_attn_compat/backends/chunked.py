@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
 from flash_attn_compat.core import alibi
 from flash_attn_compat.core.arithmetic import lacks_tensor_cores
-from flash_attn_compat.core.call import AttentionCall, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.compilation import OptionallyCompiled
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.kernel_layout import ready
@@ -54,7 +54,9 @@ class Chunked(BlockwiseBackend):
 
         return out, lse
 
-    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_block(
+        self, call: AttentionCall, block: Block, upstream: BackwardInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.zeros_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
         for sub in split_block(call, block, upstream.rng_state):
             totals = [torch.zeros_like(tensor, dtype=sub.dtype) for tensor in (sub.keys, sub.values)]
@@ -127,7 +129,7 @@ def _fused_weights(
     return weights.to(dtype), weights.sum(-1, keepdim=True), new_peak
 
 
-def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
+def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: BackwardInputs, dk: Tensor, dv: Tensor) -> Tensor:
     """Algorithm 2 for one tile of rows: adds to dk and dv, returns dq (n, q heads, rows, head_dim)."""
     call = sub.call
     queries, dout = sub.fold(sub.q, rows), sub.fold(upstream.dout, rows)

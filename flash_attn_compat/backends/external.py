@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend, write_gradients
 from flash_attn_compat.core import kernel_layout, unwritten
-from flash_attn_compat.core.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits
 
 # Features that both builds of FlashAttention-2's kernels decline. Calls over a cache go to fused, which appends and
@@ -75,7 +75,7 @@ class SingleLaunchBackend(Backend):
         saved = (launched.lse, *launched.state) if call.needs_grad else ()
         return Result(kernel_layout.narrowed(launched.out, call.head_dim_v), lse, None, saved)
 
-    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+    def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
         ready = self.with_kernel_layout(call)
         dout, out = kernel_layout.padded(upstream.dout), kernel_layout.padded(upstream.out)
         lse, *state = upstream.saved or (self.to_kernel_lse(ready, upstream.lse),)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
-from flash_attn_compat.core.call import AttentionCall, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.mask import Range
 from flash_attn_compat.core.scores import scores_of
@@ -38,7 +38,9 @@ class Reference(BlockwiseBackend):
         out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
         return out.to(block.q.dtype).contiguous(), lse.to(torch.float64 if q.dtype == block.q.dtype else torch.float32)
 
-    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_block(
+        self, call: AttentionCall, block: Block, upstream: BackwardInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = _repeat_key_heads(call, block)
         dout, out, lse = (tensor.to(q.dtype) for tensor in (upstream.dout, upstream.out, upstream.lse))
         scores, softcap_slope = scores_of(call, block, q, k)

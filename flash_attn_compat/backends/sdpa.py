@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, argument_names, aten_operator
 from flash_attn_compat.core import alibi, cuda_capture, kernel_layout
-from flash_attn_compat.core.call import AttentionCall, Result, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Result
 from flash_attn_compat.core.features import Feature, Traits, split
 from flash_attn_compat.core.mask import ByDistance, Mask, Range
 from flash_attn_compat.core.varlen import Block, lse_dtype
@@ -102,7 +102,9 @@ class Sdpa(BlockwiseBackend):
                 lse[:, :, rows] = tile_lse
         return out, lse if q.is_cpu else None
 
-    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_block(
+        self, call: AttentionCall, block: Block, upstream: BackwardInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = _backward_dtype(block.q)
         q, k, v, out, dout = (
             _heads_first(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
@@ -110,14 +112,14 @@ class Sdpa(BlockwiseBackend):
         tiles = list(_cut_tiles(call, block))
         bias_of = _bias_factory(call.mask, block)
         if _is_single_tile(tiles, q, k):
-            upstream = Upstream(dout, out, upstream.softmax_lse, None)
+            upstream = BackwardInputs(dout, out, upstream.softmax_lse, None)
             dq, dk, dv = _compute_gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         totals = [torch.zeros(t.shape, dtype=lse_dtype(dtype), device=t.device) for t in (q, k, v)]
         for tile in tiles:
             rows, keys = slice(*tile.rows), slice(*tile.keys)
             lse = None if upstream.softmax_lse is None else upstream.softmax_lse[:, :, rows]
-            part = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
+            part = BackwardInputs(dout[:, :, rows], out[:, :, rows], lse, None)
             tile_q, tile_k, tile_v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
             terms = _compute_gradients(tile_q, tile_k, tile_v, part, tile.causal, bias_of(tile), call.softmax_scale)
             for total, where, gradient in zip(totals, (rows, keys, keys), terms):
@@ -339,7 +341,7 @@ def _split_keys(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute_gradients(
-    q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, upstream: BackwardInputs, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
     if causal and k.shape[2] > q.shape[2]:
         (k, own_k), (v, own_v) = _split_keys(q, k), _split_keys(q, v)

@@ -16,7 +16,7 @@ from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import Options, Purpose, call_of
-from flash_attn_compat.core.call import AttentionCall, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.features import Feature, Traits
 
 Lengths = tuple[int, int]  # of queries and keys
@@ -63,7 +63,7 @@ def _compute_results(backend: Backend, call: AttentionCall, dout: Tensor) -> lis
     result = backend.forward(call)
     if not call.needs_grad:
         return [result.out]
-    upstream = Upstream(dout, result.out, result.softmax_lse, None, result.saved)
+    upstream = BackwardInputs(dout, result.out, result.softmax_lse, None, result.saved)
     return [result.out, *backend.backward(call, upstream, None)]
 
 

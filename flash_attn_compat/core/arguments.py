@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_compat.core import checks, torch_state
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.mask import MOST_TOKENS, Mask
-from flash_attn_compat.core.prepared import Alike, Request, RequestKind, alike_to
+from flash_attn_compat.core.prepared import Alike, Request, RequestKind, shared_properties
 
 
 class Options(NamedTuple):
@@ -135,7 +135,7 @@ def _build_dense(request: Request) -> Alike:
     checks.dense(q, k, v)
     values, purpose = request.values
     lengths = q.shape[0], q.shape[1], k.shape[1], k.shape[1]
-    return alike_to(_call(q, k, v, slopes, values, purpose, *lengths, bias=others[5] if others else None))
+    return shared_properties(_call(q, k, v, slopes, values, purpose, *lengths, bias=others[5] if others else None))
 
 
 def _build_packed(request: Request) -> Alike:
@@ -162,7 +162,7 @@ def _build_packed(request: Request) -> Alike:
         is_dense=False, equal_lengths=equal_lengths,
     )  # fmt: skip
     check = _check_packed_if_not_hidden if purpose.transformed else _check_packed
-    return alike_to(call, check if checks.may_read(starts_q) else None)
+    return shared_properties(call, check if checks.may_read(starts_q) else None)
 
 
 def _check_packed_if_not_hidden(request: Request) -> None:

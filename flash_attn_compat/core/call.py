@@ -191,7 +191,7 @@ class Gradients(NamedTuple):
     dv: Tensor
 
 
-class Derived(NamedTuple):
+class BackwardResult(NamedTuple):
     """The results of a backward.
 
     delta: rowsum(dout * out) less the gradient of the LSE and laid out as that, where the backend has it; fp32, 0 for
@@ -202,7 +202,7 @@ class Derived(NamedTuple):
     delta: Tensor | None = None
 
 
-class Upstream(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The inputs of a backward: dout and dlse, and the results of a forward.
 
     softmax_lse may be missing where ``saved`` holds what the backend kept instead.

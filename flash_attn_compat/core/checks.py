@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import cuda_capture
-from flash_attn_compat.core.call import AttentionCall, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.torch_state import numbers_of
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -300,7 +300,7 @@ def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
         )
 
 
-def upstream_memory(given: Upstream, *gradients: Tensor | None) -> None:
+def upstream_memory(given: BackwardInputs, *gradients: Tensor | None) -> None:
     """Of what ``upstream`` looks at: that there are tensors, and memory for what is to be written."""
     for name in ("dout", "out", "softmax_lse"):
         is_tensor(name, getattr(given, name))
@@ -311,7 +311,7 @@ def upstream_memory(given: Upstream, *gradients: Tensor | None) -> None:
             raise RuntimeError(f"d{name} reaches beyond its memory: {error}") from error
 
 
-def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) -> None:
+def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | None) -> None:
     """A backward's dout, out and softmax_lse, and the dq, dk, dv it is to write (each may be None), as they lie."""
     expected = ("dout", given.dout, call.out_shape), ("out", given.out, call.out_shape)
     for name, tensor, shape in (*expected, ("softmax_lse", given.lse, call.lse_shape)):

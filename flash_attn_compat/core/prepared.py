@@ -19,7 +19,7 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.call import AttentionCall, Derived, Gradients, Result, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.torch_state import transforms_are_on
 
 MOST = 4096
@@ -32,7 +32,7 @@ Tensors = tuple[Any, ...]
 # Computes each call of one key, from a request's tensors and length.
 Run = Callable[[Tensors, int | None], Result]
 # Computes gradients from (tensors, upstream, into), and writes them into the last if that is not None.
-BackwardRun = Callable[[Tensors, Upstream, Gradients | None], Derived]
+BackwardRun = Callable[[Tensors, BackwardInputs, Gradients | None], BackwardResult]
 
 
 class Alike(NamedTuple):
@@ -57,7 +57,7 @@ class Alike(NamedTuple):
         return self.whole.tensors if self.new is None else (*self.whole.tensors, *self.new[:4])
 
 
-def alike_to(call: AttentionCall, check: Callable[[Request], None] | None = None) -> Alike:
+def shared_properties(call: AttentionCall, check: Callable[[Request], None] | None = None) -> Alike:
     """Return the shared properties of calls over tensors with the signatures of ``call``'s."""
     described = call.with_tensors()
     return Alike(call, call, None, lambda tensors, length: (described.with_tensors(*tensors), None), check=check)
@@ -150,21 +150,21 @@ def look_up(request: Request) -> tuple[Key | None, Known | None]:
         return None, None
     tensors = request.tensors
     try:
-        key = request.kind, request.values, layouts(tensors), surroundings(tensors[0])
+        key = request.kind, request.values, tensor_signatures(tensors), context_key(tensors[0])
     except (AttributeError, RuntimeError):
         return None, None  # q is no tensor, or a tensor has no address: the checks name the argument
     return key, _current.known.get(key)
 
 
-def key_of(tensors: Tensors) -> Key | None:
+def backward_key(tensors: Tensors) -> Key | None:
     """Return the cache key of a backward's tensors; None where it cannot be cached."""
     try:
-        return layouts(tensors), surroundings(tensors[0])
+        return tensor_signatures(tensors), context_key(tensors[0])
     except RuntimeError:
         return None
 
 
-def layouts(tensors: Iterable[Tensor | None]) -> Key:
+def tensor_signatures(tensors: Iterable[Tensor | None]) -> Key:
     """Return (shape, strides, dtype, device, address modulo 16) of each tensor.
 
     True stands for the strides of a contiguous tensor. Raises RuntimeError for types that are not PLAIN.
@@ -184,6 +184,6 @@ def _is_plain(x: object) -> bool:
     return True
 
 
-def surroundings(tensor: Tensor) -> Key:
+def context_key(tensor: Tensor) -> Key:
     """Return the state outside of the arguments that decides how a call is computed."""
     return settings.fingerprint(), torch_state.autocasts(tensor), torch_state.flash_implementation()

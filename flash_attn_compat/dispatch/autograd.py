@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, torch_state
 from flash_attn_compat.core.arguments import FORWARD, RECORDED, RECORDED_WITH_SLOPES, TRANSFORMED, Purpose
-from flash_attn_compat.core.call import RNG_STATE, AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.core.call import RNG_STATE, AttentionCall, BackwardInputs, Gradients, Result
 from flash_attn_compat.core.prepared import Known, Request, Tensors
 from flash_attn_compat.core.torch_state import transforms_are_on
 from flash_attn_compat.dispatch import at_exit, choice
@@ -77,7 +77,7 @@ def are_trained(slopes: object) -> bool:
     return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
 
 
-def with_scale_in_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def scale_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return inputs and options with a differentiable softmax_scale moved into the queries.
 
     Kernels take a number: they get the default scale, head_dim ** -0.5, and the queries are multiplied by the rest.
@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_slopes = gradient_of_slopes(ctx.known.call.with_tensors(*tensors), dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
-        upstream = Upstream(dout, out, lse, rng_state, tuple(rest[ctx.others :]), gradient_of_lse(dlse, lse))
+        upstream = BackwardInputs(dout, out, lse, rng_state, tuple(rest[ctx.others :]), gradient_of_lse(dlse, lse))
         if len(inputs) == 3:
             return None, None, of_slopes, *gradients(ctx.known, tensors, upstream)[1].gradients
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
@@ -207,8 +207,8 @@ def differentiable_gradients(
         tensors = tuple([tensor.view_as(tensor) for tensor in inputs[1:] if tensor is not None])
         (q, k, v), inputs = unpack(tensors), (slopes, *tensors)
         leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted and tensor is not None]
-        again = choice.in_differentiable_operators(call._replace(q=q, k=k, v=v, alibi_slopes=slopes))
-        result = choice.choose_whoever_is_named(again).forward(again)
+        again = choice.as_differentiable(call._replace(q=q, k=k, v=v, alibi_slopes=slopes))
+        result = choice.choose_unforced(again).forward(again)
         if dlse is not None and result.softmax_lse is not None:
             dlse = dlse.masked_fill(result.softmax_lse.isinf(), 0.0)
         given = [

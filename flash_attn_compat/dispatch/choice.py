@@ -1,6 +1,6 @@
 """Which backend serves a call, why, and how often each one has.
 
-A decision depends on a call's traits and its surroundings only, so it is remembered by them.
+A decision depends on a call's traits and its context_key only, so it is remembered by them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def reset_backend_counts() -> None:
     served.clear()
 
 
-def choose(call: AttentionCall) -> Backend | None:
+def choose_backend(call: AttentionCall) -> Backend | None:
     """Return the first backend that can compute ``call`` exactly, or the forced one; None if nothing is to be computed.
 
     Nothing is to be computed without rows or keys, and on the meta device, unless a transform differentiates the zeros.
@@ -105,7 +105,7 @@ def choose(call: AttentionCall) -> Backend | None:
         _check_settings()
         explanation = _explain(call.traits(), settings.named_backend())
         if call.slopes_gradient:
-            other = _first_able(in_differentiable_operators(call).traits(), None)
+            other = _first_able(as_differentiable(call).traits(), None)
             explanation = replace(explanation, slopes_gradient=None if other is None else other.name)
         raise Explained(explanation)
     if (call.is_empty or call.q.is_meta) and not call.transformed:
@@ -113,7 +113,7 @@ def choose(call: AttentionCall) -> Backend | None:
     return _decide(call)
 
 
-def choose_besides(refusing: Backend, call: AttentionCall, refusal: CallRefused) -> Backend:
+def choose_fallback(refusing: Backend, call: AttentionCall, refusal: CallRefused) -> Backend:
     """Return the fallback for a call that ``refusing`` declined for its sizes. Raises ``refusal`` if there is none."""
     other = _first_able(call.traits(), settings.named_backend(), besides=refusing)
     if other is None:
@@ -121,15 +121,15 @@ def choose_besides(refusing: Backend, call: AttentionCall, refusal: CallRefused)
     return other
 
 
-def choose_whoever_is_named(call: AttentionCall) -> Backend:
-    """As ``choose``, without regard to a forced backend.
+def choose_unforced(call: AttentionCall) -> Backend:
+    """As ``choose_backend``, without regard to a forced backend.
 
     For gradients of softmax_lse and gradients to differentiate again, which the backend of the forward may lack.
     """
     return _decide(call, heeds_name=False)
 
 
-def in_differentiable_operators(call: AttentionCall) -> AttentionCall:
+def as_differentiable(call: AttentionCall) -> AttentionCall:
     """Return ``call`` as one that a backend computes by differentiable operators."""
     return call._replace(transformed=True, needs_grad=False)
 
@@ -152,7 +152,7 @@ def reasons_against(name: str, call: AttentionCall) -> list[str]:
 
 def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
     traits, current = call.traits(), prepared.current()
-    key = traits, heeds_name, prepared.surroundings(call.q)
+    key = traits, heeds_name, prepared.context_key(call.q)
     found: Backend | None = current.decisions.get(key)
     if found is not None:
         return found

@@ -47,7 +47,7 @@ def attend(
     length = None  # an int length is in no cache key, for it differs in each step
     if lengths is not None and not isinstance(lengths, Tensor):
         lengths, length = None, integer("cache_seqlens", lengths)
-    if not within_operator and ops.are_asked_for_without_derivatives(q, k_cache, v_cache, k, v):
+    if not within_operator and ops.must_be_one_operator_without_derivatives(q, k_cache, v_cache, k, v):
         left, right = checks.two_bounds(window_size)
         arguments = (
             q, k_cache, v_cache, k, v, cos, sin, lengths, rows, leftpad, table, slopes, softmax_scale, causal, left,

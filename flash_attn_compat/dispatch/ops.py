@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, dropout
 from flash_attn_compat.core.arguments import TRANSFORMED, Options, Packing, Purpose, request_of
-from flash_attn_compat.core.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
 from flash_attn_compat.core.prepared import PLAIN, Request
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on, with_autograd
@@ -33,7 +33,7 @@ from flash_attn_compat.dispatch.autograd import (
 )
 
 
-def are_asked_for(tensors: tuple[Any, ...]) -> bool:
+def must_be_one_operator(tensors: tuple[Any, ...]) -> bool:
     """Whether a call must be one operator: under torch.compile, torch.jit.trace or a dispatch mode, or on a subclass.
 
     Dispatch modes are fake tensors, selective checkpointing, counters and the like; a subclass may have no memory for a
@@ -45,7 +45,7 @@ def are_asked_for(tensors: tuple[Any, ...]) -> bool:
     return bool(is_seen) and _are_seen(tensors)
 
 
-def are_asked_for_without_derivatives(*tensors: Any) -> bool:
+def must_be_one_operator_without_derivatives(*tensors: Any) -> bool:
     """The same for functions that have no derivatives. Raises where a transform asks for one."""
     if is_compiling():
         return True
@@ -117,7 +117,7 @@ def _draw_rng_state(q: Tensor) -> Tensor | None:
     return dropout.new_rng_state(q.device)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, *others: Options | Packing | Upstream | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, *others: Options | Packing | BackwardInputs | None) -> None:
     """Refuse nested and sparse tensors by name; PyTorch's own error would name no argument."""
     if not is_compiling():
         named = {name: value for other in others if other is not None for name, value in other._asdict().items()}
@@ -144,7 +144,7 @@ under_flash_attns_name: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | No
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, packing: Packing | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: BackwardInputs, packing: Packing | None = None
 ) -> Gradients:
     """Return dq, dk and dv as new tensors."""
     _check(q, k, v, options, packing, upstream)
@@ -303,7 +303,7 @@ def backward_op(
     purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
     request = Arguments(*arguments).request(q, k, v, purpose)
     known = serve.find(request)
-    upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
+    upstream = BackwardInputs(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
     _, derived = serve.gradients(known, serve.backward_tensors(request.tensors, rng_state), upstream)
     dq, dk, dv = derived.gradients
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -426,7 +426,7 @@ def _plain_backward(
     v: Tensor, *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The same of the backward."""
-    upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
+    upstream = BackwardInputs(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
     call = _differentiable_call((q, k, v, *arguments), rng_state)
     dq, dk, dv = serve.plain_gradients(call, upstream)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks, unwritten
 from flash_attn_compat.core.arguments import Options, Packing, Purpose, request_of
-from flash_attn_compat.core.call import RNG_STATE, Gradients, Upstream
+from flash_attn_compat.core.call import RNG_STATE, BackwardInputs, Gradients
 from flash_attn_compat.core.prepared import Request
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
@@ -52,7 +52,7 @@ def forward(
     """Return (out, softmax_lse, S_dmask, rng_state); S_dmask has no elements without return_softmax."""
     if return_softmax and checks.dropout(options.dropout_p) <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
-    if ops.are_asked_for_without_derivatives(q, k, v):
+    if ops.must_be_one_operator_without_derivatives(q, k, v):
         return ops.forward(q, k, v, options, packing, bool(return_softmax))
     purpose = _WITH_DMASK if return_softmax else _FORWARD
 
@@ -108,12 +108,12 @@ class _WithoutFormula(torch.autograd.Function):
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, written: Written,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: BackwardInputs, written: Written,
     packing: Packing | None = None,
 ) -> Tensor:  # fmt: skip
     """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do."""
     dout, out, lse = upstream[:3]
-    if ops.are_asked_for_without_derivatives(dout, q, k, v, out, lse):
+    if ops.must_be_one_operator_without_derivatives(dout, q, k, v, out, lse):
         with torch.no_grad():
             _write(ops.backward(q, k, v, options, upstream, packing), written)
         delta = None
@@ -131,7 +131,7 @@ def backward(
     return torch.nn.functional.pad(delta, (0, behind)) if behind else delta.contiguous()
 
 
-def _backward(request: Request, upstream: Upstream, written: Written) -> Tensor | None:
+def _backward(request: Request, upstream: BackwardInputs, written: Written) -> Tensor | None:
     """Write dq, dk and dv; return delta if the backend computed it, else None."""
     if torch.is_grad_enabled():
         with torch.no_grad():
@@ -139,7 +139,7 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> Tensor 
     known = find(request)
     checks.upstream_memory(upstream, *written)
     dout, out, lse, given_state = upstream.dout, upstream.out, upstream.lse, upstream.rng_state
-    upstream = Upstream(dout.resolve_neg(), out.resolve_neg(), lse.resolve_neg(), given_state)
+    upstream = BackwardInputs(dout.resolve_neg(), out.resolve_neg(), lse.resolve_neg(), given_state)
     rng_state = given_state if known.call.dropout_p else None
     into = _places_for_kernels(written)
     backend, found = gradients(

@@ -16,7 +16,15 @@ from torch import Tensor
 from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, NegatedView
 from flash_attn_compat.core import cuda_capture, prepared, torch_state
 from flash_attn_compat.core.append import by_operators
-from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, AttentionCall, Derived, Gradients, Result, Upstream
+from flash_attn_compat.core.call import (
+    NO_TENSORS,
+    RNG_STATE,
+    AttentionCall,
+    BackwardInputs,
+    BackwardResult,
+    Gradients,
+    Result,
+)
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.prepared import Alike, BackwardRun, Key, Known, Request, Run, Tensors
 from flash_attn_compat.core.scores import signed_probabilities
@@ -103,9 +111,9 @@ def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
 
 
 def gradients(
-    known: Known, tensors: Tensors, upstream: Upstream, into: Gradients | None = None,
+    known: Known, tensors: Tensors, upstream: BackwardInputs, into: Gradients | None = None,
     check: Callable[[], None] = lambda: None,
-) -> tuple[Backend | None, Derived]:  # fmt: skip
+) -> tuple[Backend | None, BackwardResult]:  # fmt: skip
     """Return the backend that computed the gradients of a call, and the gradients.
 
     The call's own backend computes them, or a fallback if its kernels fail.
@@ -121,14 +129,14 @@ def gradients(
         found = into or Gradients(*map(torch.empty_like, tensors[:3]))
         for gradient in found:
             gradient.zero_()
-        return None, Derived(found)
+        return None, BackwardResult(found)
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
     if known.memory is not prepared.current():  # discarded, and held by an autograd graph
         known.memory, known.backward = prepared.current(), {}
     dout, out, lse, _, saved, dlse = upstream
     given = *tensors, dout, out, lse, dlse, *saved, *(into or ())  # hooks may have moved saved tensors
-    key = prepared.key_of(given)
+    key = prepared.backward_key(given)
     kept = None if key is None else known.backward.get(key)
     if kept is None or into is None:
         check()
@@ -148,10 +156,10 @@ def differentiable_call(request: Request, rng_state: Tensor | None) -> Attention
     return alike.call.with_tensors(*backward_tensors(request.tensors, rng_state))
 
 
-def plain_gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
+def plain_gradients(call: AttentionCall, upstream: BackwardInputs) -> Gradients:
     """Return the gradients of a call, computed by operators that transforms can differentiate."""
     with torch_state.without_autocast(call.q.device):
-        return choice.choose_whoever_is_named(call).backward(call, upstream, None)
+        return choice.choose_unforced(call).backward(call, upstream, None)
 
 
 def _prepared(
@@ -164,7 +172,7 @@ def _prepared(
     call = alike.call
     found = _note(failed, call, failure)
     current = prepared.current()
-    backend = found or choice.choose(call)
+    backend = found or choice.choose_backend(call)
     run: Run | None = None
     if backend is None:
         run = _nothing(alike)
@@ -186,7 +194,7 @@ def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | 
     if failed is None or failure is None:
         return None
     if isinstance(failure, CallRefused):  # for the sizes of this call alone
-        return choice.choose_besides(failed, call, failure)
+        return choice.choose_fallback(failed, call, failure)
     failed.record_failure(call.traits(), failure)
     prepared.forget()
     return None
@@ -196,7 +204,7 @@ def _prepared_backward(
     known: Known,
     key: Key | None,
     tensors: Tensors,
-    upstream: Upstream,
+    upstream: BackwardInputs,
     into: Gradients | None,
     failed: Backend | None = None,
     failure: KernelsFailed | None = None,
@@ -211,9 +219,9 @@ def _prepared_backward(
         known.memory, known.backward = current, {}
     if backend is None:
         if has_dlse and not own.capabilities.features & Feature.LSE_GRADIENT:
-            backend = choice.choose_whoever_is_named(given)
+            backend = choice.choose_unforced(given)
         else:
-            backend = choice.choose(given) if own.has_failed(given.traits()) else own
+            backend = choice.choose_backend(given) if own.has_failed(given.traits()) else own
     assert backend is not None
     is_own = backend is own
     start = upstream if is_own else upstream._replace(saved=())  # ``saved`` is readable by its own backend alone

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core.arguments import RECORDED, Options, Packing, Purpose, request_of
-from flash_attn_compat.core.call import Gradients, Result, Upstream
+from flash_attn_compat.core.call import BackwardInputs, Gradients, Result
 from flash_attn_compat.core.prepared import Known, Request
 from flash_attn_compat.dispatch import autograd, choice, heads_first, serve
 
@@ -52,7 +52,7 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, bias: Tensor | None,
-    upstream: Upstream, into: Gradients | None,
+    upstream: BackwardInputs, into: Gradients | None,
 ) -> Gradients | None:  # fmt: skip
     """Gradients from whoever's out and LSE, outside of autograd; None where others would compute."""
     request = request_of(q, k, v, options, Purpose(given_lse=True), packing, bias)

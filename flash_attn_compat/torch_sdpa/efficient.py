@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.core import cuda_capture, unwritten
 from flash_attn_compat.core.arguments import Options, Packing
-from flash_attn_compat.core.call import Gradients, Upstream
+from flash_attn_compat.core.call import BackwardInputs, Gradients
 from flash_attn_compat.core.prepared import PLAIN
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.dispatch import choice
@@ -268,7 +268,9 @@ def _backward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple
         dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (problem.key, problem.value))
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         into = Gradients(dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]])
-    found = bridge.backward(q, k, v, options, packing, problem.expanded_bias, Upstream(dout, out, lse, None), into)
+    found = bridge.backward(
+        q, k, v, options, packing, problem.expanded_bias, BackwardInputs(dout, out, lse, None), into
+    )
     if found is None:
         return None
     if into is not None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import backward, forward, masks, nvrtc, tensor_cores, tuned
-from flash_attn_compat.core.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits
-from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, alike_to
+from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, shared_properties
 
 # Features that the kernels combine with a dense mask.
 _SUPPORTED_WITH_BIAS = (
@@ -65,15 +65,15 @@ class Fused(Backend):
     def prepare(self, alike: Alike) -> Run:
         return forward.prepare(alike) or super().prepare(alike)
 
-    def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
+    def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)
 
     def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
         return masks.unpack_saved_mask(mask, saved)
 
     def forward(self, call: AttentionCall) -> Result:
-        alike = alike_to(call)
+        alike = shared_properties(call)
         return self.prepare(alike)(alike.tensors, None)
 
-    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+    def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
         return backward.prepare(call, upstream, into)(call.tensors, upstream, into).gradients

@@ -17,14 +17,14 @@ from flash_attn_compat.backends.fused.launcher import Plan
 from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import kernel_layout
-from flash_attn_compat.core.call import AttentionCall, Derived, Gradients, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients
 from flash_attn_compat.core.prepared import BackwardRun, Tensors
 from flash_attn_compat.core.torch_state import note_written
 
 _KERNELS = "delta", "dkdv", "dq"
 
 
-def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
+def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
     """Return the run for gradients, for all calls and upstreams with the cache key of these.
 
     Raises KernelError where a kernel fails.
@@ -42,39 +42,39 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
     kernels = tuple(variant for variant in plan.variants if variant.entry in _KERNELS)
     shared_grid = tuple(map(variants.has_shared_grid, kernels))
 
-    def run_tiny(call: AttentionCall, upstream: Upstream, targets: Gradients) -> Gradients:
+    def run_tiny(call: AttentionCall, upstream: BackwardInputs, targets: Gradients) -> Gradients:
         _launch(_build_plan(call, upstream, targets, kind, 2, shared_grid), call.tensors, upstream, targets)
         return targets
 
     place = call.q.device
     self_test.check_kernels(kernels, device, lambda watch: self_test.find_backward_error(kind, place, run_tiny, watch))
 
-    def run(tensors: Tensors, upstream: Upstream, into: Gradients | None) -> Derived:
+    def run(tensors: Tensors, upstream: BackwardInputs, into: Gradients | None) -> BackwardResult:
         readable, upstream, targets = read(tensors, upstream, into)
         delta = _launch(plan, readable, upstream, targets)
         if copies:
             targets = Gradients(*(kernel_layout.narrowed(one, x.shape[-1]) for one, x in zip(targets, tensors)))
         if into is None:
-            return Derived(targets, delta)
+            return BackwardResult(targets, delta)
         for place, gradient in zip(into, targets):
             if gradient is place:
                 note_written((place,))
             else:
                 place.copy_(gradient)
-        return Derived(into, delta)
+        return BackwardResult(into, delta)
 
     return run
 
 
-def _launch(plan: Plan, tensors: Sequence[Any], upstream: Upstream, targets: Gradients) -> Tensor:
+def _launch(plan: Plan, tensors: Sequence[Any], upstream: BackwardInputs, targets: Gradients) -> Tensor:
     """Launch a plan, which writes gradients into ``targets``; returns delta."""
     dout, out, lse, _, saved, dlse = upstream
     return plan.run((*tensors, dout, out, lse, dlse, *targets, *saved[1:]))["delta"]
 
 
 def _prepare_inputs(
-    strided: Collection[int], copies: bool, tensors: Tensors, upstream: Upstream, into: Gradients | None
-) -> tuple[Sequence[Any], Upstream, Gradients]:
+    strided: Collection[int], copies: bool, tensors: Tensors, upstream: BackwardInputs, into: Gradients | None
+) -> tuple[Sequence[Any], BackwardInputs, Gradients]:
     """Return inputs in the kernels' layout, and gradients to write into. copies: whether to copy unaligned tensors"""
     inputs: Sequence[Any] = tensors
     if strided:
@@ -95,7 +95,7 @@ def _prepare_inputs(
 
 def _build_plan(
     call: AttentionCall,
-    upstream: Upstream,
+    upstream: BackwardInputs,
     targets: Gradients,
     kind: Kind,
     splits: int | None = None,

@@ -22,7 +22,7 @@ from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.append import Append, by_operators
-from flash_attn_compat.core.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
 from flash_attn_compat.core.mask import Mask
 
 # Two sequences, no length a multiple of a tile, and three unused tokens after the last sequence.
@@ -142,7 +142,7 @@ def _replace_infinity(result: Tensor) -> Tensor:
 def find_backward_error(
     kind: Kind,
     place: torch.device,
-    run: Callable[[AttentionCall, Upstream, Gradients], Gradients],
+    run: Callable[[AttentionCall, BackwardInputs, Gradients], Gradients],
     watch: Watch = contextlib.nullcontext,
 ) -> str | None:
     """Return the error of gradients computed from a right out and LSE; None if they are right."""
@@ -151,11 +151,11 @@ def find_backward_error(
     right = _REFERENCE.forward(exact)
     dout = _randn(7, right.out.shape, call.q.dtype)
     dlse = _randn(8, right.lse.shape, torch.float32)
-    exact_upstream = Upstream(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
+    exact_upstream = BackwardInputs(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
     expected = _REFERENCE.backward(exact, exact_upstream, None)
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
     saved = () if kind.bias else (lse,)  # with biases a saved LSE would differ from the reported one
-    upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved, dlse.to(place))
+    upstream = BackwardInputs(dout.to(place), out, lse, call.rng_state, saved, dlse.to(place))
     with watch():
         gradients = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
     return _find_difference([(f"d{n}", got, right) for n, got, right in zip("qkv", gradients, expected)], dout.dtype)
