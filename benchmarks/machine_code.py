@@ -45,7 +45,7 @@ def chosen(number: int, entries: list[str], every: int = 1) -> Iterator[tuple[st
         found[f"{entry} {_label(packed)}, shared grid"] = variants.with_shared_grid(variants.MAKERS[entry](packed))
     for entry, D in itertools.product(candidates.ENTRIES, variants.HEAD_DIMS):
         kind = packed._replace(head_dim=D)
-        for tile in candidates.tiles(entry, number, D):
+        for tile in candidates.candidate_tiles(entry, number, D):
             name = f"{entry} {_label(kind)}, tile {' '.join(str(int(value)) for value in tile)}"
             found[name] = variants.MAKERS[entry](kind._replace(tiles=((entry, tile),)))
     for name, variant in itertools.islice(found.items(), 0, None, every):
