@@ -233,14 +233,14 @@ IN_FP16 = """
 """
 WINDOW = train(window_size=(9, 3))
 WRONG = {
-    "a window one key too wide": ("scores.cuh", "row.position + after)", "row.position + after + 1)", WINDOW),
+    "a window one key too wide": ("forward.cu", "position + range.after)", "position + range.after + 1)", WINDOW),
     "scores kept in fp16": ("forward.cu", "k_at);\n", f"k_at);\n{IN_FP16}", train()),
     "scores kept in fp16 by a decode": ("decode.cu", "w));\n  }\n", f"w));\n  }}\n{IN_FP16}", decode_step(0)),
     "scores kept in fp16 by a step that appends": (
         "decode.cu", "w));\n  }\n", f"w));\n  }}\n{IN_FP16}", decode_step(1)
     ),
     "scores kept in fp16 by gradients": ("backward.cuh", "qk_at);\n", f"qk_at);\n{IN_FP16}", train()),
-    "a key too few": ("scores.cuh", "int last = end - 1, ", "int last = end - 2, ", train()),
+    "a key too few": ("forward.cu", "int last = range.streamed - 1, ", "int last = range.streamed - 2, ", train()),
     "scores not rescaled": ("softmax.cuh", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
     "an LSE of other units": ("softmax.cuh", "__log2f(l)) * LN2", "__log2f(l))", train()),
     "another dropout mask": ("softmax.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),

@@ -8,7 +8,6 @@
 // merges the results of its warps, and the last block of a tile those of its splits.
 #include "append.cuh"
 #include "decode.cuh"
-#include "scores.cuh"
 
 constexpr int KEYS = W == 256 ? 8 : 16, MMA_N = KEYS / 8;   // keys that a warp takes at once; blocks of 8 of them
 constexpr int PIECES = W / 32;   // of 32 channels of K
@@ -132,6 +131,28 @@ struct QueryRows {
 DEVICE void scale(Scores &S, const QueryRows &rows, float key_unit) {
   UNROLLED(n, MMA_N)
     UNROLLED(e, 4) S[n][0][e] *= (TYPE == 2 ? key_unit : 1.f) * rows.scale[e >> 1];
+}
+
+// Scores in units of log2.
+DEVICE void apply_softcap_alibi_bias(Scores &S, const Params &p, const QueryRows &rows, int key) {
+  const int t = threadIdx.x & 3;
+  const float doubled = 2.f * LOG2E / p.softcap, cap = p.softcap * LOG2E;
+  UNROLLED(n, MMA_N)
+    UNROLLED(e, 4) {
+      float &s = S[n][0][e];
+      s = SOFTCAP ? fmaf(half_below_one(s * doubled), -2.f * cap, cap) : s * LOG2E;
+      if (ALIBI)
+        s = fmaf(-rows.slope[e >> 1] * LOG2E, fabsf((float)(key + n * 8 + 2 * t + (e & 1) - rows.position[e >> 1])), s);
+    }
+}
+
+DEVICE void apply_mask(Scores &S, const QueryRows &rows, int key, int end, int left, int right) {
+  const int t = threadIdx.x & 3;
+  UNROLLED(n, MMA_N)
+    UNROLLED(e, 4) {
+      const int j = key + n * 8 + 2 * t + (e & 1), ahead = j - rows.position[e >> 1];
+      if (j >= end || (LOCAL && (ahead > right || ahead < -left))) S[n][0][e] = NEG_INF;
+    }
 }
 
 // O += P V. O[8 h + i] holds channels 64 h + 16 t + i (elements 0 and 2) and the 8th behind (1 and 3).
@@ -259,9 +280,8 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
       UNROLLED(n, MMA_N) add_partial(S[n][0], partials_at + ((side ^ 1) * MMA_N + n) * 512);
       buffer ^= WARPS * MMA_N * 512;
     }
-    const auto row_of = [&](int, int r) { return ScoreRow{0, rows.position[r], rows.slope[r]}; };
-    if (modified) apply_softcap_alibi_bias(S, p, nullptr, false, 1.f, key, row_of);
-    if (LOCAL || key + KEYS > end) apply_mask(S, p, nullptr, key, end, left, right, row_of);
+    if (modified) apply_softcap_alibi_bias(S, p, rows, key);
+    if (LOCAL || key + KEYS > end) apply_mask(S, rows, key, end, left, right);
     online_softmax<0>(S, m, l, O, unit);
     const float value_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * SLABS * 2]>(value_tile.x));
     accumulate(O, S, value_tile, value_unit);

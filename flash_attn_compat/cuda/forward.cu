@@ -9,7 +9,6 @@
 //
 // grid: tiles * splits * nheads * batch blocks; with cu_seqlens_q as many as for one more sequence, which clear tokens
 // outside of all sequences.
-#include "scores.cuh"
 #include "splits.cuh"
 
 constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, BLOCK_M = WARPS / SPLIT_WARPS * MMA_M * 16,
@@ -27,6 +26,47 @@ typedef TileCopy<THREADS, BLOCK_N, D> CopyK;
 typedef TileCopy<THREADS, BLOCK_N, DV> CopyV;
 
 typedef MaskRange<WARP_ROWS, BLOCK_N> WarpRange;
+
+// Softcap, ALiBi and biases. Scores are in units of log2 afterwards, with biases in natural units. Applies `scale` too.
+DEVICE void apply_softcap_alibi_bias(float (&S)[MMA_N][MMA_M][4], const Params &p, const DenseMask &mask, bool mixed,
+                                     float scale, float slope, int key, const WarpRange &range, int g, int t) {
+  const float doubled = 2.f * LOG2E * scale / p.softcap, cap = p.softcap * LOG2E;
+  UNROLLED(m, MMA_M)
+    UNROLLED(r, 2) {
+      const int row = range.first + m * 16 + g + r * 8;
+      const float ahead = (float)(key + 2 * t - (row + range.shift));
+      UNROLLED(n, MMA_N) {
+        const float2 bias = BIAS > 1 ? mask.pair(p, row, key + n * 8 + 2 * t, mixed) : make_float2(0.f, 0.f);
+        UNROLLED(e, 2) {
+          float &s = S[n][m][2 * r + e];
+          if (SOFTCAP) s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
+          else if (BIAS > 1) s = fmaf(s, scale, e ? bias.y : bias.x);
+          else s *= scale * LOG2E;
+          if (ALIBI) s = fmaf(-slope * LOG2E, fabsf(ahead + (float)(n * 8 + e)), s);
+        }
+      }
+    }
+}
+
+DEVICE void apply_mask(float (&S)[MMA_N][MMA_M][4], const Params &p, const DenseMask &mask, int key,
+                       const WarpRange &range, int g, int t) {
+  UNROLLED(m, MMA_M)
+    UNROLLED(r, 2) {
+      int last = range.streamed - 1, first = 0;
+      if (LOCAL) {
+        const int position = range.first + m * 16 + g + r * 8 + range.shift;
+        last = min(last, position + range.after);
+        first = max(first, position - range.before);
+      }
+      last -= key + 2 * t;
+      first -= key + 2 * t;
+      UNROLLED(n, MMA_N)
+        UNROLLED(e, 2)
+          if (BIAS ? !mask.sees(p, range.first + m * 16 + g + r * 8, key + n / 4 * 32, n % 4 * 8 + 2 * t + e)
+                   : n * 8 + e > last || (LOCAL && n * 8 + e < first))
+            S[n][m][2 * r + e] = NEG_INF;
+    }
+}
 
 DEVICE void apply_dropout(float (&P)[MMA_N][MMA_M][4], const DropoutWords &words, const u32 (&row_words)[MMA_M][2],
                           int key, int t, int limit) {
@@ -179,12 +219,8 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
         UNROLLED(i, MMA_N * MMA_M)
           add_partial(S[i / MMA_M][i % MMA_M], partials_at + ((side ^ 1) * MMA_N * MMA_M + i) * 512);
       const bool mixed = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 1, range.first, key) : !range.sees_all(key);
-      const auto row_of = [&](int m, int r) {
-        const int row = range.first + m * 16 + g + r * 8;
-        return ScoreRow{row, row + range.shift, slope};
-      };
-      if (modified) apply_softcap_alibi_bias(S, p, &mask, mixed, scale, key, row_of);
-      if (mixed && BIAS < 2) apply_mask(S, p, &mask, key, range.streamed, range.before, range.after, row_of);
+      if (modified) apply_softcap_alibi_bias(S, p, mask, mixed, scale, slope, key, range, g, t);
+      if (mixed && BIAS < 2) apply_mask(S, p, mask, key, range, g, t);
       online_softmax<P_SHIFT>(S, m, l, O, unit);
 #if DROPOUT
       apply_dropout(S, words, row_words, key, t, p.dropout_limit);
