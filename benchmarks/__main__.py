@@ -16,6 +16,7 @@ PROGRAMS = {
     "fine_tuning": "whether a loss curve is eager attention's",
     "kernel_tiles": "which tile of each kernel is the fastest on this GPU",
     "kernel_report": "registers, spills and instructions of each kernel; no GPU needed",
+    "machine_code": "which kernels a change of their sources compiles differently; no GPU needed",
 }
 
 

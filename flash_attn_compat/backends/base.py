@@ -110,7 +110,7 @@ class Backend(abc.ABC):
 
     def record_failure(self, traits: Traits, failure: KernelsFailed) -> None:
         """Decline such calls from now on, with the failure as the reason. Each reason warns once."""
-        reason = " ".join(str(failure).split())[:400]
+        reason = " ".join(str(failure).split())[:600]
         if reason not in self._failures.values():
             warnings.warn(f"a {self.name} kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
         self._failures[traits] = reason
