@@ -1,7 +1,7 @@
 """Attention over a sequence cut into query and key chunks: the forward, and the backward that people get wrong.
 
-What ring attention does between GPUs happens here in one process: each block is one call of flash-attn's private
-functions, as any code that does not fit into flash_attn_func would make. Run it to see the errors against fp64:
+One process does here the work of ring attention over GPUs. Each block is one call of flash-attn's private functions, as
+in any code that does not fit into flash_attn_func. Run it to see the errors against fp64:
 
     python examples/blockwise_attention.py
 
@@ -28,7 +28,7 @@ from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_
 def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, query_chunk: int = 128, key_chunk: int = 128
 ) -> Tensor:
-    """flash_attn_func(q, k, v, causal=causal), differentiable, a chunk of queries and a chunk of keys at a time.
+    """Return flash_attn_func(q, k, v, causal=causal), differentiable, one chunk of queries and of keys at a time.
 
     q (batch, seqlen, nheads, head_dim); k, v (batch, seqlen, nheads_k, head_dim). Returns a tensor like q.
     """
@@ -36,10 +36,10 @@ def blockwise_attention(
 
 
 def blocks(seqlen: int, causal: bool, query_chunk: int, key_chunk: int) -> Iterator[tuple[slice, slice, int]]:
-    """Query rows, key rows and window_size_right of every block that holds something visible.
+    """Yield the query rows, key rows and window_size_right of every block with a visible key.
 
-    flash-attn aligns masks at the bottom right of what it is given: row i of a block stands at key i + sk - sq. A
-    causal row may see keys up to its own position, which lies (end of queries) - (end of keys) further right.
+    flash-attn aligns masks at the bottom right of a block: row i stands at key i + sk - sq. A causal row sees the keys
+    up to its own position, (end of queries) - (end of keys) further right.
     """
     for first_query in range(0, seqlen, query_chunk):
         last_query = min(first_query + query_chunk, seqlen)
@@ -48,15 +48,15 @@ def blocks(seqlen: int, causal: bool, query_chunk: int, key_chunk: int) -> Itera
             if causal and first_key >= last_query:
                 break
             if causal:
-                last_key = min(last_key, last_query)  # later keys are in nobody's past
+                last_key = min(last_key, last_query)  # no row of this chunk sees later keys
             yield slice(first_query, last_query), slice(first_key, last_key), last_query - last_key if causal else -1
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two partial softmaxes over different keys as one: outputs weigh by exp(lse), an unseen row weighs nothing.
+    """Merge two partial softmaxes over different keys. Outputs weigh by exp(lse); a row without keys weighs nothing.
 
     out, block_out (batch, seqlen, nheads, head_dim) fp32; lse, block_lse (batch, nheads, seqlen) fp32, lse = -inf
-    where nothing has been seen yet.
+    for a row that has seen no key yet.
     """
     block_lse = block_lse.masked_fill(block_lse == float("inf"), float("-inf"))
     merged = torch.logaddexp(lse, block_lse)
@@ -106,9 +106,9 @@ class _Blockwise(torch.autograd.Function):
                 q[:, rows],
                 k[:, keys],
                 v[:, keys],
-                out[:, rows],  # of the whole rows, as is the LSE
+                out[:, rows],  # out and LSE over all keys, not of this block
                 lse[:, :, rows].contiguous(),
-                *parts,  # dq, dk, dv of this block are written into these
+                *parts,  # the call writes this block's dq, dk, dv here
                 dropout_p=0.0,
                 softmax_scale=q.shape[-1] ** -0.5,
                 causal=False,

@@ -22,6 +22,12 @@ PAGES = sorted(
 )
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`((?:[\w/.-]+/|test_)[\w.-]+\.(?:py|cu|cuh|cpp|md|ipynb|jsonl|yml))`")
+_SOURCE = re.compile(r"`([\w-]+\.(?:py|cu|cuh|cpp))`")
+SOURCES = {
+    path.name
+    for folder in ("flash_attn_compat", "verify", "tests", "benchmarks", "examples")
+    for path in (ROOT / folder).rglob("*.*")
+} | {"setup.py"}
 # Where a file may be that a page names.
 FOLDERS = ROOT / "flash_attn_compat", ROOT / "flash_attn_compat/dropin/site", ROOT / "tests"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -74,6 +80,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_are_there(page: Path) -> None:
     for name in _FILE.findall(page.read_text(encoding="utf-8")):
         assert any((folder / name).exists() for folder in (ROOT, page.parent, *FOLDERS)), name
+
+
+@each_page
+def test_sources_that_are_named_without_a_folder_are_there(page: Path) -> None:
+    named = set(_SOURCE.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))))
+    assert named <= SOURCES
 
 
 @pytest.mark.parametrize("name", ["README.md", "examples/t4.ipynb"])

@@ -1,6 +1,6 @@
-"""What these examples share: a process's start, a problem with a known answer, and the comparison with it.
+"""Shared by these examples: the start of a process, a problem with a known answer, and the comparison with it.
 
-Start any of them on as many processes as there are GPUs, or on two without one:
+Start an example on as many processes as there are GPUs, or on two without a GPU:
 
     flash-attn-compat run -m torch.distributed.run --standalone --nproc-per-node 2 examples/distributed/ring.py
 """
@@ -26,18 +26,18 @@ def start() -> torch.device:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    # The first operation makes the communicator, and a ring's own first one is no collective.
+    # The first operation makes the communicator. A ring's own first operation is not a collective, and cannot.
     dist.all_reduce(torch.zeros(1, device=device))
     return device
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """This process's rows of x (batch, seqlen, ...): one stretch."""
+    """Return this process's rows of x (batch, seqlen, ...), one stretch."""
     return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
 
 
 def zigzag(x: Tensor) -> Tensor:
-    """One stretch from the front and one from the back: under a causal mask, all processes have as much to do."""
+    """Return one stretch from the front and one from the back: under a causal mask, all processes have equal work."""
     rank, chunks = dist.get_rank(), x.chunk(2 * dist.get_world_size(), dim=1)
     return torch.cat([chunks[rank], chunks[-1 - rank]], dim=1)
 
@@ -50,9 +50,10 @@ def check(
     device: torch.device,
     around: AbstractContextManager[object] | None = None,
 ) -> None:
-    """Causal attention of rows that lie in all processes, with gradients, against the whole sequence in fp64.
+    """Compare causal attention over all processes, and its gradients, with the whole sequence in fp64.
 
-    around: what the attention and its backward run in
+    attention: takes and returns this process's rows (batch, rows, heads, head_dim), as cut by ``cut``
+    around: a context for the attention and its backward
     """
     generator = torch.Generator().manual_seed(0)
     shape = BATCH, SEQLEN, HEADS, HEAD_DIM
@@ -69,9 +70,9 @@ def check(
 
     errors = torch.stack([(ours - cut(right)).abs().max() / right.abs().max() for ours, right in zip(found, expected)])
     dist.all_reduce(errors, dist.ReduceOp.MAX)
-    told = "  ".join(f"{what} {error:.1e}" for what, error in zip(("out", "dq", "dk", "dv"), errors.tolist()))
+    told = "  ".join(f"{part} {error:.1e}" for part, error in zip(("out", "dq", "dk", "dv"), errors.tolist()))
     if dist.get_rank() == 0:
         print(f"{name:32} {told}", flush=True)
-    # Each partial result is rounded once; a mistake shows as 0.1 and more.
+    # Each partial result is rounded once; a mistake gives errors of 0.1 and more.
     if not bool((errors < 10 * torch.finfo(dtype).eps).all()):
         raise SystemExit(f"{name}: not the answer of the whole sequence")

@@ -1,4 +1,4 @@
-"""A batch cut over processes, with all weights in each (DDP) or a share of them (FSDP2): attention knows nothing of it.
+"""A batch cut over processes, with all weights (DDP) or a share (FSDP2) in each. Attention needs no change.
 
 common.py says how to start it.
 """
@@ -26,7 +26,7 @@ class Layer(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (batch, seqlen, width), as it is returned. Attention is computed in fp16 on a GPU."""
+        """Return a tensor like x (batch, seqlen, width). On a GPU attention runs in fp16."""
         qkv = self.qkv(x).unflatten(-1, (3, common.HEADS, common.HEAD_DIM))
         mixed = flash_attn_qkvpacked_func(qkv.half() if x.is_cuda else qkv, causal=True)
         return x + self.out(mixed.flatten(2).to(x.dtype))
@@ -41,7 +41,7 @@ def train(model: nn.Module, x: Tensor) -> None:
 
 
 def check(name: str, found: nn.Module, expected: nn.Module) -> None:
-    """Each weight, after these steps, is that of one process with the whole batch."""
+    """Compare each weight with the weight of one process that trained on the whole batch."""
     whole = (x.detach() for x in found.parameters())
     whole = (x.full_tensor() if isinstance(x, DTensor) else x for x in whole)
     error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(whole, expected.state_dict().values()))

@@ -1,7 +1,7 @@
-"""A sequence cut over processes, keys and values gathered by each: plain PyTorch, no engine.
+"""A sequence cut over processes; each process gathers all keys and values. Plain PyTorch, no engine.
 
 common.py says how to start it. It takes memory for all keys of one layer. Masks are aligned at the bottom right, so a
-process that hands over the keys up to its own last row need say no more than causal, or a window.
+process passes the keys up to its own last row, and plain ``causal=True`` or a window.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Gather(torch.autograd.Function):
-    """The rows of all processes. The gradient of a row is the sum of what all processes have for it."""
+    """Gather the rows of all processes. A row's gradient is the sum of its gradients in all processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -26,14 +26,14 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.float()  # processes' shares are summed before they are rounded
+        total = gradient.float()  # fp32: sum the processes' shares before rounding
         dist.all_reduce(total)
         return common.contiguous(total).to(gradient.dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of this process's rows q (batch, rows, heads, head_dim); k and v are those of the same rows."""
-    past = q.shape[1] * (dist.get_rank() + 1)  # later keys are in nobody's past here
+    """Return causal attention of this process's rows. q, k, v: (batch, rows, heads, head_dim) of these rows"""
+    past = q.shape[1] * (dist.get_rank() + 1)  # no row of this process sees later keys
     keys, values = (Gather.apply(x.contiguous())[:, :past] for x in (k, v))
     return flash_attn_func(q, keys, values, causal=True)
 

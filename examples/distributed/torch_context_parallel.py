@@ -1,7 +1,7 @@
 """A sequence cut over GPUs by PyTorch's context parallelism, which makes a ring of F.scaled_dot_product_attention.
 
-common.py says how to start it. It needs GPUs: the ring knows PyTorch's operators for CUDA alone. What else computes
-attention inside, flash_attn too, would take this process's rows for the whole sequence, without an error.
+common.py says how to start it. It needs GPUs: the ring has only PyTorch's CUDA operators. Any other attention inside,
+flash_attn too, would take this process's rows for the whole sequence, without an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
         sys.exit("PyTorch's ring has no operator for a CPU: without gradients its answers there are wrong")
     device = common.start()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    positions = torch.arange(common.SEQLEN, device=device)  # it cuts what it is given: token ids, positions, labels
+    positions = torch.arange(common.SEQLEN, device=device)  # token ids or labels are cut the same way
     ring = context_parallel(mesh, buffers=[positions], buffer_seq_dims=[0])
     common.check("torch's context parallelism", attention, common.zigzag, torch.float16, device, ring)
     dist.destroy_process_group()

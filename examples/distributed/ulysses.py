@@ -1,4 +1,4 @@
-"""A sequence cut over processes, exchanged for heads around attention: DeepSpeed's Ulysses.
+"""A sequence cut over processes, which exchange rows for heads around attention: DeepSpeed's Ulysses.
 
 common.py says how to start it. Each process computes some heads of the whole sequence: no more processes than heads.
 """
@@ -19,7 +19,7 @@ def main() -> None:
     device = common.start()
     init_distributed(dist.get_backend(), verbose=False)
     layer = DistributedAttention(partial(flash_attn_func, causal=True), dist.group.WORLD)
-    attention = lambda q, k, v: layer(q, k, v, 0)  # noqa: E731  # 0: the dimension of the batch
+    attention = lambda q, k, v: layer(q, k, v, 0)  # noqa: E731  # 0: the batch axis
     common.check("DeepSpeed Ulysses", attention, common.contiguous, torch.float16, device)
     dist.destroy_process_group()
 
