@@ -61,7 +61,7 @@ def purpose(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> Purpose
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
         return TRANSFORMED
     if torch.is_grad_enabled():
-        if are_trained(slopes):
+        if slopes is not None and are_trained(slopes):
             return RECORDED_WITH_SLOPES
         try:
             for tensor in inputs:
