@@ -121,7 +121,7 @@ def test_bench_takes_workloads_that_fit_and_tells_a_device_that_gives_up_at_its_
     from verify.cli import main
 
     assert main(["bench", "--only", "cross_short_q", "--rivals", "none"]) == 1
-    assert "gave up at the first call: forward broke" in " ".join(capsys.readouterr().out.split())
+    assert "failed at the first call: forward broke" in " ".join(capsys.readouterr().out.split())
 
 
 def test_verify_caps_memory_before_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ def test_a_running_maximum_stored_at_the_wrong_index_is_named(planted, said, row
     [
         ("maximum at next tile", "the running maximum m"),
         ("maximum without tile offset", "the running maximum m"),
-        ("row sum not rescaled", "the row sum l is not brought to the new maximum"),
-        ("output not rescaled", "the output O is not brought to the new maximum"),
+        ("row sum not rescaled", "the row sum l is not rescaled to the new maximum"),
+        ("output not rescaled", "the output O is not rescaled to the new maximum"),
     ],
 )
 def test_state_carried_wrongly_between_key_tiles_is_named_from_outside(mistake, part, causal):
@@ -240,7 +240,7 @@ def test_two_right_outputs_are_the_same_and_the_verdict_says_that_gradients_were
 def test_a_gradient_that_is_a_little_too_large_is_different_also_within_the_slack_of_two_right_ones(dtype, capsys):
     arguments = ["locate", "tests.seven_kernels:wrong_gradient", *SMALL, "--dtype", dtype, "--backward"]
     assert main(arguments) == 1
-    assert "=> dk: all of it is 1.05 times what it should be" in " ".join(capsys.readouterr().out.split())
+    assert "=> dk: all of it is 1.05 times the right value" in " ".join(capsys.readouterr().out.split())
 
 
 def test_gradients_behind_a_wrong_output_are_said_not_to_be_looked_at(capsys):

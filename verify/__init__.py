@@ -1,6 +1,6 @@
-"""The proof a user can run: `flash-attn-compat verify`, or `python -m verify` in a clone. The wheel has it too.
+"""Checks that users run: `flash-attn-compat verify`, or `python -m verify` in a clone. The wheel contains them too.
 
-Uses flash_attn_compat's public face only; nothing in the package imports it.
+Uses only flash_attn_compat's public functions; no module of the package imports verify.
 """
 
 COMMAND = "python -m verify" if __name__ == "verify" else "flash-attn-compat verify"

@@ -1,4 +1,4 @@
-"""The program. Says in one line what is missing where the extra is not installed."""
+"""The program. Names in one line the missing package if the extra is not installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import COMMAND, EXTRA
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and gives its exit code: 0 all is well, 1 something is wrong, 2 the arguments make no sense."""
+    """Run one command and return its exit code: 0 all right, 1 something wrong, 2 senseless arguments."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some PyTorch releases announce each profile on stderr
     try:
         from .cli import main as run

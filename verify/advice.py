@@ -1,4 +1,4 @@
-"""Which `locate` command shows a fault that compare has found: of its shape and options, tried before it is told."""
+"""Find a `locate` command that shows a wrong answer of compare. Each command is run before it is suggested."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .problems import Problem
 BACKENDS = [backend.name for backend in backends([])]
 MOST_TRIED = 4
 FEW_TILES = 160  # a length that shows more than one tile
-# Scores of a call, more of which take too long to be worth a line of advice.
+# A call with more scores takes too long for a line of advice.
 MOST_SCORES = 2**20
 
 
 def locate_words(rows: Sequence[Row], isolated: bool) -> list[str]:
-    """At most a line for each implementation and device with wrong answers."""
+    """Return at most one line for each implementation and device with wrong answers."""
     lines = []
     for who in dict.fromkeys((row.implementation, row.device) for row in rows):
         wrong = [row for row in rows if (row.implementation, row.device) == who and row.outcome == FAIL]
@@ -37,9 +37,7 @@ def locate_words(rows: Sequence[Row], isolated: bool) -> list[str]:
 def _of_one(wrong: Sequence[Row], isolated: bool) -> list[str]:
     commands = list(dict.fromkeys(filter(None, map(arguments_of, sorted(wrong, key=_size)))))[:MOST_TRIED]
     if not commands:
-        return [
-            "locate shows nothing of this: it asks flash_attn_func alone, without dropout and NaN, for dense inputs"
-        ]
+        return ["locate cannot show this: it calls flash_attn_func alone, without dropout and NaN, on dense inputs"]
     found = in_children(1, try_each, commands) if isolated else try_each(0, commands)
     shows = next(iter(found))
     if isinstance(shows, Ended) or shows is None:
@@ -48,7 +46,7 @@ def _of_one(wrong: Sequence[Row], isolated: bool) -> list[str]:
 
 
 def _size(row: Row) -> tuple[bool, float]:
-    """Those with a wrong output before those with wrong gradients; of each, those of a few tiles first."""
+    """Return the sort key: wrong outputs before wrong gradients, and problems of few tiles first."""
     problem = row.case.problem
     lengths = [problem.seqlens_q[0], problem.seqlens_k[0]] if isinstance(problem, Problem) else [1]
     return not _is_output_wrong(row), sum(abs(math.log2(max(n, 1) / FEW_TILES)) for n in lengths)
@@ -59,7 +57,7 @@ def _is_output_wrong(row: Row) -> bool:
 
 
 def arguments_of(row: Row) -> tuple[str, ...] | None:
-    """The arguments of `locate` for a wrong answer, or None if it cannot be asked for like that."""
+    """Return the arguments of `locate` for a wrong answer, or None if locate has no such problem."""
     p = row.case.problem
     wrong = {check.quantity for check in row.verdict.checks if not check.ok}
     if isinstance(p, Call) or p.kind != "dense" or not wrong & {"out", *GRADIENTS} or row.verdict.errors:
@@ -85,7 +83,7 @@ def arguments_of(row: Row) -> tuple[str, ...] | None:
 
 
 def try_each(first: int, commands: Sequence[Sequence[str]]) -> Iterator[Sequence[str] | None]:
-    """The one step of finding the first command that shows a difference."""
+    """Yield the first command that shows a difference, or None: one step, for a child process."""
     yield next((command for command in commands if _shows(command)), None)
 
 

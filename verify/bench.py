@@ -1,6 +1,6 @@
-"""`python -m verify bench`: times the package beside flash-attn and what people write, and checks answers.
+"""`python -m verify bench`: times the package beside flash-attn and PyTorch's own attention, and checks answers.
 
-Options and the order of events; what is timed is in workloads.py, by whom in contestants.py, how in timing.py.
+Options and the order of steps. workloads.py holds the problems, contestants.py the contestants, timing.py the clock.
 """
 
 from __future__ import annotations
@@ -46,23 +46,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default=None, metavar="DEVICE", help="cpu (default), cuda, cuda:1, mps")
     add("--gpu", action="store_true", help="the full workloads on the CUDA device: --device cuda")
     add("--dtype", type=dtype, help="fp16 (default), bf16, fp32 (default on a CPU)")
-    add("--only", action="append", default=[], metavar="NAME[,NAME]", help="workloads with this in their name")
+    add("--only", action="append", default=[], metavar="NAME[,NAME]", help="workloads with this text in their name")
     add("--lengths", type=positive, nargs="+", metavar="N", help="causal problems of these sequence lengths instead")
     what = "time this kernel beside the package and the others, on plain squares first"
     add("--implementation", metavar="MODULE_OR_FILE.py[:ATTRIBUTE]", help=what)
     what = "each workload in a child process, so that a crash is named (default for files with native code)"
     add("--isolate", action=argparse.BooleanOptionalAction, default=None, help=what)
-    add("--backends", default="default", metavar="A,B", help="of ours these: 'default' is what dispatch chooses, 'all'")
-    add("--rivals", default="", metavar="A,B", help=f"only these of the others ('none': nobody): {', '.join(RIVALS)}")
+    add("--backends", default="default", metavar="A,B", help="our contestants: 'default', backend names, or 'all'")
+    add("--rivals", default="", metavar="A,B", help=f"only these rivals ('none': no rival): {', '.join(RIVALS)}")
     add("--repeats", type=positive, default=7, metavar="N", help="readings of each figure (default 7)")
     add("--forward-only", action="store_true", help="no gradients")
-    add("--small", action="store_true", help="the small workloads, which are the default on a CPU")
+    add("--small", action="store_true", help="the small workloads, the default on a CPU")
     add("--against", type=Path, metavar="FILE", help="compare with a run saved by --json")
-    add("--tolerance", type=number, default=0.1, metavar="SHARE", help="how much slower than --against is a regression")
+    add(
+        "--tolerance",
+        type=number,
+        default=0.1,
+        metavar="SHARE",
+        help="a larger increase over --against is a regression",
+    )
 
 
 def plan_from(arguments: argparse.Namespace) -> Plan:
-    """The plan the arguments describe, or a UsageError."""
+    """Return the plan that the arguments describe. Raises UsageError"""
     if arguments.gpu and arguments.device not in (None, "cuda"):
         raise UsageError(f"--gpu means --device cuda, not {arguments.device}")
     device = checked_devices([arguments.device or ("cuda" if arguments.gpu else "cpu")])[0]
@@ -125,7 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
         plan = on_card(plan)
         rows, lost = gathered(isolated_problems(plan) if isolated else problems(plan), terminal)
     except DeviceLost as reason:
-        rows, lost = [], f"the CUDA device gave up at the first call: {reason}"
+        rows, lost = [], f"the CUDA device failed at the first call: {reason}"
     data = {"workloads": {workload.name: workload.describe() for workload in plan.workloads}}
     pictures = bench_pictures.curves(rows, plan.workloads if arguments.lengths else ())
     yardsticks = tables.YARDSTICKS
@@ -137,9 +143,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def on_card(plan: Plan) -> Plan:
-    """With workloads that the device has the memory and the speed for. Raises DeviceLost"""
+    """Return the plan with workloads cut to the device's memory and speed. Raises DeviceLost"""
     limits = attempt(plan.device, measure, torch.device(plan.device), plan.dtype)
-    if isinstance(limits, Failed):  # the workloads will say why
+    if isinstance(limits, Failed):  # each workload then reports the reason
         return plan
     return replace(plan, workloads=[fitted(workload, limits) for workload in plan.workloads])
 
@@ -151,7 +157,7 @@ def problems(plan: Plan) -> list[Problem]:
 
 
 def isolated_problems(plan: Plan) -> list[Problem]:
-    """The same, in child processes: if one ends, the plan's own contestants have failed in that workload."""
+    """Run the plan in child processes. If a process ends, our contestants have failed in that workload."""
     given = problems(plan)
     results = in_children(len(given), steps, plan)
 
@@ -165,13 +171,13 @@ def isolated_problems(plan: Plan) -> list[Problem]:
 
 
 def steps(first: int, plan: Plan) -> Iterator[list[Row]]:
-    """The rows of problems from number ``first`` on."""
+    """Yield the rows of the problems from number ``first`` on."""
     for _, of_one in problems(plan)[first:]:
         yield of_one(lambda what: None)
 
 
 def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], str]:
-    """The rows, shown as they come, and why the run ended early, if it did."""
+    """Show the rows as they come. Return the rows, and the reason if the run ended early."""
     rows: list[Row] = []
     terminal.print(Text(f"  {'':28} {'forward':>13} {'and backward':>13} ms {'peak':>8} MiB  answer", style="dim"))
     with progress_bar(terminal, in_a_thread=False) as progress:
@@ -187,9 +193,9 @@ def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], st
                 _print_rows(heading, found, terminal)
                 progress.advance(task)
         except DeviceLost as reason:
-            return rows, f"the CUDA device gave up, nothing could be measured after: {reason}"
+            return rows, f"the CUDA device failed, later workloads were not measured: {reason}"
         except KeyboardInterrupt:
-            return rows, "interrupted: these are the figures up to then"
+            return rows, "interrupted: these are the figures so far"
     return rows, ""
 
 
@@ -216,9 +222,9 @@ def conclude(
     pictures: Sequence[Picture] = (),
     subject: str = OURS,
 ) -> int:
-    """Shows and writes what came of it, and gives the exit code.
+    """Show and write the results, and return the exit code.
 
-    yardsticks: without any there is nothing to sum up; closing: lines behind the means; data: what JSON has too
+    yardsticks: rivals for the means, none without; closing: lines behind the means; data: further fields of the JSON
     """
     summary = [tables.summary_table(rows, yardsticks, subject)] if yardsticks else []
     lines = tables.mean_lines(rows, yardsticks)

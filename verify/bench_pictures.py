@@ -1,4 +1,4 @@
-"""Rows of timings as pictures: ours beside the rival's mark, and curves over the sequence length."""
+"""Pictures of timings: our bars beside the rival's mark, and curves over the sequence length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .workloads import Workload
 
 
 def bars(rows: Sequence[Row], yardsticks: Yardsticks) -> list[Picture]:
-    """Speed and memory beside each rival."""
+    """Return bars of speed and memory relative to each rival."""
     found, made = [*compared(rows)], list[Picture]()
     for rival, names in yardsticks.items():
         for title, bar in (
@@ -30,14 +30,14 @@ def speed(each: Compared, names: Sequence[str], mode: str) -> Bar | None:
 
 
 def memory(each: Compared, names: Sequence[str], mode: str) -> Bar | None:
-    """Beside the rival that is the fastest."""
+    """Return bars relative to the fastest rival."""
     rival, ours = each.fastest(names, mode), each.mine.mebibytes(mode)
     theirs = rival.mebibytes(mode) if rival else None
     return Bar(ours / theirs, f"{ours / theirs:.2f} ({ours:.3g} MiB)") if ours and theirs else None
 
 
 def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Picture]:
-    """Speed and memory over the sequence length, of workloads that are alike but for it."""
+    """Return curves of speed and memory over the length, for workloads that differ only in length."""
     by_name = {each.name: each for each in workloads}
     if len(by_name) < 2:
         return []
@@ -52,7 +52,7 @@ def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Picture]:
         return [*found.items()]
 
     def rate(mode: str, products: int) -> Callable[[Row, Workload], float | None]:
-        """Two operations for each number of a product, over the half of the scores that a causal mask leaves."""
+        """Return the floating-point operations, for the half of the scores that a causal mask leaves."""
 
         def of_one(row: Row, workload: Workload) -> float | None:
             operations = (1 if workload.causal else 2) * products * workload.scores * workload.head_dim

@@ -1,4 +1,4 @@
-"""Rows of timings as tables and ratios, and against an earlier run."""
+"""Tables and ratios of timings, and the comparison with a saved run."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Compared:
-    """One workload: ours, which is the default choice or the first backend asked for, and the rivals' rows."""
+    """One workload: our row (the default choice, or the first requested backend) and the rivals' rows."""
 
     mine: Row
     rivals: Sequence[Row]
 
     def fastest(self, names: Sequence[str], mode: str) -> Row | None:
-        """Of the rivals of these names that were timed; a wrong answer is no yardstick."""
+        """Return the timed rivals of these names that answered right."""
         timed = [row for row in self.rivals if row.contestant in names and not row.wrong and row.milliseconds(mode)]
         return min(timed, key=lambda row: row.milliseconds(mode) or 0.0, default=None)
 
     def ratio(self, names: Sequence[str], mode: str) -> float | None:
-        """The fastest one's time / ours: above 1 we are faster. None: not measured."""
+        """Return the fastest rival's time / ours: above 1 ours is faster. None if not measured."""
         rival, ours = self.fastest(names, mode), self.mine.milliseconds(mode)
         theirs = rival.milliseconds(mode) if rival else None
         return theirs / ours if theirs and ours else None
 
 
 def compared(rows: Sequence[Row]) -> Iterator[Compared]:
-    """Each workload of which there is a row of ours."""
+    """Return a comparison for each workload with a row of ours."""
     for workload in dict.fromkeys(row.workload for row in rows):
         mine, rivals = (
             [row for row in rows if row.workload == workload and row.ours is ours] for ours in (True, False)
         )
-        # "default" if it is among them, then whoever was timed.
+        # "default" first, then the other timed contestants.
         mine.sort(key=lambda row: (row.contestant != "default", not row.forward))
         if mine:
             yield Compared(mine[0], rivals)
 
 
 def mean_lines(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS) -> list[str]:
-    """Geometric means of our speed as a multiple of each yardstick's, decoding aside."""
+    """Return lines with the geometric mean of our speed / each yardstick's, without decoding."""
     decoding = {workload.name for workload in DECODE}
     found = [each for each in compared(rows) if each.mine.workload not in decoding]
     found = [each for each in found if not each.mine.workload.endswith(IN_GRAPH)]
@@ -75,7 +75,7 @@ DETAIL_COLUMNS = ("workload", "contestant", "forward ms", "fwd+bwd ms", "peak Mi
                   "remarks")  # fmt: skip
 DETAIL_NOTE = (
     "ms: median ± half the distance of the quartiles. peak: memory beyond the inputs, of the forward. error, allowed: "
-    "of the worst quantity of the answer, against fp64."
+    "the worst quantity of the answer, against fp64."
 )
 
 
@@ -103,13 +103,13 @@ def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table
 
 
 SUMMARY_NOTE = (
-    "Each cell: forward / forward + backward. MiB: peak memory beyond the inputs. speed-up: their time / this one's, "
-    "so that 2 is twice as fast."
+    "Each cell: forward / forward + backward. MiB: peak memory beyond the inputs. speed-up: their time / this "
+    "contestant's, so 2 is twice as fast."
 )
 
 
 def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS, subject: str = OURS) -> Table:
-    """Ours, or the subject's, in one line for each workload, beside each yardstick."""
+    """Return a table with a line for each workload: our contestant, or the judged kernel, and each yardstick."""
     columns = ["workload", "served by", "ms", "MiB"]
     for rival in yardsticks:
         columns += [f"{rival}, ms", "speed-up"]
@@ -130,7 +130,7 @@ def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS, subj
 
 
 def _listed(values: Sequence[float | None], form: str) -> str:
-    """Forward / forward + backward, as far as they are there."""
+    """Format forward / forward + backward, as far as both exist."""
     return NONE if not any(values) else " / ".join(_number(value, form) for value in values)
 
 
@@ -142,7 +142,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 class Saved(NamedTuple):
-    """A run read from its JSON file; timings by workload, contestant, whether it is ours, and mode."""
+    """A run read from its JSON file. timings: by (workload, contestant, is_ours, mode)"""
 
     timings: Mapping[tuple[str, str, bool, str], Timing]
     environment: Mapping[str, str]
@@ -150,7 +150,7 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class _SavedRow:
-    """Of a Row, as far as another run is compared with it."""
+    """The fields of a Row that a later run is compared with."""
 
     workload: str
     contestant: str
@@ -178,7 +178,7 @@ def load(path: Path) -> Saved:
 
 
 def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:
-    """A table of now / saved, lines of conclusion, and whether something became slower by more than the tolerance."""
+    """Return a table of now / saved, closing lines, and whether ours is slower by more than the tolerance."""
     cells, slower = [], []
     found: dict[str, list[float]] = {what: [] for what in MODES.values()}
     for row in rows:
@@ -190,7 +190,7 @@ def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table,
             ratio = now.median_ms / then.median_ms
             cells.append([row.workload, row.contestant, what, str(then), str(now), f"{ratio:.3f}"])
             found[what] += [ratio] if row.ours else []
-            # Apart by more than the noise of either.
+            # The distance exceeds the noise of both runs.
             if row.ours and ratio > 1 + tolerance and now.low_ms > then.high_ms:
                 slower.append(f"{row.workload} {row.contestant} {what} {ratio:.2f}x")
     columns = ["workload", "contestant", "", "saved ms", "now ms", "ratio"]
@@ -200,13 +200,13 @@ def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table,
         for what, ratios in found.items()
         if ratios
     ]
-    lines += [] if cells else ["nothing in common with the saved run"]
+    lines += [] if cells else ["the saved run has no row in common with this one"]
     what = f"slower by more than {tolerance:.0%}"
     return table, [*lines, f"{what}: {', '.join(slower)}" if slower else f"nothing of ours is {what}"], bool(slower)
 
 
 def differing_devices(saved: Saved, environment: Mapping[str, str]) -> list[str]:
-    """A warning for everything that says the saved run is from another machine or setting."""
+    """Return a warning for each difference in machine or settings from the saved run."""
     labels = [name for name in {**environment, **saved.environment} if name.startswith("device") or name == "settings"]
     return [
         f"the saved run had {label}: {saved.environment.get(label, 'none')}"

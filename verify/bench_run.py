@@ -1,4 +1,4 @@
-"""Every contestant checked, weighed and timed, whatever happens to one of them: verify's and those of benchmarks/."""
+"""Check and time every contestant of verify or benchmarks/, and measure its memory. A failure does not stop others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Timings = Mapping[str, Timing | Failed]
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one workload. reason: why there are no figures, or not all."""
+    """One contestant on one workload. reason: explains missing figures"""
 
     workload: str
     contestant: str
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the forward alone took longer than with its backward: something else uses the machine."""
+        """Whether the forward took longer than forward + backward: another program uses the machine."""
         return bool(self.forward and self.both and self.forward.median_ms > self.both.median_ms)
 
     def milliseconds(self, mode: str) -> float | None:
@@ -54,7 +54,7 @@ class Row:
         return self.memory_mib if mode == "forward" else self.both_memory_mib
 
     def but(self, failed: Failed) -> Row:
-        """With what went wrong in it."""
+        """Return the row with a failure as its reason."""
         return replace(self, reason=failed.reason, failed=not failed.refused)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to time. graphs: whether calls without gradients are timed in a CUDA graph as well."""
+    """The contestants, workloads and settings of a run. graphs: also time calls without gradients in a CUDA graph"""
 
     workloads: Sequence[Workload]
     contestants: Sequence[Contestant]
@@ -78,9 +78,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant's row as far as it is known, and what is to be timed of it: jobs by "forward" and "both".
+    """A contestant's unfinished row, and its jobs to time, by "forward" and "both".
 
-    held_mib: what was prepared beforehand, which counts as its memory
+    held_mib: memory of prepared masks and indices, which counts as the contestant's
     """
 
     row: Row
@@ -89,7 +89,7 @@ class Entry:
 
 
 def measured(entries: Sequence[Entry], device: str, clock: Callable[[Jobs], Timings], weigh: bool = True) -> list[Row]:
-    """The rows with times and, where asked, peak memory. The entries take turns, in one mode after the other."""
+    """Return the rows with times and, if requested, peak memory. The entries take turns, one mode after the other."""
     rows = {entry.row.contestant: entry.row for entry in entries}
     for mode, memory in (("forward", "memory_mib"), ("both", "both_memory_mib")):
         jobs = {entry.row.contestant: entry.jobs[mode] for entry in entries if mode in entry.jobs}
@@ -106,7 +106,7 @@ def measured(entries: Sequence[Entry], device: str, clock: Callable[[Jobs], Timi
 
 
 def run(plan: Plan, workload: Workload, step: Callable[[str], None] = lambda what: None) -> list[Row]:
-    """The rows of one of its workloads; `step` hears what is being done. Raises DeviceLost."""
+    """Return the rows of one workload of the plan; `step` gets the name of each step. Raises DeviceLost"""
     free_memory()
     entries = [*_entries(workload, plan, step)]
     step(f"{workload.name}: timing")
@@ -122,7 +122,7 @@ def _entries(workload: Workload, plan: Plan, step: Callable[[str], None]) -> Ite
         yield from (Entry(Row(workload.name, each.name, each.ours).but(pieces)) for each in plan.contestants)
         return
     assert isinstance(given, Call)
-    # The call with gradients is what is checked. Where it fails, of memory mostly, the forward may still be possible.
+    # The check needs the call with gradients. If it fails, mostly for lack of memory, the forward may still run.
     ways = (True, False) if plan.backward and not workload.decode else (False,)
     for contestant in plan.contestants:
         row = Row(workload.name, contestant.name, contestant.ours)
@@ -147,7 +147,7 @@ def _entries(workload: Workload, plan: Plan, step: Callable[[str], None]) -> Ite
 
 
 def _prepared(contestant: Contestant, workload: Workload, given: Call) -> tuple[Prepared, Prepared]:
-    """As it is timed, and as it is checked: a call with dropout without it, for which there is one right answer."""
+    """Return the call to time and the call to check. Dropout has no single right answer, so the latter has none."""
     timed = contestant.prepare(workload, given)
     if not workload.dropout_p:
         return timed, timed
@@ -156,7 +156,7 @@ def _prepared(contestant: Contestant, workload: Workload, given: Call) -> tuple[
 
 
 def forward_job(prepared: Prepared, given: Call) -> Job:
-    """One call without gradients."""
+    """Return a job of one call without gradients."""
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
@@ -166,6 +166,6 @@ def forward_job(prepared: Prepared, given: Call) -> Job:
 
 
 def training_job(prepared: Prepared, given: Call) -> Job:
-    """One call and its gradients."""
+    """Return a job of one call and its backward."""
     leaves = [tensor.detach().requires_grad_() for tensor in given.qkv]
     return Job(lambda: torch.autograd.grad(prepared.run(*leaves), leaves, given.dout), prepared.around)

@@ -1,6 +1,6 @@
-"""The values verify works with: a Call (one call of a public function, as tensors) and an Answer (all that came of it).
+"""The values of verify: a Call (one call of a public function, as tensors) and an Answer (all its results).
 
-No judgement here, and nothing about where calls come from.
+No judgement, and no source of calls, belongs here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", t
 
 @dataclass(frozen=True)
 class Call:
-    """`fn` by name, every argument by name, and the gradient to send back, if any."""
+    """A function's name, every argument by name, and the upstream gradient, if any."""
 
     fn: str
     args: dict[str, Any]
@@ -30,7 +30,7 @@ class Call:
 
     @property
     def q(self) -> Tensor:
-        """Whatever holds the queries: q or qkv."""
+        """The tensor with the queries: q or qkv."""
         q: Tensor = self.args["qkv" if "qkv" in self.args else "q"]
         return q
 
@@ -44,7 +44,7 @@ class Call:
 
     @property
     def qkv_names(self) -> tuple[str, str, str]:
-        """What attention reads, unless it is packed: a cache comes before what is appended to it."""
+        """q, k and v of an unpacked call; for a cache, k_cache and v_cache rather than the new keys."""
         return ("q", *CACHES) if "k_cache" in self.args else ("q", "k", "v")
 
     @property
@@ -56,26 +56,26 @@ class Call:
         return [name for name in CACHES if name in self.args]
 
     def to(self, device: torch.device | str) -> Call:
-        """A copy on another device, or on the same, memory layouts included."""
+        """Return a copy on a device, with the same memory layouts."""
         args = {name: moved(x, device) if _is_data(name, x) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else moved(self.dout, device))
 
     def of_dtype(self, dtype: torch.dtype) -> Call:
-        """With its data rounded to another dtype; slopes and lengths stay."""
+        """Return the call with its data rounded to another dtype; slopes and lengths stay."""
         args = {name: x.to(dtype) if name in (*DIFFERENTIABLE, *CACHES) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else self.dout.to(dtype))
 
     def times(self, factor: float) -> Call:
-        """With its data multiplied."""
+        """Return the call with its data multiplied."""
         args = {name: factor * x if name in (*DIFFERENTIABLE, *CACHES) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else factor * self.dout)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one call gave, or must give: shapes as flash-attn returns them.
+    """The results of one call, or the right ones, in flash-attn's shapes.
 
-    grads: by q, k and v, packed arguments taken apart; caches: k_cache and v_cache as the call left them
+    grads: by q, k and v, with packed arguments split; caches: k_cache and v_cache after the call
     """
 
     out: Tensor
@@ -86,12 +86,12 @@ class Answer:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """All of it by name: out, softmax_lse, dq, dk, dv, k_cache and v_cache, as far as they are there."""
+        """All existing results by name: out, softmax_lse, dq, dk, dv, k_cache and v_cache."""
         lse = {} if self.softmax_lse is None else {"softmax_lse": self.softmax_lse}
         return {"out": self.out, **lse, **{f"d{name}": grad for name, grad in self.grads.items()}, **self.caches}
 
     def to(self, device: torch.device | str) -> Answer:
-        """The same on another device."""
+        """Return the answer on another device."""
         lse, s_dmask = (None if x is None else x.to(device) for x in (self.softmax_lse, self.s_dmask))
         grads, caches = ({n: x.to(device) for n, x in found.items()} for found in (self.grads, self.caches))
         return Answer(self.out.to(device), lse, s_dmask, grads, caches)
@@ -102,13 +102,13 @@ def _is_data(name: str, x: Any) -> bool:
 
 
 def moved(x: Tensor, device: torch.device | str) -> Tensor:
-    """A copy of x on another device with its strides, its offset and whatever lies between its values."""
+    """Return a copy of x on another device with its strides, its offset and the memory between its values."""
     memory = x.new_empty(0).set_(x.untyped_storage()).to(device, copy=True)
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def taken_apart(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients by q, k and v."""
+    """Return gradients by q, k and v."""
     found: dict[str, Tensor] = {}
     for name, grad in grads.items():
         found |= dict(zip(PACKED[name], grad.unbind(-3))) if name in PACKED else {name: grad}
@@ -116,7 +116,7 @@ def taken_apart(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """By name; none of a compiled function that does not tell."""
+    """Return the parameters by name; none for a compiled function without a signature."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -124,14 +124,14 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def accepted(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, without requests for extra return values, and defaults, that the function does not know."""
+    """Return the arguments without unknown ones that the call can omit: requests for extra results, and defaults."""
     known = parameters(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return dict(args)
     return {name: value for name, value in args.items() if name in known or not _may_be_left_out(name, value)}
 
 
-# What changes nothing of the answer: flash-attn's defaults.
+# flash-attn's defaults, which a call can omit.
 _DEFAULTS: dict[str, Any] = {
     "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "num_splits": 0,
     "deterministic": False,
@@ -143,14 +143,12 @@ def _may_be_left_out(name: str, value: Any) -> bool:
 
 
 def solve(function: Callable[..., Any], call: Call, seed: int = 7) -> Answer:
-    """Makes the call, dropout seeded, then sends its dout back: no gradients where out has none. The caches are copied
-    as they are afterwards.
-    """
+    """Make the call with seeded dropout, then its backward; no gradients if out has none. Keep the caches as left."""
     args = dict(call.args)
     leaves: dict[str, Tensor] = {}
     if call.dout is not None:
         leaves = {name: args[name].detach().requires_grad_() for name in DIFFERENTIABLE if name in args}
-    # torch.manual_seed takes a millisecond to note, for every GPU that has not been used yet, who called it.
+    # torch.manual_seed takes a millisecond: it records its caller for every unused GPU.
     (torch.default_generator.manual_seed if call.q.device.type == "cpu" else torch.manual_seed)(seed)
     with torch.set_grad_enabled(bool(leaves)):
         out, softmax_lse, s_dmask = parts_of(function(**args | leaves))
@@ -167,11 +165,11 @@ def solve(function: Callable[..., Any], call: Call, seed: int = 7) -> Answer:
 
 
 def parts_of(returned: Any) -> Iterator[Any]:
-    """out, softmax_lse, S_dmask of whatever a function returns."""
+    """Return out, softmax_lse and S_dmask of a function's result; None for missing parts."""
     parts = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
     return iter((*parts, None, None)[:3])
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal, NaN in the same places."""
+    """Whether both are equal, with NaN in the same places."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

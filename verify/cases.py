@@ -1,4 +1,4 @@
-"""What compare asks: one named problem for each feature and each mistake people make with it, then random ones."""
+"""The cases of compare: a named problem for each feature and each common mistake, then random problems."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .problems import FUNCTIONS, KINDS, Problem
 
 HALF = ("float16", "bfloat16")
 EVERY = (*HALF, "float32")
-RANDOM = 1200  # problems beyond the named ones, unless --quick
+RANDOM = 1200  # random problems beyond the named ones, unless --quick
 PUBLIC_KINDS = tuple(kind for kind in KINDS if kind != "private_varlen")
 
-# Window sides are small against every length below, so that both edges are met.
+# Window sides are small beside every length below, so problems reach both edges.
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -28,14 +28,14 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 SKEWED: dict[str, Any] = {"seqlens_q": (37, 1, 0, 70), "seqlens_k": (52, 9, 8, 64)}
 NO_EMPTY: dict[str, Any] = {"seqlens_q": (37, 5, 20, 70), "seqlens_k": (52, 9, 20, 64)}
-# What q, k, v and dout are multiplied by, one entry after another for each (sequence, key head); fp16 has less room.
+# Factors of q, k, v and dout, one entry after another for each (sequence, key head); fp16 has less range.
 SIZES = ((1.0, 1.0, 1.0, 1.0), (1e-6, 1e4, 1e-6, 1.0), (1e4, 1e-4, 1e4, 1e-6), (1.0, 1e-8, 1e-8, 1e4))
 SIZES_FP16 = ((1.0, 1.0, 1.0, 1.0), (1e-2, 1e2, 1e-3, 1.0), (1.0, 1.0, 1e3, 1e-3), (1e-3, 1.0, 1.0, 1e-4))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A named call, or the description of one; with flash-attn's own answer where that was recorded."""
+    """A named call, or its description, and flash-attn's answer if recorded."""
 
     name: str
     problem: Problem | Call
@@ -51,7 +51,7 @@ class Case:
         return SHORT[DTYPES[dtype] if isinstance(dtype, str) else dtype]
 
     def forward_only(self) -> Case:
-        """The same without gradients."""
+        """Return the case without gradients."""
         official = self.official and replace(self.official, grads={})
         if isinstance(self.problem, Call):
             return replace(self, problem=replace(self.problem, dout=None), official=official)
@@ -59,7 +59,7 @@ class Case:
 
 
 def _case(kind: str, feature: str, dtype: str, **fields: Any) -> Case:
-    """Repeatable: its name gives the seed."""
+    """Return a repeatable case: its name gives the seed."""
     short = FUNCTIONS[kind].removeprefix("flash_attn_").removesuffix("_func")
     name = f"{short} {feature} {SHORT[DTYPES[dtype]]}"
     return Case(name, Problem(kind=kind, dtype=dtype, seed=zlib.crc32(name.encode()), **fields))
@@ -88,12 +88,12 @@ MQA: dict[str, Any] = {"nheads_k": 1, "group": 3}
 DROPOUT: dict[str, Any] = {"dropout_p": 0.17}
 
 
-# Kernels as people write them: half precision, one head_dim, lengths that their tiles divide.
+# The problems of most kernels: half precision, one head_dim, lengths divisible by their tiles.
 SQUARES, FEW_SQUARES = (64, 128, 256, 512, 1024), (80, 144, 208)
 
 
 def plain(quick: bool = False) -> Iterator[Case]:
-    """What the commonest kernels serve; first of all, so that they are judged at once. quick: few of the long ones"""
+    """Yield the plain problems, which most kernels serve. They come first. quick: few long problems"""
     fp16, bf16, fp32 = EVERY
 
     def square(n: int, dtype: str, d: int, causal: bool, heads: dict[str, Any], name: str = "") -> Case:
@@ -113,7 +113,7 @@ def plain(quick: bool = False) -> Iterator[Case]:
 
 
 def named() -> Iterator[Case]:
-    """One for each feature and each mistake that people make with it."""
+    """Yield a case for each feature and each common mistake with it."""
     fp16, bf16, fp32 = EVERY
     for dtype in (*EVERY, "float64"):
         yield _dense("causal gqa", dtype, causal=True, **GQA)
@@ -135,8 +135,8 @@ def named() -> Iterator[Case]:
     yield _dense("head_dim 64 value 32", fp16, head_dim=64, head_dim_v=32, causal=True)
     yield _dense("large logits", fp32, magnitude=6.3)
     yield _dense("large logits causal", fp16, magnitude=4.0, causal=True)
-    # The mean shows what fp16 sums lose. Forward only: the backward takes rowsum(dout * out) from the rounded out, so
-    # with values this one-sided even flash-attn's own gradients are further off than plain PyTorch's.
+    # The mean shows the error of fp16 sums. Forward only: the backward takes rowsum(dout * out) from the rounded out,
+    # so with values this one-sided even flash-attn's gradients are less accurate than plain PyTorch's.
     many: dict[str, Any] = {"batch": 1, "lengths": (4, 8192), "nheads_k": 1, "group": 2, "head_dim": 64}
     yield _dense("8192 keys one-sided values", fp16, value_mean=1.0, backward=False, **many)
     yield _dense("8192 keys", fp16, **many)
@@ -186,7 +186,7 @@ def named() -> Iterator[Case]:
 
 
 def _hurtful() -> Iterator[Case]:
-    """Where one maximum over a whole tensor, or a product with 0, would be seen to be wrong."""
+    """Yield problems that reveal one maximum over a whole tensor, or a product with 0."""
     fp16, bf16, _ = EVERY
     for dtype in EVERY:
         sizes = SIZES_FP16 if dtype == fp16 else SIZES
@@ -210,12 +210,12 @@ def _hurtful() -> Iterator[Case]:
 
 
 def _random(number: int) -> Case:
-    """Everything that the fuzzer draws, in the form that flash-attn itself would take it. Its name makes it again."""
+    """Yield the fuzzer's problems in a form that flash-attn takes. A case's name rebuilds it."""
     problem = random_problem(number, PUBLIC_KINDS)
     problem = replace(problem, window_as="tuple", max_seqlen_as="int", return_attn_probs=True)
     return Case(f"random #{number} {problem!r}", problem)
 
 
 def generated(quick: bool) -> list[Case]:
-    """The named ones, or these and the random ones."""
+    """Return the named cases, or these and the random cases."""
     return [*named(), *([] if quick else map(_random, range(RANDOM)))]

@@ -1,7 +1,7 @@
 """Checks, locates, compares and times attention kernels.
 
-A subcommand is a module with `add_arguments(parser)` and `main(arguments)`, which gives the exit code. Its docstring
-begins "`python -m verify NAME`: what it does". A user's mistake is reported in one line, with exit code 2.
+A subcommand is a module with `add_arguments(parser)` and `main(arguments)`, which returns the exit code. Its docstring
+begins "`python -m verify NAME`: purpose". A user's mistake gives one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .errors import UsageError
 from .output import add_output_arguments
 from .reading import printable
 
-SUBCOMMANDS = (compare, bench, ladder, locate, report)  # the first is what no command means
+SUBCOMMANDS = (compare, bench, ladder, locate, report)  # the first is the default
 EXIT_CODES = (
     "Exit code 0: all is right, or the same; 1: something is wrong, or differs; 2: the arguments make no sense."
 )
@@ -24,7 +24,7 @@ EXIT_CODES = (
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)} (--help shows what there is)\n")
+        self.exit(2, f"{self.prog}: {printable(message)} (--help shows the options)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and gives its exit code: 0 all is well, 1 something is wrong, 2 the arguments make no sense."""
+    """Run one command and return its exit code: 0 all right, 1 something wrong, 2 senseless arguments."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv.insert(0, "compare")

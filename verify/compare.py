@@ -1,7 +1,7 @@
-"""`python -m verify compare`: holds every backend, or your kernel, against what flash-attn answered and fp64.
+"""`python -m verify compare`: compares every backend, or your kernel, with flash-attn's recorded answers and fp64.
 
-Runs, in child processes where a kernel may break this one. What is compared is made in recorded.py and cases.py, how
-near it must come is judge.py's business, and compare_report.py shows it.
+Kernels that may end the process run in child processes. recorded.py and cases.py make the cases, judge.py has the
+bounds, and compare_report.py shows the rows.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .output import announce, console, deliver, progress_bar
 from .recorded import ABSENT, recorded_cases
 from .tables import OURS
 
-MOST_CHILDREN = 8  # processes that judge kernels on one GPU at once; each has a CUDA context of its own
+MOST_CHILDREN = 8  # processes that judge kernels on one GPU at once; each has its own CUDA context
 
 
 def run(
     judged: Sequence[impl.Implementation], devices: Sequence[str], cases: Sequence[Case], first: int = 0
 ) -> Iterator[Row]:
-    """Row after row, case by case: a case's tensors live no longer than its turn. first: rows to leave out"""
+    """Yield the rows, case by case, so a case's tensors are freed after its turn. first: rows to leave out"""
     for case in cases:
         for device in devices:
             skipped, first = judged[:first], max(0, first - len(judged))
@@ -53,19 +53,19 @@ def run(
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for, in a form that another process can be told."""
+    """The options of the command line, in a form that can be sent to another process."""
 
     implementation: str | None
     backends: Sequence[str]
     devices: Sequence[str]
     quick: bool
-    texts: Sequence[str]  # in the names of cases
+    texts: Sequence[str]  # texts in the names of cases
     forward_only: bool
-    share: tuple[int, int] = (0, 1)  # of the cases: every share[1]-th from number share[0] on
+    share: tuple[int, int] = (0, 1)  # (first, step): every step-th case from number first on
 
     @property
     def names(self) -> list[str]:
-        """Of all who are judged; nothing is imported for them."""
+        """Return the names of all judged implementations, without an import."""
         return [self.implementation] if self.implementation else [each.name for each in impl.backends([*self.backends])]
 
     @property
@@ -83,7 +83,7 @@ class Asked:
 
 
 def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
-    """What rows from number ``first`` on hold beside their place: verdict, remark and bypassed."""
+    """Yield verdict, remark and bypassed of the rows from number ``first`` on."""
     torch.set_num_threads(1)
     for device in asked.devices:
         cap_memory(torch.device(device))
@@ -92,18 +92,18 @@ def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
 
 
 def load(first: int, path: str) -> Iterator[bool]:
-    """The one step of finding out whether a kernel can be imported and called at all."""
+    """Import a kernel and call it once: one step, for a child process."""
     impl.imported(path)
     yield True
 
 
 def children_for(devices: Sequence[str]) -> int:
-    """How many processes judge at once: on a GPU most of the time goes to compiling and testing kernels."""
+    """Return the number of judging processes: on a GPU, compilation and self-tests take most of the time."""
     return min(MOST_CHILDREN, os.cpu_count() or 1) if any(each.startswith("cuda") for each in devices) else 1
 
 
 def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row]:
-    """All rows; isolated: made in child processes, so that a kernel that breaks one is named."""
+    """Yield all rows. isolated: in child processes, so that a kernel that ends a process is named"""
     if not isolated:
         yield from run(asked.judged, asked.devices, cases)
         return
@@ -118,7 +118,7 @@ def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row
 
 
 def _isolated_rows(asked: Asked, cases: Sequence[Case]) -> Iterator[Row]:
-    """Rows made by one child process after another."""
+    """Yield the rows of one child process after another."""
     places = [(case, name, device) for case in cases for device in asked.devices for name in asked.names]
     for place, found in zip(places, in_children(len(places), steps, asked)):
         if not isinstance(found, Ended):
@@ -129,7 +129,7 @@ def _isolated_rows(asked: Asked, cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def _check_loads(path: str) -> None:
-    """Raises UsageError if a child process cannot import the kernel, or ends as it calls it with four rows."""
+    """Raise UsageError if a child process cannot import the kernel, or ends in a call with four rows."""
     (found,) = in_children(1, load, path)
     if isinstance(found, Ended):
         raise UsageError(f"{path!r} cannot be judged: where it was imported and called with four rows, {found.how}")
@@ -139,7 +139,7 @@ def _judged(case: Case, implementation: impl.Implementation, device: str, examin
     before, remark = implementation.calls_served(), ""
     verdict = examination.examine(implementation, case.official, twice=True)
     if verdict.refused and not verdict.errors and examination.call.dropout_p <= 0:
-        # Some serve what a model asks for, the output and its gradients, but have no softmax_lse to show.
+        # Some kernels serve a model's calls, output and gradients, but return no softmax_lse.
         alone = examination.without_lse().examine(implementation, case.official)
         if not alone.refused:
             verdict, remark = alone, f"without softmax_lse: {verdict.refused}"
@@ -148,13 +148,13 @@ def _judged(case: Case, implementation: impl.Implementation, device: str, examin
 
 
 BROKEN = (
-    "a kernel broke the GPU or its process: the first row that says so names it if CUDA_LAUNCH_BLOCKING=1 is set. "
-    "docs/troubleshooting.md says what to do"
+    "a kernel broke the GPU or its process: with CUDA_LAUNCH_BLOCKING=1 the first row that says so names the kernel. "
+    "docs/troubleshooting.md has the next steps"
 )
 
 
 def is_of_a_broken_gpu(error: str) -> bool:
-    """Whether an error says that a process's use of the GPU is over."""
+    """Whether an error means that the process can no longer use the GPU."""
     return "its process ended" in error or "CUDA error" in error or error.startswith("ContextLost")
 
 
@@ -164,11 +164,11 @@ def is_of_a_broken_gpu(error: str) -> bool:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--backend", action="append", default=[], metavar="NAME", help="only this backend (may be repeated)")
-    what = "judge this instead of the backends: a module or object with the public functions, or a flash_attn_func"
+    what = "judge this instead of the backends: a module or object with public functions, or a flash_attn_func"
     add("--implementation", metavar="MODULE_OR_FILE.py[:ATTRIBUTE]", help=what)
     add("--device", action="append", default=[], metavar="DEVICE", help="only on: cpu, cuda, cuda:1, mps (repeatable)")
     add("--quick", action="store_true", help="the recorded answers and one generated problem for each feature")
-    add("-k", dest="filter", default="", metavar="TEXT[,TEXT]", help="only cases with one of these in their name")
+    add("-k", dest="filter", default="", metavar="TEXT[,TEXT]", help="only cases with one of these texts in their name")
     add("--forward-only", action="store_true", help="leave gradients out")
     what = "cases run in a child process, so that a crash is named (default on a GPU and for files with native code)"
     add("--isolate", action=argparse.BooleanOptionalAction, default=None, help=what)
@@ -197,7 +197,7 @@ def main(arguments: argparse.Namespace) -> int:
         _ = asked.judged  # before the work
     elif own:
         _check_loads(own)
-    torch.set_num_threads(1)  # thousands of small problems: more threads cost more than they give
+    torch.set_num_threads(1)  # thousands of small problems: more threads cost more time than they save
     terminal, environment = console(), describe(devices)
     announce(environment, terminal)
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""What compare found, as tables, a picture and a verdict that says how much was asked."""
+"""The rows of compare as tables, a picture and a verdict that counts the answers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .judge import GRADIENTS, Check
 from .tables import TOO_LITTLE, Bar, Bars, Report, Table
 
 PASS, FAIL, DECLINED, RIGHT_TO, NOT_ASKED = "pass", "FAIL", "declined", "right to fp32", "not asked"
-ENOUGH = 3  # answers, fewer of which allow no verdict
+ENOUGH = 3  # fewer answers allow no verdict
 HALF = ("fp16", "bf16")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case through one implementation on one device.
+    """One case by one implementation on one device.
 
     bypassed: answered without the backend, since there was nothing to compute, as with no keys at all
-    crashed: the process ended in the middle of it; unasked: too many had ended before
+    crashed: the process ended during the case; unasked: skipped, because too many processes had ended before
     """
 
     case: Case
@@ -61,7 +61,7 @@ class Row:
         return "; ".join(filter(None, [self.remark, *errors, *beyond, f"as near as {near} comes" * bool(near)]))
 
     def worst(self, against: str) -> Check | None:
-        """The worst mistake, or, where there is none, the check nearest to its bound."""
+        """Return the worst mistake, or the check nearest to its bound if there is none."""
         return worst_of(check for check in self.verdict.checks if check.against == against)
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _every_row(title: str, rows: Iterable[Row], folded: bool = False) -> Table:
 
 
 def _summary(rows: Iterable[Row]) -> Table:
-    """A line for each implementation, device and kind of problem."""
+    """Return a table with a line for each implementation, device and kind of problem."""
     groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
         kind = "recorded answers" if row.case.official else "generated problems"
@@ -127,7 +127,7 @@ def _summary(rows: Iterable[Row]) -> Table:
 
 
 def _wrong_rows(rows: Sequence[Row]) -> Table:
-    """One line for all that are wrong alike, but for numbers: the first of them, and how many there are."""
+    """Return one line for all rows with the same error but for numbers: the first row, and their count."""
     alike: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
         said = (
@@ -143,12 +143,12 @@ def _wrong_rows(rows: Sequence[Row]) -> Table:
         more = f" and {len(members) - 1} more like it" if len(members) > 1 else ""
         cells.append((first.case.name + more, name, device, _figure(worst), FAIL, first.note))
     columns = ("case", "backend", "device", "worst", "verdict", "note")
-    return Table("Wrong answers, those that are wrong alike in one line", columns, cells)
+    return Table("Wrong answers, equal errors in one line", columns, cells)
 
 
 def feature_counts(rows: Iterable[Row]) -> dict[str, Counter[str]]:
-    """By feature, and by part of an answer: how many rows came to which outcome. An fp64 answer that is right to fp32
-    says nothing of the other features.
+    """Count the outcomes by feature and by part of an answer. An fp64 answer that is right to fp32 says nothing about
+    its other features.
     """
     found: dict[str, Counter[str]] = {name: Counter() for name in (*FEATURES, *PARTS)}
     for row in rows:
@@ -163,7 +163,7 @@ def feature_counts(rows: Iterable[Row]) -> dict[str, Counter[str]]:
 
 
 def _standing(count: Counter[str]) -> str:
-    """One word for a feature's rows."""
+    """Return the verdict on a feature's rows, in a word."""
     return next((outcome for outcome in (FAIL, PASS, RIGHT_TO, DECLINED) if count[outcome]), NOT_ASKED)
 
 
@@ -184,7 +184,7 @@ def feature_table(rows: Sequence[Row]) -> Table:
 
 
 def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
-    """(implementation, device) of which no case ran, and why."""
+    """Return (implementation, device) pairs for which no case ran, and the reason."""
     found: dict[tuple[str, str], str] = {}
     for who in dict.fromkeys((row.implementation, row.device) for row in rows):
         members = [row for row in rows if (row.implementation, row.device) == who]
@@ -197,7 +197,7 @@ def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
 
 
 def own_words(rows: Sequence[Row]) -> list[str]:
-    """For whoever wrote the kernel: what it declined, and which errors are no more than that."""
+    """Return lines for the kernel's author: the declined cases, and the errors that count as declined."""
     raised = any(row.verdict.errors for row in rows)
     reasons = Counter(row.note for row in rows if row.refused).most_common()
     told = [f"{count} x {reason}" for reason, count in reasons[:MOST_REASONS]]
@@ -205,14 +205,16 @@ def own_words(rows: Sequence[Row]) -> list[str]:
     told += [f"{more} x for other reasons"] if more else []
     lines = [f"declined: {'; '.join(told)}"] if told else []
     lines += _of_precision(rows)
-    return lines + ([f"declined, which is not wrong, counts for {impl.DECLINES}"] if told or raised else [])
+    return lines + (
+        [f"a case counts as declined, not as wrong, if the kernel raises {impl.DECLINES}"] if told or raised else []
+    )
 
 
 def _of_precision(rows: Sequence[Row]) -> list[str]:
     lines = []
     if apart := [row for row in rows if row.outcome == RIGHT_TO]:
         many = "1 answer is" if len(apart) == 1 else f"{len(apart)} answers are"
-        lines.append(f"fp64, judged apart: {many} right to fp32, as of a kernel that adds up in fp32")
+        lines.append(f"fp64, judged separately: {many} right to fp32, as from a kernel that adds up in fp32")
     wrong = [row for row in rows if row.outcome == FAIL and row.case.dtype in ("fp32", "fp64")]
     near = [row for row in wrong if row.verdict.as_near_as in HALF]
     if 2 * len(near) >= len(wrong) > 0:
@@ -225,7 +227,7 @@ def _of_precision(rows: Sequence[Row]) -> list[str]:
 
 
 def worst_words(rows: Sequence[Row]) -> list[str]:
-    """The worst mistake of all, and the features that all wrong answers share and no right one has."""
+    """Return the worst mistake, and the features that all wrong answers share and no right answer has."""
     wrong, right = ([row for row in rows if row.outcome == outcome] for outcome in (FAIL, PASS))
     found = [(check, row) for row in wrong for name in AGAINST if (check := row.worst(name)) and not check.ok]
     lines = []
@@ -243,20 +245,20 @@ def worst_words(rows: Sequence[Row]) -> list[str]:
 
 
 def crash_words(rows: Sequence[Row], implementation: str) -> list[str]:
-    """Where a process ended in the middle of a case, and how often."""
+    """Return lines on the processes that ended during a case: the first case, and the count."""
     crashed = [row for row in rows if row.crashed]
     if not crashed:
         return []
     first, unasked = crashed[0], sum(row.unasked for row in rows)
-    rest = f"; {unasked} problems were not asked any more" if unasked else ""
+    rest = f"; {unasked} problems were skipped" if unasked else ""
     said = f"{implementation}: {len(crashed)} times the process ended, first in {first.case.name}"
     return [f"{said} on {first.device} ({first.note}){rest}"]
 
 
 def verdict_words(rows: Sequence[Row], is_narrowed: bool) -> str:
-    """The verdict, how many answers it rests on, and which features these had.
+    """Return the verdict, the number of answers behind it, and their features.
 
-    is_narrowed: somebody chose the cases, so that few are enough unless others were declined
+    is_narrowed: the user chose the cases, so few answers are enough unless the kernel declined others
     """
     count = Counter(row.outcome for row in rows)
     right, wrong = count[PASS], count[FAIL]
@@ -271,7 +273,7 @@ def verdict_words(rows: Sequence[Row], is_narrowed: bool) -> str:
 
 
 def scope_words(rows: Sequence[Row]) -> list[str]:
-    """Which features were judged, which declined altogether, and which nobody asked for."""
+    """Return the features that were judged, declined in every case, and absent from the cases."""
     standing = {name: _standing(count) for name, count in feature_counts(rows).items()}
     told = [
         (words, [name for name, found in standing.items() if found in outcomes])
@@ -296,7 +298,7 @@ def report(
     is_own: bool = False,
     is_narrowed: bool = False,
 ) -> Report:
-    """is_own: somebody's kernel, whose author learns what was asked of it, rather than our backends"""
+    """Return the report. is_own: on a user's kernel, with a table of features for its author, not on our backends"""
     idle = idle_backends(rows)
     shown = [row for row in rows if (row.implementation, row.device) not in idle]
     wrong = [row for row in shown if row.outcome == FAIL]
@@ -305,7 +307,7 @@ def report(
     lines = [*remarks]
     lines += [f"{name} on {device}: no case ran ({reason})" for (name, device), reason in idle.items()]
     lines += worst_words(shown)
-    judged = rows if is_own else shown  # of ours, a backend that is not for this machine has declined nothing
+    judged = rows if is_own else shown  # a backend of ours that cannot run on this machine has declined nothing
     words = verdict_words(judged, is_narrowed)
     if not shown:
         words = f"{TOO_LITTLE}: no case ran, {len(rows)} declined"
@@ -317,7 +319,7 @@ def report(
 
 
 def bounds_picture(rows: Sequence[Row]) -> Bars:
-    """How near each implementation came to what is allowed."""
+    """Return bars of each implementation's largest error, as a share of its bound."""
     groups: list[tuple[str, list[Bar | None]]] = []
     for name, device in dict.fromkeys((row.implementation, row.device) for row in rows):
         mine = [row for row in rows if (row.implementation, row.device) == (name, device)]
@@ -329,5 +331,5 @@ def bounds_picture(rows: Sequence[Row]) -> Bars:
             bars.append(Bar(min(worst.ratio, 1e9), text, not worst.ok) if worst else None)
         errors = sum(bool(row.verdict.errors) for row in mine)
         groups.append((f"{name} on {device}" + (f" (and {errors} x an error was raised)" if errors else ""), bars))
-    title = "Largest error, as a share of what is allowed"
+    title = "Largest error, as a share of the bound"
     return Bars(title, "allowed", [f"against {words}" for words in AGAINST.values()], groups)

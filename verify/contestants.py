@@ -1,7 +1,7 @@
-"""Who is timed on a workload: the package's backends, what people write without it and flash-attn.
+"""The contestants on a workload: the package's backends, flash-attn, and PyTorch code as people write it without them.
 
-A contestant prepares what its users would prepare once (masks, indices), outside of the clock. The rivals are written
-as they are found in the wild, and are given the benefit of the doubt: no mask where none is needed, masks for free.
+A contestant prepares masks and indices outside of the clock, as its users prepare them once. The rivals are common code
+and get the benefit of the doubt: no mask where none is needed, masks for free.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Prepared:
-    """run(q, k, v) -> out, differentiable. `around` is entered outside the clock."""
+    """run(q, k, v) -> out, differentiable. The context `around` is entered outside the clock."""
 
     run: Attention
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -41,7 +41,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contestant:
-    """prepare: raises NotSupported; ours: whether it must be right, or is somebody to compare with."""
+    """prepare: raises NotSupported; ours: whether its answers decide the exit code, unlike a rival's"""
 
     name: str
     prepare: Callable[[Workload, Call], Prepared]
@@ -52,13 +52,13 @@ class Contestant:
 
 
 def flash_attn_call(namespace: Any, call: Call) -> Callable[..., Any]:
-    """(q, k, v) -> out by the call's function, with its other arguments."""
+    """Return (q, k, v) -> out by the call's function, with its other arguments."""
     others = {name: value for name, value in call.args.items() if name not in call.qkv_names}
     return functools.partial(getattr(namespace, call.fn), **others)
 
 
 def ours(backend: str | None = None) -> Contestant:
-    """The package: the backend it chooses, or the named one."""
+    """The package: its chosen backend, or the named backend."""
     return Contestant(backend or "default", functools.partial(_ours, backend), ours=True)
 
 
@@ -66,7 +66,7 @@ def _ours(backend: str | None, workload: Workload, given: Call) -> Prepared:
     call = flash_attn_call(flash_attn_compat, given)
     around = functools.partial(impl.Backend(backend).serving, given) if backend else nullcontext
     with around(), torch.no_grad():
-        call(*given.qkv)  # on a GPU that nobody measured, the package times at the first call what may be faster
+        call(*given.qkv)  # the first call compiles kernels and runs self-tests
 
     def served_by(gradients: bool) -> str:
         qkv = [tensor.detach().requires_grad_(gradients) for tensor in given.qkv]
@@ -79,7 +79,7 @@ def _ours(backend: str | None, workload: Workload, given: Call) -> Prepared:
 
 
 def official(workload: Workload, given: Call) -> Prepared:
-    """The real flash-attn, if it is here and runs."""
+    """The real flash-attn, if installed and working."""
     package, word = impl.official()
     if package is None:
         raise NotSupported(f"flash_attn: {word}")
@@ -92,7 +92,7 @@ def official(workload: Workload, given: Call) -> Prepared:
 
 
 def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:
-    """attn_mask and is_causal for SDPA; no mask where right padding and is_causal do without."""
+    """Return attn_mask and is_causal for SDPA; no mask where right padding and is_causal are enough."""
     (left, right), device = workload.window, given.q.device
     right = 0 if workload.causal else right
     causal = right >= 0 and workload.max_seqlen_q > 1  # a single row sees every key
@@ -105,8 +105,8 @@ def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:
     visible = torch.zeros(shape, dtype=torch.bool, device=device)
     for mine, sq, sk in zip(visible[:, 0], workload.seqlens_q, workload.seqlens_k):
         mine[:sq, :sk] = keys_visible(sq, sk, workload.causal, workload.window, device)
-        # Rows of padding see their keys as well: a row that sees none is NaN in some kernels, and NaN in padding
-        # reaches the gradients.
+        # Rows of padding see keys too: in some kernels a row without keys is NaN, and NaN in padding reaches the
+        # gradients.
         mine[sq:, :sk] = True
     if not workload.alibi:
         return visible, False
@@ -116,7 +116,7 @@ def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:
 
 
 def _padded(workload: Workload, given: Call, attention: Callable[..., Tensor]) -> Prepared:
-    """attention(q, k, v, mask, is_causal) of (batch, nheads, longest, head_dim), the key heads repeated."""
+    """Prepare attention(q, k, v, mask, is_causal) on padded (batch, nheads, longest, head_dim), key heads repeated."""
     if workload.new_keys:
         raise NotSupported("reads a cache but appends nothing to it")
     mask, is_causal = _mask(workload, given)
@@ -147,7 +147,7 @@ def _padded(workload: Workload, given: Call, attention: Callable[..., Tensor]) -
 def textbook(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, softcap: float = 0.0
 ) -> Tensor:
-    """Matmul, softmax, matmul of (batch, nheads, seqlen, head_dim). mask: which keys are seen, or what to add."""
+    """Matmul, softmax, matmul on (batch, nheads, seqlen, head_dim). mask: visible keys (bool), or numbers to add"""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
@@ -158,12 +158,12 @@ def textbook(
 
 
 def plain(workload: Workload, given: Call) -> Prepared:
-    """The textbook formula, on padded tensors, and the only way to a softcap."""
+    """The textbook formula on padded tensors, the only rival with a softcap."""
     return _padded(workload, given, lambda q, k, v, mask, p, _: textbook(q, k, v, mask, p, workload.softcap))
 
 
 def pad_sdpa(workload: Workload, given: Call) -> Prepared:
-    """Pad, F.scaled_dot_product_attention, unpad; on a GPU with the kernels that Turing has and no others."""
+    """Pad, F.scaled_dot_product_attention, unpad; on a GPU with Turing's kernels only."""
     if workload.softcap:
         return plain(workload, given)
     of_turing = functools.partial(sdpa_kernel, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -172,9 +172,9 @@ def pad_sdpa(workload: Workload, given: Call) -> Prepared:
 
 
 def sdpa_loop(workload: Workload, given: Call) -> Prepared:
-    """F.scaled_dot_product_attention for one sequence after the other, with whatever kernel PyTorch picks."""
+    """F.scaled_dot_product_attention for one sequence after the other, with the kernel that PyTorch picks."""
     if not workload.packed:
-        raise NotSupported("pad_sdpa is the same where nothing is packed")
+        raise NotSupported("on unpacked calls it is the same as pad_sdpa")
     if workload.softcap or workload.alibi or workload.window != (-1, -1):
         raise NotSupported("only for plain and causal masks")
     lengths = list(workload.seqlens_q)
@@ -191,7 +191,7 @@ def sdpa_loop(workload: Workload, given: Call) -> Prepared:
 
 
 RIVALS = {rival.__name__: Contestant(rival.__name__, rival) for rival in (official, pad_sdpa, sdpa_loop, plain)}
-# Whom to be measured against: flash-attn itself, and what people use without it.
+# The yardsticks: flash-attn itself, and common code without it.
 FLASH, WORKAROUNDS = ("official",), ("pad_sdpa", "sdpa_loop", "plain")
-# The ones worth their time on each kind of device, unless asked for by name.
+# The default rivals on each kind of device.
 USUAL_RIVALS = {"cuda": (*FLASH, "pad_sdpa"), "cpu": WORKAROUNDS, "mps": WORKAROUNDS}

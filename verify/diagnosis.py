@@ -1,4 +1,4 @@
-"""What kind of mistake a kernel makes: it is asked from outside, and rules say what its answers look like.
+"""Name the mistake of a wrong kernel, by calls from outside and rules on its answers.
 
 Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes the output that tile's softmax weight.
 """
@@ -24,30 +24,29 @@ from .timing import synchronize
 
 # A key tile of a row matters to these rules if it should get at least this share of the row's weight.
 MATTERS = 0.01
-# What is wrong with the softmax weights that the rows give the key tiles.
+# Verdicts on the softmax weights of the key tiles.
 RIGHT = "each key tile gets its right share of the softmax weight"
 NORMALISED = "key tiles get wrong shares of the weight, which still sums to 1"
 ROW_SUM = "all key tiles of a row are off by the same factor, so only the row sum is wrong"
 UNEVEN = "key tiles get wrong shares of the weight, and it does not sum to 1"
-NOTHING = "the rows get nothing from any key tile"
+NOTHING = "the rows get no weight from any key tile"
 NOT_FINITE = "the softmax weights are NaN or infinite"
 
-# What is carried from key tile to key tile wrongly, by what the weights are then.
+# The state that a kernel carries wrongly from key tile to key tile, by the verdict on the weights.
 CARRIED = {
-    NORMALISED: "the running maximum m of the key tiles before is not what it was: stored at, or read from, the wrong "
-    "index",
+    NORMALISED: "the running maximum m of the key tiles before is lost: stored at, or read from, the wrong index",
     ROW_SUM: carried.ROW_SUM,
     UNEVEN: carried.OUTPUT,
 }
 
 
-# Arguments beside q, k and v, for a kernel that takes them or where they change something.
+# Arguments beside q, k and v: passed if the kernel takes them, or if they change the result.
 OPTIONS = "causal", "softmax_scale", "window_size", "softcap", "alibi_slopes"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A call of flash_attn_func on the CPU, the device to make it on, and the rows and keys of a kernel's tiles."""
+    """A call of flash_attn_func on the CPU, the device to run it, and the rows and keys of a kernel's tiles."""
 
     call: Call
     block_rows: int
@@ -55,11 +54,11 @@ class Setting:
     device: str
 
     def of(self, call: Call) -> Setting:
-        """With another call."""
+        """Return the setting with another call."""
         return replace(self, call=call)
 
     def but(self, **args: Any) -> Setting:
-        """With other arguments."""
+        """Return the setting with some arguments replaced."""
         return self.of(replace(self.call, args={**self.call.args, **args}))
 
     @functools.cached_property
@@ -76,8 +75,8 @@ class Setting:
 
     @functools.cached_property
     def shares(self) -> Tensor:
-        """(batch, nheads, row, key tiles, head_dim + 1) in fp64: what each key tile adds to each row of the output, and
-        behind it the tile's softmax weight. Each tile has channels of its own in v.
+        """(batch, nheads, row, key tiles, head_dim + 1) in fp64: each key tile's share of a row of the output, then the
+        tile's softmax weight. Each tile has its own channels in v.
         """
         v = self.call.args["v"]
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
@@ -88,13 +87,13 @@ class Setting:
 
     @functools.cached_property
     def probabilities(self) -> Tensor:
-        """(batch, nheads, row, key) in fp64: with one channel for each key in v the output is the softmax weights."""
+        """The softmax weights (batch, nheads, row, key) in fp64: the output for a v with one channel for each key."""
         keys = self.call.args["k"].shape[1]
         v = torch.eye(keys, dtype=torch.float64)[None, :, None].expand(*self.call.args["k"].shape[:-1], keys)
         return oracle.answer(self.call.fn, {**self.call.args, "v": v}).out.transpose(1, 2)
 
     def judged(self, out: Tensor) -> Check:
-        """An output held against fp64."""
+        """Compare an output with fp64."""
         return against_fp64(self.right, Answer(out))[0]
 
 
@@ -106,14 +105,14 @@ class Kernel:
     function: Callable[..., Any]
 
     def ask(self, setting: Setting) -> tuple[Tensor, list[str]]:
-        """The output on the CPU, and the inputs that were written to; UsageError if it raises or answers no output."""
+        """Return the output on the CPU, and the names of overwritten inputs. Raises UsageError if it has no output"""
         given, call = setting.call, setting.call.to(setting.device)
         with torch.no_grad():
             out = self.called(call, dict(zip("qkv", call.qkv)))
         return out.cpu(), [name for name in "qkv" if not same(given.args[name], call.args[name].cpu())]
 
     def called(self, call: Call, qkv: Mapping[str, Tensor]) -> Tensor:
-        """Its output for q, k and v with the options of a call; UsageError if it raises or answers no output."""
+        """Return the output for q, k, v and a call's options. Raises UsageError if the kernel fails"""
         try:
             out, *_ = parts_of(self.function(*qkv.values(), **self.options(call)))
             synchronize(call.q.device.type)
@@ -128,14 +127,14 @@ class Kernel:
         return out
 
     def options(self, call: Call) -> dict[str, Any]:
-        """Of a call, as far as this function takes them or must."""
+        """Return the call's options that the function takes, or that change the result."""
         return accepted(self.function, {name: call.args[name] for name in OPTIONS if name in call.args})
 
     def is_right(self, setting: Setting) -> bool:
         return setting.judged(self.ask(setting)[0]).ok
 
     def answered(self, setting: Setting) -> Found:
-        """Its answer, asked for twice."""
+        """Call the kernel twice and return the first answer with its checks."""
         out, changed = self.ask(setting)
         once, again = (x.nan_to_num(nan=0.0) for x in (out, self.ask(setting)[0]))
         return Found(self, out, setting.judged(out), changed, gap(once, again).max().item())
@@ -143,7 +142,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Found:
-    """A kernel's answer held against fp64. repeats: how far a second call was from the first."""
+    """A kernel's answer compared with fp64. repeats: largest difference of a second call from the first"""
 
     kernel: Kernel
     out: Tensor
@@ -153,25 +152,26 @@ class Found:
 
     @property
     def remarks(self) -> list[str]:
-        """What is worth knowing of a right answer too."""
+        """Remarks on the answer, right or wrong."""
         lines = [f"it changed its input {name}" for name in self.changed_inputs]
         return lines + [f"a second call gave another answer, {self.repeats:.1e} off the first"] * (self.repeats > 0)
 
 
 def gap(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b| as (batch, nheads, row, channel) in fp64; 0 for equal infinities, inf where one of them is no number."""
+    """Return |a - b| as (batch, nheads, row, channel) in fp64; 0 for equal infinities, inf where either is NaN."""
     a, b = (x.double().transpose(1, 2) for x in (a, b))
     return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-# ---- what is found out about a kernel that is wrong -----------------------------------------------------------------
+# ---- measurements of a wrong kernel ----------------------------------------------------------------------------------
 
 
 class Diagnosis:
-    """wrong: (batch, nheads, row, channel) against fp64.
+    """Measurements of a wrong kernel, and the mistake that they show.
 
-    growth: for problems of 1, 2, ... key tiles, whether it is wrong; empty if it does not take smaller problems
-    weights: the softmax weight each row gives each key tile, (batch, nheads, row, key tiles), measured through v
+    wrong: elements off by more than the bound, (batch, nheads, row, channel)
+    growth: whether the kernel is wrong on the first 1, 2, ... key tiles; empty if it declines smaller problems
+    weights: each key tile's softmax weight in each row, (batch, nheads, row, key tiles), measured through v
     """
 
     def __init__(self, found: Found, setting: Setting) -> None:
@@ -181,11 +181,11 @@ class Diagnosis:
         self.weights = torch.stack([*self._weights()], -1).transpose(1, 2)
         causal = setting.call.args["causal"]
         self.right_unmasked = found.kernel.is_right(setting.but(causal=False)) if causal else None
-        # Where the rules look.
+        # The rows that the rules look at.
         rows, eps = self.wrong.any(-1), torch.finfo(found.out.dtype).eps
         self.measured, self.right = self.weights[rows], setting.shares[rows][..., -1]
-        self.slack = max(1e-3, 4 * eps)  # how far off a weight may be
-        # Whether out is what the measured weights make of the right output of each key tile alone.
+        self.slack = max(1e-3, 4 * eps)  # allowed error of a weight
+        # Whether out is the sum of the key tiles' right outputs by the measured weights.
         of_one = torch.where(self.right > 0, self.measured / self.right, 0.0)
         mixed = (of_one[..., None] * setting.shares[rows][..., :-1]).sum(-2)
         apart = (mixed - found.out.double().transpose(1, 2)[rows]).abs()
@@ -193,7 +193,7 @@ class Diagnosis:
         self.weighed = self._weighed()
 
     def _grown(self) -> list[bool]:
-        """The same problem with its first key tiles; a square one stays so, since many kernels need that."""
+        """Run the problem on its first 1, 2, ... key tiles. A square problem stays square, as many kernels require."""
         q, k, v = self.setting.call.qkv
         wrong = []
         with suppress(UsageError):
@@ -207,7 +207,7 @@ class Diagnosis:
         for columns in self.setting.key_tiles:
             v = torch.zeros_like(self.setting.call.args["v"])
             v[:, columns] = 1
-            # Every channel says the same, unless it is the channels that are mixed up.
+            # All channels are equal, unless the kernel mixes up channels.
             yield self.found.kernel.ask(self.setting.but(v=v))[0].double().median(dim=-1).values
 
     def _weighed(self) -> str:
@@ -217,11 +217,11 @@ class Diagnosis:
         off = (measured - right).abs() > slack
         if not off.any():
             return RIGHT
-        # Rows with one key tile, or already right, say nothing.
+        # Rows with one key tile, and right rows, tell nothing.
         telling = ((right > MATTERS).sum(-1) > 1) & off.any(-1)
         if telling.any():
             measured, right = measured[telling], right[telling]
-        # A running maximum lost before a tile that is all masked leaves a row with nothing: no matter of the row sum.
+        # If the maximum is lost before a fully masked tile, a row has no weight left: not a mistake of the row sum.
         empty = measured.sum(-1).abs() <= slack
         if empty.all():
             return NOTHING
@@ -234,14 +234,14 @@ class Diagnosis:
 
     @functools.cached_property
     def rounded(self) -> torch.dtype | None:
-        """The dtype to which it rounds something, and does nothing else wrong."""
+        """The dtype to which the kernel rounds, if this is its only error; else None."""
         out, call = self.found.out, self.setting.call
         near = rounded_to(call, Answer(out), lambda other: Answer(self.found.kernel.ask(self.setting.of(other))[0]))
         return next((dtype for dtype in reversed(near) if holds_all(dtype, out)), next(iter(near), None))
 
     @property
     def mistake(self) -> str:
-        """What it looks like, by the first rule that holds."""
+        """The name of the mistake, by the first rule that holds."""
         if self.found.repeats > self.found.check.widest_bound:
             return "two calls differ: a race between threads, or memory read before it is written"
         if self.rounded is not None:
@@ -251,12 +251,12 @@ class Diagnosis:
         if self.weighed == NOT_FINITE:
             return "NaN or infinity: no maximum subtracted before exp, -inf minus -inf in a masked row, or a sum of 0"
         if self.weighed == NOTHING:
-            return "rows that are zero: nothing was added up, or it was written elsewhere"
+            return "rows that are zero: the kernel added up nothing, or wrote the sum elsewhere"
         if self.weighed == RIGHT:
             return "the softmax is right, so the product with V is wrong: its rows or heads, or the output's place"
         if forgotten := self._forgotten():
             return forgotten
-        # Carried wrongly: one key tile alone is right, every problem of more is wrong, each tile is right in itself.
+        # Carried wrongly: one key tile is right, every larger number is wrong, each tile is right in itself.
         if len(self.growth) > 1 and not self.growth[0] and all(self.growth[1:]) and self.inside:
             return self._of_one_tile() or CARRIED.get(self.weighed, CARRIED[UNEVEN])
         if self.growth and all(self.growth):
@@ -271,12 +271,12 @@ class Diagnosis:
         return "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"
 
     def _forgotten(self) -> str:
-        """What an online softmax forgot, if that gives the weights that were measured."""
+        """The rescaling that an online softmax skips, if this gives the measured weights; else ""."""
         probabilities = self.setting.probabilities[self.wrong.any(-1)]
         return carried.name(probabilities, self.measured, self.setting.block_columns, self.slack)
 
     def _of_one_tile(self) -> str:
-        """Of a single key tile that counts for nothing, or twice, beside all others."""
+        """The mistake of a single key tile that counts for nothing, or twice; else ""."""
         matters = self.right > MATTERS
         share = torch.where(matters, self.measured / self.right, torch.nan)
         share = share / share.nanmedian(-1, keepdim=True).values if self.weighed == NORMALISED else share
@@ -291,7 +291,7 @@ class Diagnosis:
         return ""
 
     def _rounding(self, dtype: torch.dtype) -> str:
-        """What of it is rounded, as far as that shows."""
+        """Describe the rounding, and where it happens if visible."""
         inputs = {name: self.setting.call.args[name].to(dtype).to(self.found.out.dtype) for name in "qkv"}
         notes = []
         if holds_all(dtype, self.found.out):
@@ -308,13 +308,13 @@ class Diagnosis:
 
     @property
     def sentences(self) -> list[str]:
-        """From where it is to what it is called."""
+        """Return the lines on a wrong kernel: the places first, the mistake last."""
         tiles = self.wrong.split(self.setting.block_rows, dim=2)
         lines = [which([bool(tile.any()) for tile in tiles], "query tile")]
         for axis, noun in ((1, "head"), (0, "batch element")):
             wrong = [bool(part.any()) for part in self.wrong.unbind(axis)]
             lines += [] if all(wrong) else [which(wrong, noun)]
-        growth = which(self.growth, "key tile") if self.growth else "it does not take smaller problems"
+        growth = which(self.growth, "key tile") if self.growth else "the kernel declines smaller problems"
         lines += [f"grown key tile by key tile: {growth}", self.weighed]
         if self.right_unmasked is not None:
             lines.append("without the causal mask it is " + ("right" if self.right_unmasked else "wrong, too"))
@@ -330,7 +330,7 @@ def _mostly(what: Tensor) -> bool:
 
 
 def which(wrong: Sequence[bool], noun: str) -> str:
-    """The wrong ones of a sequence in words: "query tile 0 is right, every later one is wrong"."""
+    """Describe the wrong items of a sequence: "query tile 0 is right, every later one is wrong"."""
     count, bad = len(wrong), [index for index, is_wrong in enumerate(wrong) if is_wrong]
     if len(bad) in (0, count):
         return f"{'no' if not bad else 'every'} {noun} is wrong"

@@ -24,10 +24,10 @@ _LAYOUTS = ("contiguous",) * 4 + ("sliced", "heads_first", "wide_rows", "offset"
 def random_problem(
     seed: int, kinds: Sequence[str] | None = None, dtypes: Sequence[str] | None = None, mixes: int | None = None
 ) -> Problem:
-    """Problem number `seed`, always the same one.
+    """Return problem number `seed`, always the same.
 
-    mixes: how many mixtures of features there are, and so about how many kernels are compiled; lengths, numbers and
-    values go on being different in each problem.
+    mixes: number of mixtures of features, and so about the number of compiled kernels; lengths, numbers and values
+    still differ in each problem.
     """
     source = Random(seed)
     features = Random(seed % mixes) if mixes else source
@@ -106,10 +106,12 @@ def _layouts(source: Random, kind: str) -> tuple[str, str, str, str]:
     inputs: tuple[str, ...] = _LAYOUTS
     if kind in ("kvcache", "paged", "private_varlen"):  # a cache must have a contiguous last dimension and be writable
         inputs = tuple(x for x in _LAYOUTS if x not in ("strided_dim", "one_head"))
-    if kind.endswith("packed"):  # heads_first would be (.., H, 3, d) in memory, one_head makes q, k and v one
+    if kind.endswith(
+        "packed"
+    ):  # not heads_first, which is (.., H, 3, d) in memory, nor one_head, which makes q, k and v one
         inputs = tuple(x for x in _LAYOUTS if x != "one_head")
     q, k, v = source.choice(inputs), source.choice(inputs), source.choice(inputs)
-    if "varlen" in kind:  # the gaps are written into these
+    if "varlen" in kind:  # the drawing writes into the gaps of these
         q, k, v, dout = ("contiguous" if x in ("one_head", "one_value") else x for x in (q, k, v, dout))
     return q, k, v, dout
 
@@ -165,7 +167,7 @@ def _cache_fields(source: Random, features: Random, fields: dict[str, Any]) -> d
     return found | {"seqlens_k": lengths}
 
 
-# (q, k) and (v, dout): the first of each are what fp16 has room for, products of q and k, and of v and dout, included.
+# (q, k) and (v, dout): fp16 holds the first of each, and the products of q and k, and of v and dout.
 _SCORE_SIZES = ((1.0, 1.0),) * 3 + ((1e-3, 1.0), (1.0, 1e-3), (1e2, 1e-2), (1e-2, 1e2), (1e-3, 1e-3))
 _SCORE_SIZES_WIDE = (*_SCORE_SIZES, (1e-8, 1.0), (1.0, 1e-8), (1e4, 1e-4), (1e-4, 1e4), (1e-6, 1e4))
 _VALUE_SIZES = ((1.0, 1.0), (1e-6, 1.0), (1e-3, 1.0), (1.0, 1e-6), (1.0, 1e-3), (1e4, 1e-3), (1e3, 1e-2), (1e-3, 1e3))
@@ -173,16 +175,16 @@ _VALUE_SIZES_WIDE = (*_VALUE_SIZES, (1e-6, 1e-6), (1e4, 1e4), (1e4, 1e-6), (1e-8
 
 
 def _hurtful_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
-    """What may hurt other sequences and heads than its own: numbers of very different size, and what is not finite."""
+    """Draw values that may harm other sequences and heads: numbers of very different size, NaN and infinity."""
     found: dict[str, Any] = {}
     wide = fields["dtype"] != "float16"
     if _chance(source, 35):
         scores, values = (_SCORE_SIZES_WIDE, _VALUE_SIZES_WIDE) if wide else (_SCORE_SIZES, _VALUE_SIZES)
-        # Dropout makes what it keeps larger: out would be infinite.
+        # Dropout enlarges the kept values: out would be infinite.
         fitting = [pair for pair in values if wide or pair[0] <= 1 or not fields.get("dropout_p")]
         drawn = [(*source.choice(scores), *source.choice(fitting)) for _ in range(source.randint(2, 4))]
         found["sizes"] = tuple(drawn)
-        # Where heads share their numbers, one of them would meet another's size: products beyond fp16.
+        # If heads share their numbers, a head's factor would meet another head's: products beyond fp16.
         found["layouts"] = tuple("contiguous" if x in ("one_head", "one_value") else x for x in fields["layouts"])
     if _chance(source, 12):
         quantities = QUANTITIES if fields["kind"] in WITH_GRADIENTS else QUANTITIES[:3]

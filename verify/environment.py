@@ -1,4 +1,4 @@
-"""Where a result was obtained: device, capability (real or forced), versions, date."""
+"""The machine behind a result: device, capability (real or forced), versions, date."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from .errors import UsageError
 
 
 def checked_devices(wanted: list[str]) -> list[str]:
-    """The wanted devices, or all: the CPU, and the first CUDA (or ROCm) and MPS device. UsageError for one that is not
-    there.
+    """Return the wanted devices, or all: the CPU, and the first CUDA (or ROCm) and MPS device.
+
+    Raises UsageError for an absent device.
     """
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     present = [name for name in there if there[name]]
@@ -27,7 +28,7 @@ def checked_devices(wanted: list[str]) -> list[str]:
 
 
 def describe_device(device: str) -> str:
-    """One line: the device's name and, for CUDA, its capability and whether another one is forced."""
+    """Return one line: the device's name and, for CUDA, its capability, real and forced."""
     kind = device.partition(":")[0]
     if kind == "cpu":
         return f"{_cpu_name()}, {torch.get_num_threads()} threads"
@@ -40,7 +41,7 @@ def describe_device(device: str) -> str:
 
 
 def describe(devices: list[str]) -> dict[str, str]:
-    """What a reader needs to judge or repeat a result, by label."""
+    """Return the facts that a reader needs to judge or repeat a result, by label."""
     facts = {f"device {device}": describe_device(device) for device in devices}
     facts["flash_attn_compat"] = flash_attn_compat.__version__
     facts["torch"] = torch.__version__ + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")

@@ -1,9 +1,9 @@
-"""What verify raises on purpose."""
+"""The exceptions that verify raises on purpose."""
 
 
 class UsageError(Exception):
-    """Something the user asked for cannot be: one clear line, exit code 2."""
+    """The user asked for something impossible. The message is one line; exit code 2."""
 
 
 class NotSupported(Exception):
-    """An implementation declines a problem: no failure. The message is its first reason."""
+    """An implementation declines a problem, which is no failure. The message is its first reason."""

@@ -1,4 +1,4 @@
-"""Which features a case asks for, in the words that a verdict uses; and which features all wrong answers share."""
+"""The features of a case, in a verdict's words; and the features that all wrong answers share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = (
     "NaN or infinity",
 )  # fmt: skip
 FEATURES = (*DTYPES, *DIMS, *HEADS, *MASKS, *LENGTHS, *CALLS, *OPTIONS)
-# What one answer consists of, and the quantities of its checks.
+# The parts of an answer, and the quantities of their checks.
 PARTS: Mapping[str, Collection[str]] = {
     "output": ("out", "same seed, same mask", "kept", "S_dmask"),
     "softmax_lse": ("softmax_lse",),
@@ -30,7 +30,7 @@ PARTS: Mapping[str, Collection[str]] = {
 
 
 def features_of(case: Case) -> list[str]:
-    """The features of a case, in the order of FEATURES."""
+    """Return the features of a case, in the order of FEATURES."""
     wanted = {case.dtype, *(_of_problem(case.problem) if isinstance(case.problem, Problem) else _of_call(case.problem))}
     return [feature for feature in FEATURES if feature in wanted]
 
@@ -53,7 +53,7 @@ def _of_problem(p: Problem) -> set[str]:
 
 
 def _of_call(call: Call) -> set[str]:
-    """Of a recorded call: by its arguments."""
+    """Return the features of a recorded call, by its arguments."""
     args = call.args
     kind = "cache" if "k_cache" in args else "packed" if "varlen" in call.fn else "dense"
     q, k = call.q, args[next(name for name in ("qkv", "kv", "k_cache", "k") if name in args)]
@@ -95,7 +95,7 @@ def _of_options(causal: Any, window: Any, softcap: Any, scale: Any) -> set[str]:
 
 
 def shared_by(wrong: Sequence[Collection[str]], right: Sequence[Collection[str]]) -> list[str]:
-    """The fewest features that every wrong answer has and no right answer has together; none if there are none such."""
+    """Return the fewest features that every wrong answer has and no right answer has together; empty if none exist."""
     if not wrong:
         return []
     shared = [feature for feature in FEATURES if all(feature in each for each in wrong)]
@@ -105,7 +105,7 @@ def shared_by(wrong: Sequence[Collection[str]], right: Sequence[Collection[str]]
 
     if not explain(shared):
         return []
-    # Rare features say more than dtypes, so these are tried last.
+    # Rare features say more than dtypes, so dtypes come last.
     for feature in [*shared]:
         without = [each for each in shared if each != feature]
         if explain(without):

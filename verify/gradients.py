@@ -1,4 +1,4 @@
-"""What kind of mistake a backward makes: its dq, dk and dv held against fp64 and against what known mistakes give."""
+"""Name the mistake of a backward: compare dq, dk and dv with fp64 and with the results of known mistakes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .diagnosis import Kernel, Setting, gap, which
 from .errors import UsageError
 from .judge import GRADIENTS, Check, against_fp64, rounded_to
 
-# Of a number beside the one that it should be. Names of factors are looked up by it.
+# Relative tolerance of a factor, to find its name.
 CLOSE = 1e-3
-# Of a tensor's size: what is as near to what a mistake gives as this came of that mistake.
+# Relative to a tensor's size: gradients this near to a known mistake's are due to it.
 LIKE = 2e-2
 
 
 @dataclass(frozen=True)
 class Graded:
-    """A kernel's answer, asked for twice, with its gradients held against fp64. repeats: how far apart the two were."""
+    """A kernel's answer with its gradients compared with fp64. repeats: largest difference of two calls"""
 
     kernel: Kernel
     answer: Answer
@@ -40,7 +40,7 @@ class Graded:
 
 
 def graded(kernel: Kernel, setting: Setting) -> Graded:
-    """UsageError if the kernel raises, or gives no gradients."""
+    """Return the kernel's gradients, checked. Raises UsageError if the kernel raises or gives no gradients"""
     answer, again = _asked(kernel, setting), _asked(kernel, setting)
     found = {check.quantity: check for check in against_fp64(setting.right, answer) if check.quantity in GRADIENTS}
     pairs = {name: (answer.parts[name].nan_to_num(), again.parts[name].nan_to_num()) for name in GRADIENTS}
@@ -64,11 +64,11 @@ def _asked(kernel: Kernel, setting: Setting) -> Answer:
     return Answer(out.detach(), grads=taken_apart(found)).to("cpu")
 
 
-# ---- what mistakes give ----------------------------------------------------------------------------------------------
+# ---- the results of known mistakes -----------------------------------------------------------------------------------
 
 
 class Formula:
-    """The backward of FlashAttention in fp64, one line after the other, so that one of them can be another."""
+    """The backward of FlashAttention in fp64, with each line replaceable by a wrong one."""
 
     def __init__(self, setting: Setting) -> None:
         args, dout = setting.call.args, setting.call.dout
@@ -94,7 +94,7 @@ class Formula:
     def gradients(
         self, p: Tensor | None = None, delta: Tensor | None = None, dS: Tensor | None = None, summed: bool = True
     ) -> dict[str, Tensor]:
-        """As (batch, heads, row, channel); summed: over the query heads of a key head, or of the last of them alone"""
+        """As (batch, heads, row, channel). summed: over the query heads of a key head, else the last head alone"""
         p = self.p if p is None else p
         if dS is None:
             dS = p * (self.dP - (self.delta if delta is None else delta)) * self.slope
@@ -103,12 +103,12 @@ class Formula:
         return {"dq": self.scale * dS @ self.k} | {n: x.sum(2) if summed else x[:, :, -1] for n, x in grouped.items()}
 
     def mistakes(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """What a mistake is called, and the gradients that it gives."""
+        """Yield the name of each mistake, and its gradients."""
         zero = torch.zeros_like(self.delta)
         yield "rowsum(dout * out) is not subtracted from dP (FA2 algorithm 2, line 4)", self.gradients(delta=zero)
         yield "rowsum(dout * out) is added to dP, not subtracted", self.gradients(delta=-self.delta)
         mean = self.dP.mean(-1, keepdim=True)
-        yield "the mean of dP is subtracted from it, not rowsum(dout * out)", self.gradients(delta=mean)
+        yield "the mean of dP is subtracted from dP, not rowsum(dout * out)", self.gradients(delta=mean)
         yield "dP is not multiplied by P (FA2 algorithm 2, line 14)", self.gradients(dS=self.dP - self.delta)
         highest = self.p.amax(-1, keepdim=True)
         unsummed = torch.where(highest > 0, self.p / highest, 0.0)
@@ -121,10 +121,10 @@ class Formula:
                 self.gradients(summed=False),
             )
         if self.causal:
-            # The LSE is that of the masked scores.
+            # The LSE belongs to the masked scores.
             lse = torch.logsumexp(self.scores.masked_fill(self.p == 0, -math.inf), -1, keepdim=True)
             everywhere = torch.exp((self.scores - lse).clamp(max=80.0))
-            yield "the backward knows no causal mask", self.gradients(p=everywhere)
+            yield "the backward has no causal mask", self.gradients(p=everywhere)
             top_left = everywhere.tril()
             if self.p.shape[-1] != self.p.shape[-2]:
                 yield "the backward's causal mask is aligned to the top left", self.gradients(p=top_left)
@@ -134,7 +134,7 @@ class Formula:
                 yield f"the backward's causal mask shows {side}", self.gradients(p=moved)
 
     def parts(self, name: str, tiles: Sequence[slice]) -> list[Tensor]:
-        """What each tile adds: key tiles to dq, query tiles to dk and dv; as (batch, heads, row, channel)."""
+        """Return each tile's share: key tiles' of dq, query tiles' of dk and dv; as (batch, heads, row, channel)."""
         dS = self.p * (self.dP - self.delta) * self.slope
         if name == "dq":
             return [self.scale * dS[..., tile] @ self.k[:, :, tile] for tile in tiles]
@@ -143,11 +143,11 @@ class Formula:
         return [each.unflatten(1, (-1, self.group)).sum(2) for each in added]
 
 
-# ---- what it looks like ----------------------------------------------------------------------------------------------
+# ---- the likely mistake ----------------------------------------------------------------------------------------------
 
 
 class GradientDiagnosis:
-    """Of a kernel whose output is right."""
+    """The mistakes in the gradients of a kernel with right output."""
 
     def __init__(self, found: Graded, setting: Setting) -> None:
         self.found, self.setting = found, setting
@@ -156,12 +156,12 @@ class GradientDiagnosis:
         self.got = {name: grad.double().transpose(1, 2) for name, grad in found.grads.items()}
 
     def wrong_places(self, name: str) -> Tensor:
-        """(batch, heads, row, channel), further off than it may be."""
+        """Elements off by more than the bound, (batch, heads, row, channel) bool."""
         apart = gap(self.found.grads[name], self.setting.right.exact.parts[name])
         return apart > self.found.checks[name].widest_bound
 
     def mistake(self, name: str) -> str:
-        """What a gradient looks like, by the first rule that holds."""
+        """Return the mistake of a gradient, by the first rule that holds."""
         got, right = self.got[name], self.right[name]
         if self.found.repeats[name] > self.found.checks[name].widest_bound:
             return "two calls differ: a race between blocks that add to the same rows, or memory that was not zeroed"
@@ -178,11 +178,11 @@ class GradientDiagnosis:
                 return words
         for other in GRADIENTS:
             if other != name and self.right[other].shape == right.shape and self._is_like(name, self.right[other]):
-                return f"it is what {other} should be"
+                return f"it has the right values of {other}"
         return self._tile(name) or self._place(name)
 
     def _is_like(self, name: str, gives: Tensor) -> bool:
-        """Whether it is what a mistake gives, which is something else than what is right."""
+        """Whether the gradient equals a mistake's, which differs from the right one."""
         got, bound = self.got[name], 2 * self.found.checks[name].widest_bound
         largest = max(gives.abs().max().item(), self.right[name].abs().max().item())
         slack = max(bound, 16 * torch.finfo(self.found.grads[name].dtype).eps * largest)
@@ -190,7 +190,7 @@ class GradientDiagnosis:
         return apart <= slack and apart <= LIKE * wrong
 
     def _factor(self, name: str) -> str:
-        """A constant that all of it is off by."""
+        """Name the constant factor of the whole gradient, or ""."""
         got, right = self.got[name], self.right[name]
         factor = ((got * right).sum() / (right * right).sum()).item()
         if abs(factor - 1) < CLOSE or not self._is_like(name, factor * right):
@@ -206,14 +206,14 @@ class GradientDiagnosis:
             1.0 / group: "it is the mean over the query heads of a group, not their sum",
         }
         near = next((words for value, words in known.items() if abs(factor / value - 1) < CLOSE), "")
-        return f"all of it is {factor:.4g} times what it should be" + (f": {near}" if near else "")
+        return f"all of it is {factor:.4g} times the right value" + (f": {near}" if near else "")
 
     @functools.cached_property
     def _mistakes(self) -> list[tuple[str, dict[str, Tensor]]]:
         return [*self.formula.mistakes()]
 
     def _tile(self, name: str) -> str:
-        """Tiles whose contributions count for nothing, twice, or otherwise: it is the sum of all with some weights."""
+        """Name the tiles with a wrong weight, if the gradient is a weighted sum of all tiles' shares; else ""."""
         noun, tiles = ("key tile", self.setting.key_tiles) if name == "dq" else ("query tile", self.setting.query_tiles)
         parts = torch.stack([part.flatten() for part in self.formula.parts(name, tiles)])
         products = parts @ parts.mT
@@ -227,7 +227,7 @@ class GradientDiagnosis:
         told = {next((w for value, w in counted.items() if abs(weights[i] - value) < 0.05), "is weighted wrongly")
                 for i in off}  # fmt: skip
         which_ones = f"{noun} {off[0]}" if len(off) == 1 else f"{noun}s {', '.join(map(str, off))}"
-        return f"what {which_ones} adds {told.pop() if len(told) == 1 else 'is weighted wrongly'}"
+        return f"the share of {which_ones} {told.pop() if len(told) == 1 else 'is weighted wrongly'}"
 
     def _place(self, name: str) -> str:
         rows, noun = (
@@ -243,14 +243,14 @@ class GradientDiagnosis:
 
     @functools.cached_property
     def rounded(self) -> torch.dtype | None:
-        """The dtype to which it rounds something, and does nothing else wrong."""
+        """The dtype to which the kernel rounds, if this is its only error; else None."""
         asked = functools.partial(_asked, self.found.kernel)
         near = rounded_to(self.setting.call, self.found.answer, lambda call: asked(self.setting.of(call)))
         return next(iter(near), None)
 
     @property
     def sentences(self) -> list[str]:
-        """A line for each mistake, and what it is about."""
+        """Return a line for each mistake, with the gradients that have it."""
         found: dict[str, list[str]] = {}
         for name in self.found.wrong:
             found.setdefault(self.mistake(name), []).append(name)

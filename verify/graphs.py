@@ -1,4 +1,4 @@
-"""Calls replayed from a CUDA graph: what they take once the host has no part in them."""
+"""Calls replayed from a CUDA graph: their time without the host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ WARM_UP_CALLS = 3
 
 
 def graphed(plan: Plan) -> Plan:
-    """The plan's contestants in graphs, on what needs neither gradients nor, with dropout, another mask each time. It
-    is to be run after the plan itself: a capture that fails leaves traces in PyTorch's generator and allocator.
+    """Return the plan's contestants in graphs, on workloads without gradients and dropout.
+
+    Run it after the plan itself: a failed capture leaves traces in PyTorch's generator and allocator.
     """
     workloads = [
         replace(each, name=each.name + IN_GRAPH)
@@ -35,7 +36,7 @@ def graphed(plan: Plan) -> Plan:
 
 
 def in_graph(contestant: Contestant, workload: Workload, given: Call) -> Prepared:
-    """A contestant prepared by capturing its call."""
+    """Prepare a contestant: capture its call."""
     prepared = contestant.prepare(workload, given)
     try:
         with other_inputs(given):
@@ -46,24 +47,24 @@ def in_graph(contestant: Contestant, workload: Workload, given: Call) -> Prepare
 
 
 def _replayed(prepared: Prepared, replay: Callable[[], None], out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`prepared` is kept alive by it: the graph reads its masks and indices."""
+    """A captured call. It keeps `prepared` alive: the graph reads its masks and indices."""
     replay()
     return out
 
 
 @contextmanager
 def other_inputs(given: Call) -> Iterator[None]:
-    """Other values, lengths and pages at the same addresses, as in another step of a generation: what is captured with
-    these must be right on the call's own.
+    """Put other values, lengths and pages at the same addresses, as in another step of a generation. A graph captured
+    with them must be right on the call's own values.
     """
     _, k, v = given.qkv_names
     others = {v: -given.args[v]}
     if "block_table" in given.args:
         others["block_table"] = given.args["block_table"].flip(0, 1)
-    # A step that appends would overwrite another slot of the cache.
+    # An append would overwrite another slot of the cache.
     if "cache_seqlens" in given.args and "k" not in given.args:
         others["cache_seqlens"] = given.args["cache_seqlens"] - 1
-    # A step that appends writes its row into pages that are others', of k as well.
+    # An append writes its row into other sequences' pages, of k as well.
     own = {name: given.args[name].clone() for name in (k, *others)}
     try:
         for name, values in others.items():
@@ -75,8 +76,8 @@ def other_inputs(given: Call) -> Iterator[None]:
 
 
 def capture(call: Job, device: str) -> tuple[Callable[[], None], Any]:
-    """What repeats the call on whatever its inputs hold by then, and what the call gave, where each repetition leaves
-    its own results. Warms up on a stream of its own, as PyTorch asks.
+    """Return a function that repeats the call on the current values of its inputs, and the results that each repetition
+    overwrites. Warms up on a separate stream, as PyTorch asks.
     """
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)
@@ -90,7 +91,7 @@ def capture(call: Job, device: str) -> tuple[Callable[[], None], Any]:
         try:
             out = call.run()
         except Exception:
-            with suppress(Exception):  # says again that the capture failed
+            with suppress(Exception):  # reports the failed capture again
                 graph.capture_end()
             raise
         graph.capture_end()

@@ -1,4 +1,4 @@
-"""Whose answers are judged: our backends, anything given by import path, the real flash-attn as second opinion."""
+"""The judged implementations: our backends, a kernel by its import path, and the real flash-attn for comparison."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Backend:
 
     @contextmanager
     def serving(self, call: Call) -> Iterator[Callable[..., Any]]:
-        """The function that answers the call; NotSupported where there is none."""
+        """Return the function for the call. Raises NotSupported if there is none"""
         with flash_attn_compat.use_backend(self.name):
             try:
                 yield getattr(flash_attn_interface, call.fn)
             except flash_attn_compat.BackendNotSupported as refusal:
                 reason = self._reason(refusal)
-                if reason.startswith("failed before: "):  # as its trial has found on this GPU
+                if reason.startswith("failed before: "):  # by its self-test on this GPU
                     raise RuntimeError(reason) from refusal
                 raise NotSupported(reason) from refusal
 
@@ -54,11 +54,11 @@ class Backend:
             return flash_attn_compat.flash_attn_func(*args, **kwargs)
 
     def calls_served(self) -> int | None:
-        """How many calls it has answered itself so far, None where nobody counts."""
+        """The number of calls that it has served so far; None if it does not count."""
         return flash_attn_compat.backend_counts().get(self.name, 0)
 
     def _reason(self, refusal: Exception) -> str:
-        """The first of this backend's reasons: the message has a line "name  reason; reason" for each backend."""
+        """Return this backend's first reason. The message has a line "name  reason; reason" for each backend."""
         mine = re.search(rf"^ *{self.name} +([^;\n]+)", str(refusal), re.MULTILINE)
         return mine[1] if mine else str(refusal).partition("\n")[0]
 
@@ -95,11 +95,11 @@ class Imported:
 
 Implementation = Backend | Imported
 
-DECLINES = "NotImplementedError, or an error that says what is not supported, or what alone is"
+DECLINES = "NotImplementedError or an error that says what it does not support"
 
 
 def declines(error: Exception) -> bool:
-    """Whether an error says that this case is not for this kernel. What a device says of itself does not count."""
+    """Whether an error means that the kernel declines the case. Errors of a device do not count."""
     if isinstance(error, NotImplementedError):
         return True
     text = str(error).lower()
@@ -108,7 +108,7 @@ def declines(error: Exception) -> bool:
 
 
 def backends(names: list[str]) -> list[Backend]:
-    """The named backends, or all of them in order of preference."""
+    """Return the named backends, or all in order of preference."""
     known = [backend.name for backend in BACKENDS]
     for name in names:
         if name not in known:
@@ -117,7 +117,7 @@ def backends(names: list[str]) -> list[Backend]:
 
 
 def imported(path: str) -> Imported:
-    """The implementation at `module`, `module:attribute`, `FILE.py` or `FILE.py:attribute`."""
+    """Return the implementation at `module`, `module:attribute`, `FILE.py` or `FILE.py:attribute`."""
     file = re.fullmatch(r"(.*\.py)(?::(.*))?", path)
     module_name, attribute = (file[1], file[2] or "") if file else path.partition(":")[::2]
     try:
@@ -136,11 +136,11 @@ def imported(path: str) -> Imported:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """The module that a file holds. What lies beside it can be imported, as from a script, while the file is loaded;
-    afterwards behind all libraries, lest one that is loaded later is taken from there.
+    """Return the module in a file. While it loads, it can import its neighbours first, as a script can. Afterwards the
+    folder moves to the end of the import path, so that later imports of libraries do not find files there.
     """
     spec = importlib.util.spec_from_file_location(f"judged_{path.stem}", path.resolve(strict=True))
-    assert spec is not None and spec.loader is not None  # it ends in .py
+    assert spec is not None and spec.loader is not None  # the name ends in .py
     folder = str(path.resolve().parent)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, folder)
@@ -153,38 +153,38 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _here(name: str) -> str:
-    """verify's own kernels have the names that they have in a clone, in a wheel too."""
+    """Return the import name of verify's own kernels: the clone's names work in a wheel too."""
     return name.replace("verify", __package__, 1) if name in ("verify.planted", "verify.steps") else name
 
 
 def _takes_attention(target: Callable[..., Any]) -> bool:
-    """Whether it can be called with q, k, v at all; what it makes of them is what verify is about."""
+    """Whether the function takes q, k, v and returns a tensor. Its values are for the cases to judge."""
     q = torch.zeros(1, 2, 1, 8)
     for arguments, named in (((q, q, q), {}), ((), {"q": q, "k": q, "v": q})):
         try:
             out = target(*arguments, **named)
         except TypeError:
             continue
-        except Exception:  # noqa: BLE001  it is one, and fails: the report will say how
+        except Exception:  # noqa: BLE001  a function that fails: the report shows its error
             return True
         return isinstance(out, (torch.Tensor, tuple))
     return False
 
 
 def official() -> tuple[Imported | None, str]:
-    """The real flash_attn if it is installed and works here, and a word on why not or which."""
+    """Return the real flash_attn if it is installed and works here, else None; and its version, or the reason."""
     try:
         import flash_attn
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
         return None, f"not importable ({type(error).__name__})"
     function = getattr(flash_attn, "flash_attn_func", None)
     if function is None or getattr(function, "__globals__", {}).get("__name__", "").startswith("flash_attn_compat"):
-        return None, "the name flash_attn is answered by flash_attn_compat"
+        return None, "flash_attn_compat has the name flash_attn"
     if not torch.cuda.is_available():
         return None, "installed, but there is no CUDA device"
     try:
         q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.float16)
         function(q, q, q)
-    except Exception as error:  # noqa: BLE001  so does one for other GPUs
+    except Exception as error:  # noqa: BLE001  as does an installation for other GPUs
         return None, f"installed, but does not run here ({str(error).splitlines()[0]})"
     return Imported(f"flash_attn {flash_attn.__version__}", flash_attn), str(flash_attn.__version__)

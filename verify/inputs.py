@@ -1,4 +1,4 @@
-"""The problem that locate and ladder are given on the command line: its arguments, and always the same inputs."""
+"""The problem of locate and ladder: its command-line arguments, and its repeatable inputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dtype(text: str) -> torch.dtype:
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser, batch: int, heads: int, head_dim: int = 64) -> None:
-    """Everything but the lengths."""
+    """Add all arguments but the lengths."""
     add = parser.add_argument
     add("--br", type=positive, default=64, metavar="ROWS", help="query rows of a tile (default 64)")
     add("--bc", type=positive, default=64, metavar="COLUMNS", help="keys of a tile (default 64)")
@@ -55,7 +55,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser, batch: int, heads: in
 
 
 def add_option_arguments(parser: argparse.ArgumentParser) -> None:
-    """What flash_attn_func takes beside causal, for kernels that take it too."""
+    """Add flash_attn_func's further options, for kernels that take them."""
     add = parser.add_argument
     add("--window", type=int, nargs=2, default=(-1, -1), metavar=("LEFT", "RIGHT"), help="window_size")
     add("--softcap", type=number, default=0.0, metavar="X", help="softcap")
@@ -64,13 +64,13 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same as fields of a Problem."""
+    """Return these options as fields of a Problem."""
     found: dict[str, Any] = {"window": tuple(arguments.window), "softcap": arguments.softcap}
     return found | {"softmax_scale": arguments.softmax_scale, "alibi": "powers" if arguments.alibi else ""}
 
 
 def described(arguments: argparse.Namespace) -> str:
-    """The problem in a line, its lengths aside."""
+    """Describe the problem in a line, without its lengths."""
     return (
         f"batch {arguments.batch}, {arguments.heads} heads, head_dim {arguments.head_dim}, {SHORT[arguments.dtype]}, "
         f"{'causal' if arguments.causal else 'not causal'}, tiles of {arguments.br} rows x {arguments.bc} keys"
@@ -78,7 +78,7 @@ def described(arguments: argparse.Namespace) -> str:
 
 
 def checked_device(arguments: argparse.Namespace) -> str:
-    """The device asked for, or a UsageError."""
+    """Return the requested device. Raises UsageError"""
     (device,) = checked_devices([arguments.device])
     if device.startswith("mps") and arguments.dtype == torch.float64:
         raise UsageError("the device mps has no fp64")
@@ -86,7 +86,7 @@ def checked_device(arguments: argparse.Namespace) -> str:
 
 
 def recipe(kind: torch.dtype, seed: int, backward: bool = False) -> str:
-    """How to draw the same inputs elsewhere."""
+    """Return the code that draws the same inputs elsewhere."""
     return (
         f"q, k, v{', dout' * backward} in this order: "
         f"torch.randn(batch, seqlen, heads, head_dim, generator=g).to({kind}), "

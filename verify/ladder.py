@@ -1,6 +1,6 @@
 """`python -m verify ladder`: climbs from naive attention to FlashAttention; checks and times each step.
 
-The steps themselves are steps.py; they are checked, weighed and timed as bench's contestants are.
+steps.py holds the steps; bench_run.py checks and times them, as contestants.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .steps import PAPER, STEPS
 from .workloads import Workload, workload
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
-ENOUGH_S = 0.6  # of readings, for one step at one length
+ENOUGH_S = 0.6  # seconds for the readings of one step at one length
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -48,7 +48,7 @@ def rung(name: str, function: Callable[..., Tensor]) -> Contestant:
 
 
 def rungs(block_rows: int, block_columns: int) -> list[Contestant]:
-    """The steps, and above them what one would use."""
+    """Return the steps, and above them PyTorch's and our attention."""
     sizes = {"block_rows": block_rows, "block_columns": block_columns}
     steps = [rung(name, functools.partial(step, **sizes)) for name, step in STEPS.items()]
     return [*steps, rung("PyTorch SDPA", torch_attention), rung("flash_attn_compat", flash_attn_func)]
@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
     terminal, environment = console(), {"problem": problem, **describe([device])}
     announce(environment, terminal)
     rows, lost = gathered(problems(plan), terminal)
-    # A step that finds no memory at this length is not wrong.
+    # A step that runs out of memory is not wrong.
     rows = [replace(row, failed=False) if "memory" in row.reason else row for row in rows]
     drawn = curves([replace(row, contestant=PAPER.get(row.contestant, row.contestant)) for row in rows], workloads)
     return conclude("verify ladder", environment, rows, lost, arguments, yardsticks={}, pictures=drawn,

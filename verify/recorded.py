@@ -1,4 +1,4 @@
-"""The answers recorded from flash-attn 2.8.3, as cases. recorded_answers/README.md says what they are."""
+"""The answers recorded from flash-attn 2.8.3, as cases. recorded_answers/README.md describes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from .call import Answer, Call, taken_apart
 from .cases import Case
 
-ABSENT = "nothing was held against flash-attn's own recorded answers: they lie in a clone, for `python -m verify` there"
+ABSENT = "not compared with flash-attn's recorded answers: those need a clone and `python -m verify`"
 FOLDER = Path(__file__).parent / "recorded_answers"
 
 
@@ -29,12 +29,12 @@ def _case(name: str, record: dict[str, Any]) -> Case:
 
 @cache
 def recorded_cases() -> tuple[Case, ...]:
-    """All 62, in the order of the recording; none in a wheel, which leaves these 23 MB in the repository."""
+    """Return all 62 cases, in the order of the recording; none in a wheel, which lacks these 23 MB."""
     files = sorted(FOLDER.glob("public*.pt"))
     return tuple(_case(name, record) for file in files for name, record in torch.load(file, weights_only=True).items())
 
 
 def recorded_errors() -> dict[str, str]:
-    """What flash-attn said to 34 malformed or borderline calls: "ExceptionType: first line" or "ok: what came back"."""
+    """Return flash-attn's replies to 34 malformed or borderline calls: "ExceptionType: first line" or "ok: result"."""
     calls: dict[str, str] = json.loads((FOLDER / "errors.json").read_text())["calls"]
     return calls
