@@ -35,7 +35,7 @@ OF_THE_OUTPUT = {
     "row sum from tile 2": ({}, "the row sum l is not rescaled to the new maximum", ", from key tile 2 on"),
     "neither": ({}, "neither the row sum l nor the output O is rescaled to the new maximum"),
     "neither from tile 2": (CAUSAL, "neither the row sum l nor the output O", ", from key tile 2 on"),
-    "maximum at next tile": ({}, "the running maximum m of the key tiles before is not what it was"),
+    "maximum at next tile": ({}, "the running maximum m of the key tiles before is lost"),
     "no remainder": ({}, "the last key tile: keys beyond the end counted, or a remainder left out"),
     "tile left out": ({"n": 128}, "key tile 1 is never counted"),
     "tile twice": ({"n": 128}, "key tile 2 is counted twice"),
@@ -88,7 +88,7 @@ def test_a_mistake_is_named_for_key_tiles_of_another_size_than_was_told() -> Non
 @pytest.mark.parametrize("settings", [{}, {"keys": 130, **CAUSAL}, GQA, SOFTCAP, {"dtype": "float16"}], ids=str)
 def test_a_right_kernel_is_the_same_in_its_output_and_its_gradients(settings: dict[str, Any]) -> None:
     found = looked_at(faulty.kernel(), **settings)
-    assert found.is_same and conclusion(found)[-1].endswith("(looked at: out, dq, dk and dv)")
+    assert found.is_same and conclusion(found)[-1].endswith("(compared: out, dq, dk and dv)")
 
 
 @pytest.mark.parametrize(

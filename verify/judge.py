@@ -1,13 +1,13 @@
-"""How far two answers are apart, and how far they may be. The criteria are flash-attn's own and live only here.
+"""The error of an answer, and its bounds. The criteria are flash-attn's own and live only here.
 
-Every (sequence, head) is judged on its own, by bounds in proportion to its own numbers: a head a million times smaller
-than its neighbour has to be as right as that one, and a NaN or infinity may spoil no other sequence and no other head.
+The judge checks every (sequence, head) by itself, with bounds in proportion to its own numbers: a head a million times
+smaller than its neighbour must be as right, and a NaN or infinity may spoil no other sequence or head.
 
-- Against fp64: the error is at most twice (gradients three times) that of plain PyTorch in the input's dtype, plus one
-  rounding (two) of the largest sum of absolute terms, because the plain error of a tiny problem can be zero by luck.
-  Of fp64 inputs the right answer is rounded like the one that is judged, which may be off by that twice.
+- Against fp64: the error is at most twice (gradients three times) the error of plain PyTorch in the input's dtype, plus
+  one rounding (two) of the largest sum of absolute terms, because the plain error of a tiny problem can be 0 by luck.
+  For fp64 inputs the right answer is rounded too, so the allowance for rounding doubles.
 - Against a recorded official answer: the bounds stated beside the recording.
-- A (sequence, key head) that was given a NaN or an infinity is left out, and so are results beyond the dtype's range.
+- The judge skips a (sequence, key head) with a NaN or infinity in its inputs, and results beyond the dtype's range.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ OUT, GRADIENT = (2.0, 1.0), (3.0, 2.0)
 OFFICIAL_TANH = 2.0**-11  # tanh.approx.f32
 CONVERTED = 2.0**-36  # probabilities times 2^12, and dS below 2^15, in steps of fp16's 2^-24
 OFFICIAL_LSE = 2e-3
-# Against recorded answers: (roundings of the largest number, absolute). The absolute one of a gradient is what
-# flash-attn's fp32 sums leave where it cancels to 0.
+# Against recorded answers: (roundings of the largest number, absolute). The absolute bound of a gradient allows the
+# residue of flash-attn's fp32 sums where the gradient cancels to 0.
 OFFICIAL = {"out": (4.0, 0.0), "softmax_lse": (0.0, OFFICIAL_LSE), "k_cache": (1.0, 0.0), "v_cache": (0.0, 0.0)}
 OFFICIAL_GRADIENT = 8.0, 64 * torch.finfo(torch.float32).eps
 
@@ -40,17 +40,15 @@ NO_GRADIENT = "missing: out has no gradient (--forward-only leaves gradients out
 
 @dataclass(frozen=True)
 class Check:
-    """One quantity of one answer held against one yardstick ("official" or "fp64"), where it is nearest to its bound
-    or furthest beyond it.
-    """
+    """One quantity of an answer against a yardstick ("official" or "fp64"), in its worst (sequence, head)."""
 
     quantity: str
     against: str
     error: float
     bound: float
-    note: str = ""  # what is wrong, if anything is
+    note: str = ""  # the mistake, if any
     widest_bound: float = 0.0  # error and bound are of the worst (sequence, head); this is the largest bound of all
-    size: float = 0.0  # of the numbers there: the largest sum of absolute terms
+    size: float = 0.0  # the largest sum of absolute terms in that (sequence, head)
 
     @property
     def ok(self) -> bool:
@@ -58,15 +56,15 @@ class Check:
 
     @property
     def ratio(self) -> float:
-        """The error as a multiple of its bound; infinite where one of them is no number."""
+        """The error as a multiple of its bound; infinite if either is NaN."""
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 and not math.isnan(self.error) else math.inf
 
     @property
     def gravity(self) -> tuple[bool, float]:
-        """Sorts checks, the worst mistake last: wrong ones by their error beside the size of the numbers, since a digit
-        that fp64 lacks is a larger multiple of its bound than nonsense in fp16; right ones by their ratio.
+        """The sort key of checks, the worst mistake last: right checks by ratio, wrong checks by error / size of the
+        numbers, since a missing digit of fp64 is a larger multiple of its bound than nonsense in fp16.
         """
         if self.ok:
             return False, self.ratio
@@ -74,19 +72,19 @@ class Check:
         return True, math.inf if math.isnan(share) else share
 
     def to_json(self) -> dict[str, Any]:
-        """JSON knows no NaN and no infinity: they become text."""
+        """Return the fields for JSON, which has no NaN and no infinity: they become text."""
         values = {**asdict(self), "ok": self.ok}
         return {n: str(x) if isinstance(x, float) and not math.isfinite(x) else x for n, x in values.items()}
 
 
 def broken(quantity: str, note: str, against: str = "fp64") -> Check:
-    """What no number says."""
+    """Return a failed check without a number."""
     return Check(quantity, against, math.inf, 0.0, note)
 
 
 def worst(name: str, x: Tensor, tokens: Tokens) -> Tensor:
-    """The largest number of a part of an answer in each (sequence, head), and in a last row that of tokens outside of
-    all sequences; in each (row, head) of a cache.
+    """Return the largest number of a part of an answer in each (sequence, head), with a last row for the tokens outside
+    of all sequences; for a cache, in each (row, head).
     """
     if name in CACHES:
         return x.amax((1, 3))
@@ -104,7 +102,7 @@ def worst(name: str, x: Tensor, tokens: Tokens) -> Tensor:
 
 @dataclass(frozen=True)
 class Right:
-    """The right answer to a call and, for out, dq, dk and dv by (sequence, head), how far from it one may be."""
+    """The right answer to a call, and the bounds of out, dq, dk and dv by (sequence, head)."""
 
     call: Call
     exact: Truth
@@ -112,7 +110,7 @@ class Right:
     has_tainted: bool
 
 
-# What a kernel may have computed in that was asked for more, the finest first.
+# The coarser dtypes in which a kernel may have computed, the finest first.
 COARSER = {
     torch.float64: (torch.float32, torch.float16, torch.bfloat16),
     torch.float32: (torch.float16, torch.bfloat16),
@@ -124,15 +122,16 @@ COARSER = {
 def right_answer(
     call: Call, keep: Tensor | None = None, converted: bool = False, dtype: torch.dtype | None = None
 ) -> Right:
-    """keep: the dropout keep mask of the run that is judged, (B, H, >= sq, >= sk) bool, where dropout_p > 0.
+    """Return the right answer to a call, with its bounds.
 
-    converted: where bf16 is computed as scaled fp16 (docs/exactness.md)
-    dtype: one may be as far off as a computation in it, instead of one in the call's
+    keep: the dropout keep mask of the judged run, (B, H, >= sq, >= sk) bool, if dropout_p > 0
+    converted: the kernel computes bf16 as scaled fp16 (docs/exactness.md)
+    dtype: take the bounds of a computation in this dtype instead of the call's
     """
     exact = oracle.answer(call.fn, call.args, call.dout, keep)
     call = call if dtype is None else call.of_dtype(dtype)
     plain = oracle.plain(call.fn, call.args, call.dout, keep).parts
-    # exp gives 0, or a number with few digits, below the normal numbers of what it is computed in.
+    # Below the normal numbers of its dtype, exp gives 0 or a number with few digits.
     lost = torch.finfo(torch.promote_types(call.dtype, torch.float32)).smallest_normal + CONVERTED * converted
     names = ("out", *(f"d{name}" for name in exact.grads))
     found = {name: _bounds(name, plain[name], exact, lost, 1 - call.dropout_p) for name in names}
@@ -140,17 +139,17 @@ def right_answer(
 
 
 def _bounds(name: str, plain: Tensor, exact: Truth, lost: float, kept: float) -> Tensor:
-    """In proportion to what is summed in that head of that sequence, never in another.
+    """Return the bounds (sequences, heads), each in proportion to the sums of its own sequence and head.
 
-    lost: what may be missing from each probability, whatever its size, and so, times the largest dP, from each dS
-    kept: the share that dropout keeps, by which probabilities are divided after they were rounded
+    lost: absolute error allowed in each probability, and, times the largest dP, in each dS
+    kept: the share that dropout keeps; kernels divide the rounded probabilities by it
     """
     of, eps = name.removeprefix("d"), torch.finfo(plain.dtype).eps
-    # Where the plain computation overflows it says nothing, and the floor has to do.
+    # If the plain computation overflows, only the floor counts.
     plain_errors = _errors(plain, exact.parts[name], plain.dtype).nan_to_num(nan=0.0, posinf=0.0)
     size, spacing = exact.magnitudes[of], exact.spacings[of] / kept
     if plain.dtype in (torch.float32, torch.float64):
-        # Only where scores are computed in the dtype itself does their size add to the error of the probabilities.
+        # The size of scores adds to the error of the probabilities only if scores are in this dtype.
         size = size * (2 + exact.magnitudes["score"].unflatten(1, (size.shape[1], -1)).amax(2))
     largest_dP = exact.magnitudes["dP"].unflatten(1, (size.shape[1], -1)).amax(2) if name in ("dq", "dk") else 1.0
     floor = eps * size + _smallest(plain.dtype) * (1 + spacing) + lost * spacing * largest_dP
@@ -161,22 +160,22 @@ def _bounds(name: str, plain: Tensor, exact: Truth, lost: float, kept: float) ->
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """How far neighbouring numbers below smallest_normal are apart, whatever their size."""
+    """Return the spacing of the dtype's subnormal numbers."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bool = False) -> list[Check]:
-    """Every quantity of an answer against the fp64 answer, bounded by the error of the plain computation.
+    """Check every quantity of an answer against fp64, bounded by the error of the plain computation.
 
-    `got` lies where the right answer does. device: the kind that computed it; approximate: with an exp and a tanh that
-    are approximations, as flash-attn's are
+    got: on the device of the right answer; device: the type that computed it
+    approximate: allow exp and tanh as approximate as flash-attn's
     """
     exact, dtype, parts, checks = right.exact, right.call.dtype, got.parts, []
     softcap = float(right.call.args.get("softcap", 0.0))
     for name, expected in exact.parts.items():
         mine = parts.get(name)
         if mine is None or mine.shape != expected.shape:
-            # An LSE need not have been asked for.
+            # The call may return no LSE.
             checks += [] if mine is None and name == "softmax_lse" else [_other_form(name, mine, expected, "fp64")]
         elif name in CACHES:
             checks.append(_cache_check(right.call, name, mine, expected))
@@ -188,21 +187,21 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
                 checks.append(broken(name, "not 0 outside of all sequences"))
             allowed, of = right.bounds[name], name.removeprefix("d")
             if approximate and softcap > 0:
-                # Each score is off by as much as its tanh, and so is the LSE; dS is kept divided by the cap.
+                # The error of tanh is the error of each score, and of the LSE; kernels keep dS divided by the cap.
                 allowed = allowed + 4 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[of]
                 allowed = allowed + 2 * softcap * _smallest(dtype) * exact.spacings[of]
             checks.append(_worst(name, "fp64", _untainted(right, errors[:-1]), allowed, exact.magnitudes[of]))
     return checks
 
 
-LARGER = 1.03  # some neighbouring numbers of bf16 further, so that all are rounded another way
+LARGER = 1.03  # several bf16 steps, so all values round differently
 
 
 def rounded_to(call: Call, got: Answer, again: Callable[[Call], Answer], device: str = "cpu") -> list[torch.dtype]:
-    """The dtypes, coarser than the call's, to which it may round if it does nothing else wrong: it is as near as they
-    come, and its errors are others where q, k and v are a little larger. Those of a mistake are nearly the same.
+    """Return the dtypes, coarser than the call's, that explain the errors by rounding alone.
 
-    again: what is answered to another call
+    The answer is within their bounds, and its errors change if q, k and v grow a little; a mistake's hardly do.
+    again: answers another call
     """
     near = [dtype for dtype in COARSER[call.dtype]
             if all(check.ok for check in against_fp64(right_answer(call, dtype=dtype), got, device))]  # fmt: skip
@@ -224,7 +223,7 @@ def _other_form(quantity: str, mine: Tensor | None, expected: Tensor, against: s
 
 
 def _untainted(right: Right, errors: Tensor) -> Tensor:
-    """The errors, 0 in a (sequence, head) that was given a NaN or an infinity."""
+    """Return the errors, 0 in a (sequence, head) with a NaN or infinity in its inputs."""
     if not right.has_tainted:
         return errors
     tainted = right.exact.tainted
@@ -232,7 +231,7 @@ def _untainted(right: Right, errors: Tensor) -> Tensor:
 
 
 def _worst(quantity: str, against: str, errors: Tensor, bounds: Tensor, sizes: Tensor) -> Check:
-    """Each (sequence, head) on its own: the worst counts. An error that is NaN is one. sizes: of the numbers there"""
+    """Return the check of the worst (sequence, head). A NaN error is infinite. sizes: of the numbers there"""
     if not errors.numel():
         return Check(quantity, against, 0.0, 0.0)
     ratios = torch.where(errors == 0, 0.0, errors / bounds).nan_to_num(nan=torch.inf)
@@ -250,10 +249,10 @@ def _worst(quantity: str, against: str, errors: Tensor, bounds: Tensor, sizes: T
 
 
 def _lse_check(right: Right, mine: Tensor, exact: Tensor, device: str, approximate: bool) -> Check:
-    # NaN: nothing is promised there.
+    # A NaN marks an undefined LSE.
     apart = difference(mine, exact).masked_fill(exact.isnan(), 0.0)
     errors = worst("softmax_lse", apart, right.exact.tokens)[:-1]
-    # An fp32 LSE of an fp64 call is no more than that.
+    # An fp32 LSE of an fp64 call gets fp32's bound.
     dtype = mine.dtype if right.call.dtype == torch.float64 else right.call.dtype
     score = right.exact.magnitudes["score"]
     bounds = lse_allowance(dtype, score, device, approximate)
@@ -261,7 +260,7 @@ def _lse_check(right: Right, mine: Tensor, exact: Tensor, device: str, approxima
 
 
 def lse_allowance(dtype: torch.dtype, score: Tensor, device: str, approximate: bool) -> Tensor:
-    """`score`: by (sequence, head), the size of the terms behind the largest score."""
+    """Return the LSE's bound. score: by (sequence, head), the size of the terms behind the largest score"""
     if dtype == torch.float64:
         return 1e-12 * (1 + score)
     fp32 = 1e-5 + 8 * torch.finfo(torch.float32).eps * score
@@ -269,41 +268,41 @@ def lse_allowance(dtype: torch.dtype, score: Tensor, device: str, approximate: b
         return fp32
     if approximate:
         return OFFICIAL_LSE + fp32
-    if device == "cpu":  # where PyTorch's kernels for half precision use an exp good to 2^-14
+    if device == "cpu":  # PyTorch's half-precision kernels on a CPU use an exp accurate to 2^-14
         return 1e-4 + fp32
-    # Matrix products on half precision units take the scaled q, rounded to its dtype.
+    # Tensor cores multiply the scaled q, rounded to its dtype.
     return 1e-4 + torch.finfo(dtype).eps / 2 * score
 
 
 def _cache_check(call: Call, name: str, ours: Tensor, right: Tensor) -> Check:
-    """Old rows and v are copied, so they are the same. Rotated keys are two products and their sum, each rounded, of
-    numbers up to 1.4 times as large: by row and head.
+    """Check a cache. Old rows and v are copies, so they are equal. A rotated key is two products and their sum, each
+    rounded, of numbers up to 1.4 times as large.
     """
     if name == "k_cache" and call.args.get("rotary_cos") is not None:
         new = call.args["k"].double().abs().nan_to_num(posinf=0.0).amax((1, 3)).amax(0)
         apart = difference(ours, right)
         errors = apart.amax((0, 1, 3)) if apart.numel() else apart.new_zeros(len(new))
         return _worst(name, "fp64", errors[None], 2 * torch.finfo(call.dtype).eps * new[None], new[None])
-    return Check(name, "fp64", 0.0, 0.0) if same(ours, right) else broken(name, "not left as it must be")
+    return Check(name, "fp64", 0.0, 0.0) if same(ours, right) else broken(name, "differs from the right cache")
 
 
 def _errors(ours: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """|ours - right|; 0 where the right number is beyond the dtype's range, so that nothing could hold it."""
+    """Return |ours - right|; 0 where the right number is beyond the dtype's range."""
     return (ours.double() - right).abs().masked_fill(right.abs() > torch.finfo(dtype).max, 0.0)
 
 
 def difference(got: Tensor, expected: Tensor) -> Tensor:
-    """|got - expected| in fp64; 0 where both are the same infinity or both NaN, infinite where only one is a number."""
+    """Return |got - expected| in fp64; 0 for the same infinity or two NaNs, infinite where only one is a number."""
     got, expected = got.double(), expected.double()
     apart = torch.where((got == expected) | (got.isnan() & expected.isnan()), 0.0, (got - expected).abs())
     return apart.nan_to_num(nan=torch.inf)
 
 
-# ---- form, and what flash-attn itself answered -----------------------------------------------------------------------
+# ---- form, and flash-attn's recorded answers -------------------------------------------------------------------------
 
 
 def of_other_form(call: Call, got: Answer, approximate: bool = False) -> list[Check]:
-    """dtypes, and S_dmask's shape, without which nothing can be said. approximate: an fp64 call's LSE may be fp32."""
+    """Return failed checks of dtypes and of S_dmask's shape. approximate: an fp64 call's LSE may be fp32"""
     wide = torch.promote_types(call.dtype, torch.float32)
     parts = got.parts if got.s_dmask is None else {**got.parts, "S_dmask": got.s_dmask}
     wrong = []
@@ -325,12 +324,12 @@ def _s_dmask_shape(call: Call) -> tuple[int, ...]:
 
 
 def kept_fraction(call: Call, s_dmask: Tensor) -> Check:
-    """The share of kept probabilities against flash-attn's own, (floor(255 (1 - p)) + 1) / 256, within five standard
+    """Check the share of kept probabilities: flash-attn's is (floor(255 (1 - p)) + 1) / 256, within five standard
     deviations.
     """
     parts = [s_dmask[i, :, : sees.shape[0], : sees.shape[1]][:, sees] for i, sees in enumerate(oracle.visible(call))]
     drawn = torch.cat([part.flatten() for part in parts])
-    kept = (drawn[drawn != 0] > 0).double()  # a probability that underflowed to zero lost its sign
+    kept = (drawn[drawn != 0] > 0).double()  # a zero probability has lost its sign
     if not kept.numel():
         return Check("kept", "fp64", 0.0, 0.0) if not drawn.numel() else broken("kept", "S_dmask is zero everywhere")
     expected = (math.floor(255 * (1 - call.dropout_p)) + 1) / 256
@@ -339,7 +338,7 @@ def kept_fraction(call: Call, s_dmask: Tensor) -> Check:
 
 
 def against_official(call: Call, got: Answer, official: Answer) -> list[Check]:
-    """Every quantity of an answer against what flash-attn itself gave, all of it on the CPU."""
+    """Check every quantity of an answer against flash-attn's answer, both on the CPU."""
     eps, tokens, parts, checks = torch.finfo(call.dtype).eps, oracle.one_form(call)[1], got.parts, []
     for name, expected in official.parts.items():
         mine = parts.get(name)
@@ -348,7 +347,7 @@ def against_official(call: Call, got: Answer, official: Answer) -> list[Check]:
             continue
         sizes = worst(name, expected.double().abs().nan_to_num(nan=0.0, posinf=0.0), tokens)
         errors = worst(name, difference(mine, expected), tokens)
-        if name == "softmax_lse":  # nothing is defined outside of all sequences
+        if name == "softmax_lse":  # undefined outside of all sequences
             errors[-1] = 0.0
         roundings, absolute = OFFICIAL.get(name, OFFICIAL_GRADIENT)
         checks.append(_worst(name, "official", errors, roundings * eps * sizes + absolute, sizes))

@@ -1,6 +1,6 @@
-"""`python -m verify locate A B`: says where two attention kernels differ, and what mistake that looks like.
+"""`python -m verify locate A B`: shows where two attention kernels differ, and names the likely mistake.
 
-Presents what is found; the measuring and the words for it are diagnosis.py's.
+This file shows the results; diagnosis.py measures and names mistakes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ KERNEL = (
     "with the options that differ from their defaults, "
     "and with block_rows and block_columns if it has these parameters; or a backend of this package"
 )
-MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
-CELLS = 64  # of the heat map's lines
-# Of a tile (row, channel) that differs at all, this share differs where the whole of it is wrong: by chance some
-# elements come out near the right value.
+MOST_BYTES = 2 << 30  # bytes of fp64 scores; the right answer needs several times as much
+CELLS = 64  # characters in a line of the heat map
+# If a whole tile (row, channel) is wrong, at least this share of it differs: by chance some elements are near the right
+# value.
 WHOLE = 0.8
-# From within tolerance up, each ten times worse than the one before.
+# From within tolerance up; each shade is ten times worse than the last.
 SHADES = "·░▒▓█"
 LEGEND = f"{SHADES[0]} within tolerance, {SHADES[1]} up to 10x, {SHADES[2]} 100x, {SHADES[3]} 1000x, {SHADES[4]} beyond"
 
 
 class Place(NamedTuple):
-    """An element of the output, and the query tile it lies in."""
+    """An element of the output, and its query tile."""
 
     batch: int
     head: int
@@ -58,12 +58,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Located:
-    """All that was found of two kernels, "A" and "B". error: |A - B| as (batch, nheads, row, channel); differs: where
-    that counts as a difference.
+    """The comparison of two kernels, "A" and "B".
 
-    wrong: what is known of those that are wrong
-    graded: their gradients, where these were looked at; misgraded: what is known of those that are wrong
-    backward: whether gradients were asked for
+    error: |A - B| as (batch, nheads, row, channel); differs: elements that count as different
+    wrong: diagnoses of the wrong outputs
+    graded: the gradients, if compared; misgraded: diagnoses of the wrong gradients
+    backward: whether the user requested gradients
     """
 
     setting: Setting
@@ -83,7 +83,7 @@ class Located:
 
     @property
     def differing(self) -> dict[str, Tensor]:
-        """By gradient in which the kernels differ, (batch, heads, row, channel) bool."""
+        """The gradients in which the kernels differ, each (batch, heads, row, channel) bool."""
         if not self.graded:
             return {}
         right, found = self.setting.right, {}
@@ -95,15 +95,14 @@ class Located:
 
     @property
     def key_tile(self) -> int | None:
-        """The first key tile with which one of them is wrong."""
+        """The first key tile with which a kernel is wrong."""
         return min((each.growth.index(True) for each in self.wrong.values() if True in each.growth), default=None)
 
 
 def locate(functions: Sequence[tuple[str, Callable[..., Any]]], setting: Setting, atol: float | None = None) -> Located:
-    """Everything there is to know about the difference of two kernels; probes only where there is one. Gradients are
-    looked at if the setting's call has a dout, and the outputs are the same.
+    """Compare two kernels, and diagnose a difference. Compares gradients if the call has a dout and the outputs agree.
 
-    atol: what counts as a difference; if not given, more than twice the bound of verify, within which both should be
+    atol: largest difference that counts as equal; by default twice verify's bound, which two right answers may reach
     """
     call = setting.call
     backward, setting = call.dout is not None, setting.of(replace(call, dout=None))
@@ -127,8 +126,8 @@ def locate(functions: Sequence[tuple[str, Callable[..., Any]]], setting: Setting
 
 
 def one_is_wrong(pair: Sequence[tuple[Tensor, Check]], exact: Tensor, bounds: Tensor) -> Tensor:
-    """Where a wrong one of two tensors is too far from what is right, while the other one is right: small mistakes are
-    within twice the bound of each other. As (batch, heads, row, channel)
+    """Return the elements, (batch, heads, row, channel), in which one tensor is wrong and the other right. A small
+    mistake may be within twice the bound of the right tensor.
     """
     wrong = [tensor for tensor, check in pair if not check.ok]
     if len(wrong) != 1:
@@ -137,7 +136,7 @@ def one_is_wrong(pair: Sequence[tuple[Tensor, Check]], exact: Tensor, bounds: Te
 
 
 def first_place(differs: Tensor, block_rows: int) -> Place | None:
-    """The first True of (batch, nheads, row, channel)."""
+    """Return the place of the first True of (batch, nheads, row, channel)."""
     if not differs.any():
         return None
     batch, head, row, channel = (int(i) for i in torch.unravel_index(differs.flatten().int().argmax(), differs.shape))
@@ -145,7 +144,7 @@ def first_place(differs: Tensor, block_rows: int) -> Place | None:
 
 
 def texture(differs: Tensor, block_rows: int) -> str:
-    """What differs together, the largest first: whole tiles, whole rows, whole channels, or elements here and there."""
+    """Return the largest unit that differs as a whole: tiles, rows or channels, else scattered elements."""
     tiles = differs.double().split(block_rows, dim=2)
     shares = {
         "whole tiles": torch.stack([tile.mean((2, 3)) for tile in tiles]),
@@ -179,10 +178,10 @@ def report(found: Located, environment: dict[str, str]) -> Report:
 
 
 def looked_at(found: Located) -> str:
-    """What a verdict is about."""
+    """Return the compared results, for the verdict."""
     if found.graded:
-        return "looked at: out, dq, dk and dv"
-    return "looked at: out alone; --backward looks at dq, dk and dv too"
+        return "compared: out, dq, dk and dv"
+    return "compared: out alone; --backward compares dq, dk and dv too"
 
 
 def conclusion(found: Located) -> list[str]:
@@ -212,7 +211,7 @@ def _of_output(found: Located, first: Place) -> list[str]:
     lines = [
         f"DIFFERENT: {count} of {total} elements of out ({count / total:.1%}), in {kind}",
         f"  first at {place} (query tile {first.query_tile}{tile}): {', '.join(values)}",
-        *(["  dq, dk and dv were not looked at: they follow from out"] if found.backward else []),
+        *(["  dq, dk and dv were not compared: they follow from out"] if found.backward else []),
     ]
     for label, each in found.wrong.items():
         what = f"right in {SHORT[each.rounded]} only" if each.rounded else "wrong"
@@ -221,7 +220,9 @@ def _of_output(found: Located, first: Place) -> list[str]:
 
 
 def key_table(found: Located, first: Place) -> Table:
-    """By key tile: whether a problem that ends there is right, and the weight that the first differing row gives it."""
+    """Return a table by key tile: whether the problem up to this tile is right, and the tile's weight in the first
+    differing row.
+    """
     at = first.batch, first.head, first.row
     columns, right, rows = ["tile", "keys"], found.setting.shares[at][:, -1], []
     for label in found.wrong:
@@ -237,7 +238,7 @@ def key_table(found: Located, first: Place) -> Table:
 
 
 def heat_map(error: Tensor, tolerance: float, differs: Tensor, what: str = "Error", noun: str = "query") -> Table:
-    """By (head, row), the largest over batch and channel: a line for each head, of at most CELLS characters."""
+    """Return the largest error by (head, row): a line of at most CELLS characters for each head."""
     by_row = error.amax(dim=(0, 3))
     height = max(1, -(-by_row.shape[1] // CELLS))
     bins, marks = (
@@ -269,12 +270,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_option_arguments(parser)
     what = "in a child process, so that a crash is named (default for files with native code)"
     parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=None, help=what)
-    parser.add_argument("--backward", action="store_true", help="look at dq, dk and dv too")
-    parser.add_argument("--atol", type=inputs.number, metavar="X", help="differing means by more than this")
+    parser.add_argument("--backward", action="store_true", help="compare dq, dk and dv too")
+    parser.add_argument("--atol", type=inputs.number, metavar="X", help="largest difference that counts as equal")
 
 
 def function(path: str, tile: Mapping[str, int]) -> Callable[..., Any]:
-    """The kernel at an import path, given the sizes of a tile if it takes them, or flash_attn_func by a backend."""
+    """Return the kernel at an import path, with its tile sizes if it takes them, or flash_attn_func by a backend."""
     if not {*".:"} & {*path}:
         return backends([path])[0].flash_attn_func
     target = imported(path).target
@@ -301,7 +302,7 @@ def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
 
 
 def is_seen(arguments: argparse.Namespace) -> bool:
-    """Whether A is wrong on this problem, in its output or, where they are looked at, its gradients."""
+    """Whether A is wrong on this problem, in its output or, with --backward, its gradients."""
     setting = setting_from(arguments, inputs.checked_device(arguments))
     kernel = Kernel(arguments.a, function(arguments.a, tile_of(arguments)))
     forward = setting.of(replace(setting.call, dout=None))
@@ -313,7 +314,7 @@ def tile_of(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def measured(arguments: argparse.Namespace) -> tuple[Report, dict[str, Any]]:
-    """What the command shows, and what JSON gets beside it."""
+    """Return the report, and further fields of the JSON."""
     device = inputs.checked_device(arguments)
     kernels = [(path, function(path, tile_of(arguments))) for path in (arguments.a, arguments.b)]
     found = locate(kernels, setting_from(arguments, device), arguments.atol)
@@ -334,7 +335,7 @@ def environment_of(arguments: argparse.Namespace, device: str) -> dict[str, str]
 
 
 def steps(first: int, arguments: argparse.Namespace) -> Iterator[tuple[Report, dict[str, Any]]]:
-    """The one step of asking both kernels, for a child process."""
+    """Compare both kernels: one step, for a child process."""
     yield measured(arguments)
 
 
@@ -349,7 +350,7 @@ def main(arguments: argparse.Namespace) -> int:
         (found,) = in_children(1, steps, asked) if isolated else [measured(arguments)]
     environment = environment_of(arguments, device)
     if isinstance(found, Ended):
-        said = f"FAIL: {found.how} as {arguments.a} and {arguments.b} were asked for this problem"
+        said = f"FAIL: {found.how} as {arguments.a} and {arguments.b} ran this problem"
         found = Report("verify locate", environment, [], [said], False, arguments.a), {}
     announce(environment, terminal)
     deliver(*found, arguments, terminal)

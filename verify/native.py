@@ -1,4 +1,4 @@
-"""Does a kernel's file load native code, a mistake in which ends the whole process? Found without running any of it."""
+"""Whether a kernel's file loads native code, in which a mistake ends the process. Reads the source, runs none of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRUSTED = frozenset(("flash_attn_compat", "torch", "verify"))
 
 
 def loads_native_code(path: str) -> bool:
-    """Whether the file at ``FILE.py[:ATTRIBUTE]`` or ``module[:ATTRIBUTE]``, or one beside it that it imports, does."""
+    """Whether the file at ``FILE.py[:ATTRIBUTE]`` or ``module[:ATTRIBUTE]``, or an imported neighbour, loads it."""
     file = re.fullmatch(r"(.*\.py)(?::.*)?", path)
     if not file and re.split("[.:]", path)[0] in _TRUSTED:
         return False
@@ -33,7 +33,7 @@ def _loads(file: Path, seen: set[Path]) -> bool:
         return True
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):  # the import will say what is wrong
+    except (OSError, SyntaxError, ValueError):  # the import will raise the error
         return False
     imported = {name for node in ast.walk(tree) for name in _imports(node)}
     packages = {name.partition(".")[0] for name in imported}
@@ -45,7 +45,7 @@ def _loads(file: Path, seen: set[Path]) -> bool:
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
-    """The modules, or names in modules, that it imports."""
+    """Yield the imported modules, and names in modules."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -54,7 +54,7 @@ def _imports(node: ast.AST) -> Iterator[str]:
 
 
 def _file_of(module: str, path: list[str] | None = None) -> Path | None:
-    """The file of a module, whose packages are not run for it."""
+    """Return the file of a module, without running its packages."""
     spec, folders = None, [*sys.path] if path is None else path
     for part in filter(None, module.split(".")):
         spec = PathFinder.find_spec(part, folders)

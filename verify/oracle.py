@@ -1,8 +1,8 @@
 """The right answer to every public call, in fp64, and the same call done plainly in its own dtype.
 
-Written from the documented behaviour alone: one dense boolean mask and one materialised score matrix per
-sequence, gradients by autograd. Nothing of flash_attn_compat is imported here, so agreement means something.
-`answer(...)` is the truth, `plain(...)` the yardstick that says how much rounding the dtype itself costs.
+Written from the documented behaviour alone: one dense boolean mask and one score matrix per sequence, gradients by
+autograd. It imports nothing of flash_attn_compat, so agreement is evidence. `answer(...)` is the right answer;
+`plain(...)` shows the rounding error of the dtype itself.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .call import CACHES, PACKED, Answer, Call
 
 @dataclass(frozen=True)
 class Mask:
-    """What shapes the scores of a call, the same for each of its sequences."""
+    """The options that shape the scores of a call, the same for each of its sequences."""
 
     scale: float
     causal: bool
     window: tuple[int, int]
     softcap: float
-    shifts_lse: bool  # pure causal: flash-attn adds slope * j, so its LSE is the true one plus slope * pos(i)
+    shifts_lse: bool  # pure causal: flash-attn adds slope * j, so its LSE is the true LSE plus slope * pos(i)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens belong to each sequence: by their numbers in q, and in k and v, as (tokens, heads, dim)."""
+    """The tokens of each sequence: their indices in q, and in k and v, as (tokens, heads, dim)."""
 
     rows: Sequence[Tensor]
     keys: Sequence[Tensor]
@@ -39,14 +39,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Truth(Answer):
-    """The fp64 answer, whose each token is, and how large the numbers behind it are.
+    """The fp64 answer, the sequence of each token, and the size of the numbers behind the answer.
 
     magnitudes: for out, the scores, q, k and v by (sequence, head), key heads for k and v: the largest sum of absolute
-        terms behind an element of that head. Rounding is proportional to it. For dP, by (sequence, head), more than it
-        can be before dropout.
-    spacings: the same for a change by 1 of every probability, or of every score's gradient: what is lost where those
-        underflow
-    tainted: (sequences, key heads) bool, something that went in is not finite
+        terms behind an element of that head; rounding is proportional to it. For dP, by (sequence, head), an upper
+        bound before dropout.
+    spacings: the same for a change by 1 of every probability, or of every score's gradient: the loss if these underflow
+    tainted: (sequences, key heads) bool, whether an input is not finite
     """
 
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
@@ -55,22 +54,22 @@ class Truth(Answer):
     tokens: Tokens = field(default_factory=lambda: Tokens((), ()))
 
     def magnitude(self, name: str) -> float:
-        """The largest of all heads."""
+        """Return the largest over all heads."""
         return float(self.magnitudes[name].max())
 
 
 def answer(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Truth:
-    """The fp64 answer. `keep` is the dropout keep mask, (B, H, >= sq, >= sk) bool, where dropout_p > 0."""
+    """Return the fp64 answer. keep: the dropout keep mask, (B, H, >= sq, >= sk) bool, if dropout_p > 0"""
     return _answer(Call(fn, dict(args), dout), keep, exact=True)
 
 
 def plain(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Truth:
-    """The same computation with every intermediate result rounded to the input's dtype; out, grads and caches only."""
+    """Return the answer with every intermediate result rounded to the input's dtype; out, grads and caches only."""
     return _answer(Call(fn, dict(args), dout), keep, exact=False)
 
 
 def visible(call: Call) -> list[Tensor]:
-    """Which keys each query row sees: one bool tensor (seqlen_q, seqlen_k) per sequence."""
+    """Return the visible keys of each query row: one bool tensor (seqlen_q, seqlen_k) per sequence."""
     args, found, _ = one_form(call)
     mask = _mask(args)
     return [
@@ -97,7 +96,7 @@ def keys_visible(sq: int, sk: int, causal: bool, window: tuple[int, int], device
 
 
 class Attended(NamedTuple):
-    """One sequence's out (sq, H, dv) and, from the exact computation, its LSE (H, sq) and what Truth says of heads."""
+    """One sequence's out (sq, H, dv) and, from the exact computation, its LSE (H, sq) and Truth's fields by head."""
 
     out: Tensor
     lse: Tensor = torch.zeros(0)
@@ -110,7 +109,7 @@ def _attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, keep: Tensor | None, dropout_p: float,
     dout: Tensor | None, exact: bool,
 ) -> Attended:  # fmt: skip
-    """Of q (sq, H, d), k (sk, Hk, d), v (sk, Hk, dv), slopes (H,), keep (H, sq, sk) and dout (sq, H, dv)."""
+    """q (sq, H, d), k (sk, Hk, d), v (sk, Hk, dv), slopes (H,), keep (H, sq, sk), dout (sq, H, dv)."""
     (sq, sk), group, dtype = (q.shape[0], k.shape[0]), q.shape[1] // k.shape[1], q.dtype
     q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
@@ -142,7 +141,7 @@ def _attended(
         given = None if dout is None else dout.transpose(0, 1).abs()
         sizes, weights, scale = (q.abs(), k.abs(), v.abs()), (probs, dropped * kept_by), abs(mask.scale)
         sums, spacings = _sizes(*sizes, given, *weights, visible, bias.abs(), slope_terms, scale, group)
-        # Of anything not finite the sum is not finite either: fp64 is far from overflowing here.
+        # A sum is not finite if any of its terms is not: fp64 is far from overflowing here.
         per_head = q.sum((1, 2)) + k.sum((1, 2)) + v.sum((1, 2))
         if dout is not None:
             per_head = per_head + dout.sum((0, 2))
@@ -154,7 +153,7 @@ def _sizes(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, probs: Tensor, dropped: Tensor, visible: Tensor, bias: Tensor,
     slope_terms: Tensor | float, scale: float, group: int,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
-    """Truth.magnitudes and Truth.spacings of one sequence: each result's formula with absolute values in it.
+    """Return Truth.magnitudes and Truth.spacings of one sequence: each result's formula with absolute values.
 
     q and dout (H, sq, d), k and v (H, sk, d), probs and dropped (H, sq, sk); slope_terms: of 1 - tanh^2; group: query
     heads of a key head
@@ -174,9 +173,9 @@ def _sizes(
     sums["q"] = _amax(dscores @ k)
     sums["k"] = _amax(of_key_head(dscores.mT @ q))
     sums["v"] = _amax(of_key_head(dropped.mT @ dout))
-    # The backward reads the out that was given out, so what underflowed in it is missing from every score's gradient.
+    # The backward reads the returned out, so an underflow in out is missing from every score's gradient.
     of_out = probs * dout.sum(-1, keepdim=True) * slope_terms
-    # PyTorch's memory-efficient kernel keeps scores' gradients multiplied by the scale already.
+    # PyTorch's memory-efficient kernel keeps scores' gradients times the scale.
     step = max(scale, 1.0)
     spacings["q"] = step * _amax((k * seen).sum(1, keepdim=True) + of_out @ k)
     spacings["k"] = step * _amax(of_key_head(q.sum(1, keepdim=True) + of_out.mT @ q))
@@ -185,13 +184,13 @@ def _sizes(
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """A matmul that accumulates in fp32 and rounds once, which is what half precision means on a GPU."""
+    """Return a @ b, accumulated in fp32 and rounded once, as in half precision on a GPU."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
 
 
 def _amax(x: Tensor) -> Tensor:
-    """The largest number of each head, 0 where it has none."""
+    """Return the largest number of each head, 0 for a head without numbers."""
     x = x.flatten(1)
     return x.amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
 
@@ -201,7 +200,7 @@ def _amax(x: Tensor) -> Tensor:
 
 def _answer(call: Call, keep: Tensor | None, exact: bool) -> Truth:
     args, found, caches = one_form(call, exact)
-    # The names that a gradient exists for; the caches stand under k and v here and get none.
+    # The arguments with a gradient; the caches stand under k and v here and get none.
     wide = torch.float64 if exact else call.dtype
     leaves = {n: args[n].detach().to(wide).requires_grad_(call.dout is not None) for n in ("q", "k", "v")}
     q, k, v = (leaf.flatten(0, -3) for leaf in leaves.values())
@@ -223,7 +222,7 @@ def _answer(call: Call, keep: Tensor | None, exact: bool) -> Truth:
     result = Truth(out=out.detach(), grads=grads, caches=caches, tokens=found)
     if not exact:
         return result
-    # NaN for tokens outside of every sequence, whose LSE nothing defines.
+    # NaN for tokens outside of every sequence: their LSE is undefined.
     lse = q.new_full((q.shape[1], q.shape[0]), torch.nan).index_copy(1, placed, torch.cat([a.lse for a in attended], 1))
     return replace(
         result,
@@ -251,8 +250,8 @@ def _mask(args: Mapping[str, Any]) -> Mask:
 
 
 def one_form(call: Call, exact: bool = False) -> tuple[dict[str, Any], Tokens, dict[str, Tensor]]:
-    """Every function's arguments under the same names, packed ones taken apart; whose each token is; and the caches,
-    copied, after an append. capacity: the keys that there is room for.
+    """Return a call's arguments under common names with packed tensors split, its tokens, and copies of the caches
+    after the append. capacity: the number of keys that fit
     """
     args = dict(call.args)
     for packed in PACKED.keys() & args.keys():
@@ -276,7 +275,7 @@ def one_form(call: Call, exact: bool = False) -> tuple[dict[str, Any], Tokens, d
     before = _ints(args.get("leftpad_k", args.get("cache_leftpad")), batch, [0] * batch)
 
     def keys(b: int, start: int, stop: int) -> Tensor:
-        """The tokens of sequence b's keys."""
+        """Return the tokens of sequence b's keys."""
         at = torch.arange(start, stop, device=device)
         found: Tensor = at + firsts[b] if table is None else table[b].long()[at // page] * page + at % page
         return found
@@ -299,15 +298,15 @@ def one_form(call: Call, exact: bool = False) -> tuple[dict[str, Any], Tokens, d
 
 
 def _ints(x: Any, batch: int, default: Sequence[int]) -> list[int]:
-    """One for each sequence of a tensor, of an int for all of them, or of nothing."""
+    """Return a value for each sequence, from a tensor, an int for all, or None."""
     return [int(n) for n in (default if x is None else x.tolist() if isinstance(x, Tensor) else [x] * batch)]
 
 
 def _rotated(args: Mapping[str, Any], new: Tensor, lengths: Sequence[int], exact: bool) -> tuple[Tensor, Tensor]:
-    """q and the new keys, turned to where they stand behind the keys that are there."""
+    """Return q and the new keys, rotated to their positions behind the old keys."""
     math = torch.float64 if exact else torch.float32
     starts = torch.tensor(lengths, device=new.device)[:, None]
-    # Without any mask every query row stands at the same position: all of them see all the keys alike.
+    # Without a mask every query row has the same position: all rows see all keys.
     sides = [0 <= int(side) < args["capacity"] for side in args.get("window_size", (-1, -1))]
     moves = bool(args.get("causal", False)) or any(sides)
     q = _rotary(args["q"], starts + torch.arange(args["q"].shape[1], device=new.device) * moves, args, math)
@@ -315,7 +314,7 @@ def _rotated(args: Mapping[str, Any], new: Tensor, lengths: Sequence[int], exact
 
 
 def _rotary(x: Tensor, positions: Tensor, args: Mapping[str, Any], math: torch.dtype) -> Tensor:
-    """x (B, S, H, d) with its first channels turned by the angle of `positions` (B, S), back in x's dtype."""
+    """Return x (B, S, H, d) with its first channels rotated by the angles of `positions` (B, S), in x's dtype."""
     cos, sin = (args[name].to(math)[positions][:, :, None] for name in ("rotary_cos", "rotary_sin"))
     half = cos.shape[-1]
     turned = x.to(math)

@@ -1,6 +1,6 @@
 """How verify's commands show and write a Report: on the terminal and as JSON, Markdown or HTML; and read JSON again.
 
-Knows nothing of attention. A command adds the arguments with `add_output_arguments` and hands its Report to `deliver`.
+No attention here. A command adds the arguments with `add_output_arguments` and passes its Report to `deliver`.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ Read = TypeVar("Read")
 
 
 def console() -> Console:
-    """The terminal; wide enough for a table's row where output goes to a file or a log."""
-    make = functools.partial(Console, highlight=False, markup=False, emoji=False)  # names are text, whatever is in them
+    """Return the terminal; wide enough for a table's row if output goes to a file or a log."""
+    make = functools.partial(Console, highlight=False, markup=False, emoji=False)  # show names as text, without markup
     terminal = make()
     return terminal if terminal.is_terminal else make(width=140)
 
 
 def shown(text: str, style: str = "") -> Text:
-    """Text that a terminal shows and does not obey."""
+    """Return text that a terminal shows and does not interpret."""
     return Text(printable(text), style)
 
 
 def announce(environment: Mapping[str, str], terminal: Console) -> None:
-    """Where and with what, before the work."""
+    """Show the machine and the inputs before the work."""
     for label, fact in environment.items():
         terminal.print(shown(f"{label}: {fact}", "dim"), soft_wrap=True)
 
 
 def progress_bar(terminal: Console, in_a_thread: bool = True) -> Progress:
-    """For everything longer than two seconds.
+    """Return a progress bar, for work longer than two seconds.
 
-    in_a_thread: or drawn when told to, lest a process with one thread is timed as one with two
+    in_a_thread: redraw in a thread; False leaves redraws to the caller, so that timings have no second thread
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=terminal, transient=True, auto_refresh=in_a_thread)
@@ -64,9 +64,9 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespace, terminal: Console) -> None:
-    """Shows the report and writes the files asked for. JSON gets `data` beside the report.
+    """Show the report and write the requested files. data: further fields of the JSON
 
-    Raises UsageError at the end if a file could not be written.
+    Raises UsageError at the end if it cannot write a file.
     """
     _show(report, terminal)
     whole = {**asdict(report), **data}
@@ -95,7 +95,7 @@ def write(path: Path, content: str, terminal: Console) -> None:
 
 
 def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COMMAND") -> Read:
-    """What `read` makes of a file that --json wrote, by this command or by any, or a UsageError."""
+    """Return the result of `read` on a file that --json wrote, by this command or any. Raises UsageError"""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not data["title"].startswith("verify ") or command not in ("COMMAND", data["title"][7:]):
@@ -103,7 +103,7 @@ def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COM
         return read(data)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    # Of another shape, with numbers that no float holds, or too deep for the parser.
+    # The JSON has another shape, numbers beyond floats, or too many levels for the parser.
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} is not a file that `{COMMAND} {command} --json` wrote") from error
 
@@ -145,6 +145,6 @@ def to_markdown(report: Report) -> str:
 
 
 def _unmarked(text: str) -> str:
-    """One line of Markdown that reads as the text does, whatever is in it."""
+    """Return one line of Markdown that shows the text literally."""
     line = printable(text).replace("\n", " ")
     return re.sub(r"[\\|<>`*#&~\[\]]|\b_\B|\B_\b", r"\\\g<0>", line)

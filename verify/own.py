@@ -1,4 +1,4 @@
-"""Somebody's kernel among those that are timed: a contestant, or a rung of the ladder, that may decline a workload."""
+"""A user's kernel as a contestant of bench or a step of ladder. It may decline a workload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .workloads import Workload
 
 
 def own(path: str, sizes: Mapping[str, int] | None = None) -> Contestant:
-    """The kernel at an import path, imported when it is first asked. sizes: parameters that it gets if it has them"""
+    """The kernel at an import path, imported at its first use. sizes: arguments for parameters that it has"""
     return Contestant(path, functools.partial(_prepared, path, sizes or {}), ours=True)
 
 
@@ -28,7 +28,7 @@ def _target(path: str) -> impl.Imported:
 
 def _prepared(path: str, sizes: Mapping[str, int], workload: Workload, given: Call) -> Prepared:
     target = _target(path)
-    with target.serving(given) as function:  # NotSupported if it lacks the function or a parameter
+    with target.serving(given) as function:  # raises NotSupported if the kernel lacks the function or a parameter
         others = {name: value for name, value in given.args.items() if name not in given.qkv_names}
         options = accepted(function, others)
         options |= {name: size for name, size in sizes.items() if name in parameters(function)}

@@ -1,6 +1,6 @@
 """Reports as one HTML page: the verdicts first, then pictures and tables of each, to filter and unfold.
 
-Nothing comes from the network, and without its few lines of script only the filter is missing.
+The page loads nothing from the network. Without its few lines of script it lacks only the filter.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from . import EXTRA
 from .reading import printable
 from .tables import COLOURS, OURS, TOO_LITTLE, Picture, Report, Table
 
-MANY = 12  # rows, beyond which a table is folded
-NARROW = 60  # characters in a row that a phone shows side by side
-LONG = 44  # characters, beyond which what a cell says goes under its row
+MANY = 12  # a table with more rows is folded
+NARROW = 60  # a phone shows rows of at most so many characters side by side
+LONG = 44  # the text of a cell with more characters goes under its row
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -80,7 +80,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(runs: Iterable[Report]) -> list[Verdict]:
-    """One on each whose answers were judged, the package first: that of the runs that found something wrong, if any."""
+    """Return a verdict on each judged subject, the package first; of several runs, one that found a mistake, if any."""
     found = []
     for subject, same in groupby(sorted(runs, key=_ours_first), key=lambda run: run.subject):
         mine = [*same]
@@ -95,7 +95,7 @@ def _ours_first(run: Report) -> tuple[bool, str]:
 
 
 def to_html(title: str, runs: Mapping[str, Report], about: Sequence[str] = ()) -> str:
-    """One self-contained page of runs by their names; about: paragraphs for everybody, behind the verdicts."""
+    """Return one self-contained page of runs by name. about: general paragraphs behind the verdicts"""
     body = [f"<h1>{_breakable(title)}</h1>"]
     for subject, words, ok in verdicts(runs.values()):
         kind = "pass" if ok else "declined" if words.startswith(TOO_LITTLE) else "FAIL"
@@ -111,14 +111,14 @@ def to_html(title: str, runs: Mapping[str, Report], about: Sequence[str] = ()) -
 
 
 def _run(name: str, run: Report) -> Iterator[str]:
-    """Its remarks, pictures and tables, and where and how it was obtained."""
+    """Return a run's remarks, pictures and tables, and its machine and settings."""
     if name:
         yield f"<h2>{_breakable(f'{name}: {run.title}, of {run.subject}')}</h2>"
     yield from (f"<p>{_breakable(line)}</p>" for line in run.conclusion[:-1])
     if run.pictures:
         yield _pictures(run.pictures)
     tables = (used for table in run.tables if (used := table.used).columns)
-    yield from (_table(table, not _is_folded(table)) for table in sorted(tables, key=_is_folded))  # the open ones first
+    yield from (_table(table, not _is_folded(table)) for table in sorted(tables, key=_is_folded))  # open tables first
     facts = [f"<dt>{_breakable(label)}</dt><dd>{_breakable(fact)}</dd>" for label, fact in run.environment.items()]
     yield f"<details><summary>Where and how this was obtained</summary><dl>{''.join(facts)}</dl></details>"
 
@@ -153,7 +153,7 @@ def _is_narrow(table: Table) -> bool:
 def _table(table: Table, is_open: bool) -> str:
     below = {
         index for index in range(1, len(table.columns)) if any(len(row[index]) > LONG for row in table.rows)
-    }  # whole columns: half of one would be read as the whole
+    }  # whole columns only: half a column would be read as the whole
     head = "".join(f"<th>{_text(column)}</th>" for index, column in enumerate(table.columns) if index not in below)
     rows = "\n".join(_row(row, table.columns, below) for row in table.rows)
     wrong = sum(any(cell == "FAIL" for cell in row) for row in table.rows)
@@ -168,7 +168,7 @@ def _table(table: Table, is_open: bool) -> str:
 
 
 def _row(row: Sequence[str], columns: Sequence[str], below: set[int]) -> str:
-    """A body of its own, so that what is under a row stays with it."""
+    """Return a tbody for each row, so that the text under a row stays with it."""
     name, under = row[0], [(columns[index], row[index]) for index in sorted(below) if row[index]]
     if len(name) > LONG:
         under.insert(0, (columns[0], name))
@@ -193,7 +193,7 @@ def _text(value: object) -> str:
 
 
 def _breakable(value: str) -> str:
-    """Names too long for a line may go on behind a sign, numbers and words never."""
+    """Allow line breaks behind signs in long names, never in numbers and words."""
 
     def word(text: str) -> str:
         text = re.sub(r"\d[\d.]*e-\d+", r'<span class="number">\g<0></span>', _text(text))

@@ -1,4 +1,4 @@
-"""Pictures of a Report as SVG that takes its ink from the page, so that it reads in light and dark."""
+"""Pictures of a Report as SVG in the page's text colour, readable in light and dark."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .tables import Bars, Curves, Picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK = "#0a0b0c"  # becomes the colour of the page's text
-# Told apart by those who see no red or green, on white and on black.
+INK = "#0a0b0c"  # replaced by the page's text colour
+# Distinct for readers who see no red or green, on white and on black.
 COLOURS = ("#3d85c6", "#e08a2e", "#2f9e6e", "#c75a9b", "#8a74d6", "#9a9a2e", "#8c8c8c")
 WRONG = "#c9252d"
-WIDTH = 4.4  # inches: about a phone's width, so that letters keep their size there
-LONGEST = 4.0  # a bar; what is more says so in its text
+WIDTH = 4.4  # inches: about a phone's width, where letters keep their size
+LONGEST = 4.0  # longest bar; longer values appear in its text
 
 
 def svg(picture: Picture) -> str:
-    """An <svg> element to be put into a page."""
+    """Return an <svg> element for a page."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -32,19 +32,19 @@ def svg(picture: Picture) -> str:
         figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # Within a page these are known, or would look like something to fetch.
+    # A page does not need these, and they look like addresses to fetch.
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href").replace(INK, "currentColor")
     return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))
 
 
 def _style() -> Any:
-    """matplotlib's settings, whose names its own types list one by one."""
+    """Return matplotlib's settings. Its types list their names one by one."""
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     return {
         **dict.fromkeys(inked, INK),
         **{f"axes.spines.{side}": False for side in ("top", "right")},
         "svg.fonttype": "none",
-        "text.parse_math": False,  # a name with two dollars in it is no formula
+        "text.parse_math": False,  # a name with two dollar signs is no formula
         "svg.hashsalt": "verify",  # the same picture gives the same page
         "font.family": "sans-serif",
         "font.size": 9,

@@ -1,8 +1,9 @@
-"""A tiled kernel with classical mistakes planted in it: something for `verify locate` to find.
+"""A tiled kernel with planted classical mistakes, for `verify locate` to find.
 
     flash-attn-compat verify locate verify.planted:maximum_at_next_tile
 
-`right` has none, and the last four only lack digits. The mistakes are made on purpose; nothing else may use this file.
+`right` has no mistake, and the last four kernels only lack digits. The mistakes are on purpose: no other file may use this
+one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .steps import Attention, blocks, divided, finite, in_the_future, matmul, ov
 def planted(mistake: str, weights: torch.dtype | None = None) -> Attention:
     """FlashAttention-2, with running maxima and row sums of all rows in one array each, as in GPU memory.
 
-    weights: what the probabilities of a tile are rounded to, before the product with V; v's dtype if not given
+    weights: dtype of a tile's probabilities in the product with V; v's dtype by default
     """
 
     @over_heads
@@ -59,7 +60,7 @@ output_not_rescaled = planted("output not rescaled")
 
 
 def in_half(inputs: torch.dtype | None = None, output: torch.dtype | None = None) -> Attention:
-    """The right one, its inputs or its output rounded."""
+    """The right kernel with rounded inputs or output."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
         given = (x if inputs is None else x.to(inputs).to(x.dtype) for x in (q, k, v))

@@ -1,9 +1,9 @@
-"""An attention problem: one description by small numbers (`Problem`), and how it is made into tensors.
+"""An attention problem: a description by small numbers (`Problem`), and its tensors.
 
-A `Problem` is a value whose repr rebuilds it, so a failure is reported as the line that repeats it. The tensors have
-the same values on every device, drawn on the CPU. Every tensor comes with a map of its tokens: the sequence that reads
-each of them, or -1 where the call must not read; sizes, stray values and poison are all put in by that map. What is
-right about an answer stays out: see oracle.py and judge.py.
+The repr of a `Problem` rebuilds it, so the report of a failure is the line that repeats it. The CPU draws the tensors,
+so their values are the same on every device. Every tensor comes with a map of its tokens: the sequence that reads each
+token, or -1 if the call must not read it. Sizes, stray values and poison go in by this map. oracle.py and judge.py hold
+the right answers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FUNCTIONS = {
     "private_varlen": "_flash_attn_varlen_forward",
     "kvcache": "flash_attn_with_kvcache",
 }
-QUANTITIES = ("q", "k", "v", "dout")  # the order of Problem.sizes' numbers
+QUANTITIES = ("q", "k", "v", "dout")  # the order of the numbers in Problem.sizes
 KINDS = tuple(FUNCTIONS)
 WITH_GRADIENTS = frozenset(KINDS) - {"paged", "private_varlen", "kvcache"}
 
 
 @dataclass(frozen=True, repr=False)
 class Problem:
-    """A whole call described by small numbers. For a cache `seqlens_k` is `cache_seqlens`, before the append."""
+    """A call described by small numbers. For a cache `seqlens_k` is `cache_seqlens`, before the append."""
 
     kind: str = "dense"
     seqlens_q: tuple[int, ...] = (4,)
@@ -70,15 +70,15 @@ class Problem:
     rotary_interleaved: bool = True
     batch_idx: bool = False
     num_splits: int = 0
-    poison: str = ""  # "nan" or "inf" in whatever the call must not read
-    # What q, k, v and dout are multiplied by: one entry after another for each (sequence, key head), over and over.
+    poison: str = ""  # "nan" or "inf" in all memory that the call must not read
+    # Factors of q, k, v and dout: one entry after another for each (sequence, key head), over and over.
     sizes: tuple[tuple[float, float, float, float], ...] = ()
     stray: tuple[str, int, str] | None = None  # ("v", 2, "nan"): one NaN or infinity in sequence 2's v
     backward: bool = True
     seed: int = 0
 
     def __repr__(self) -> str:
-        """Only what differs from the defaults, so that a failure is a line one can read and paste."""
+        """Show only the fields that differ from their defaults: a line to read and paste."""
         said = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
         return f"Problem({', '.join(said)})"
 
@@ -99,7 +99,7 @@ class Problem:
         return self.backward and self.kind in WITH_GRADIENTS
 
     def build(self, device: torch.device | str = "cpu", drawn_there: bool = False) -> Call:
-        """The same tensors every time, whatever the device: drawn on the CPU; `drawn_there` if they are large."""
+        """Return the call. Its tensors are always the same, on any device: drawn on the CPU; `drawn_there` if large."""
         call = _Builder(self, device if drawn_there else "cpu").call()
         if not drawn_there:
             return call if torch.device(device).type == "cpu" else call.to(device)
@@ -128,7 +128,7 @@ class _Builder:
     # ---------------------------------------------------------------- values
 
     def tensor(self, parts: tuple[str, ...], readers: Tensor, dim: int, layout: str = "contiguous") -> Tensor:
-        """(*readers.shape, [parts,] heads, dim): `parts` says what it holds, one of QUANTITIES or several packed."""
+        """Draw a tensor (*readers.shape, [parts,] heads, dim). parts: its content, one or several of QUANTITIES"""
         p = self.p
         heads = p.nheads if parts[0] in ("q", "dout") else p.nheads_k
         shape = (*readers.shape, len(parts), heads, dim)
@@ -150,7 +150,7 @@ class _Builder:
         return laid_out((values if len(parts) > 1 else values[..., 0, :, :]).to(self.dtype), layout)
 
     def factors(self, quantity: str) -> Tensor:
-        """(sequences + 1, heads): what each sequence's heads are multiplied by; the last row, -1's, is 1."""
+        """Return the factors (sequences + 1, heads) of each sequence's heads; the last row, for -1, is 1."""
         p = self.p
         batch, which = len(p.seqlens_q), QUANTITIES.index(quantity)
         chosen = [p.sizes[i % len(p.sizes)][which] for i in range(batch * p.nheads_k)]
@@ -160,7 +160,7 @@ class _Builder:
         return torch.cat([factors, torch.ones(1, factors.shape[1])])
 
     def put_stray(self, values: Tensor, readers: Tensor) -> None:
-        """One NaN or infinity in one token, head and channel of the sequence named."""
+        """Put one NaN or infinity into a token, head and channel of the named sequence."""
         assert self.p.stray is not None
         _, sequence, number = self.p.stray
         tokens = (readers == sequence).nonzero().tolist()
@@ -194,7 +194,7 @@ class _Builder:
         if p.alibi:
             shape = (len(p.seqlens_q), p.nheads) if p.alibi == "bh" else (p.nheads,)
             args["alibi_slopes"] = torch.rand(shape, generator=self.generator, device=self.device) - 0.2
-        if p.alibi == "powers":  # as the paper has them
+        if p.alibi == "powers":  # as in the paper
             args["alibi_slopes"] = 2.0 ** (-8.0 * torch.arange(1, p.nheads + 1) / p.nheads)
         if p.kind == "private_varlen":
             args["window_size_left"], args["window_size_right"] = p.window
@@ -262,7 +262,7 @@ class _Builder:
         return self.ints(torch.tensor([start, *lengths]).cumsum(0).tolist())
 
     def pages(self, lengths: Sequence[int], reserve: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """(block_table, k, v): pages in random order, rubbish in the table behind each sequence's last page."""
+        """Return (block_table, k, v): pages in random order, garbage in the table behind each sequence's last page."""
         p = self.p
         columns = [-(-(length + reserve) // p.page_size) for length in lengths]
         width = max(1, *columns, -(-p.capacity // p.page_size))
@@ -315,7 +315,7 @@ class _Builder:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The values of x (..., heads, dim) as a view of another memory layout, NaN in the memory between."""
+    """Return x (..., heads, dim) as a view in another memory layout, with NaN in the memory between."""
     return _LAYOUTS[layout](x)
 
 
@@ -326,10 +326,12 @@ def _padded(x: Tensor, before: int, after: int) -> Tensor:
 
 _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
-    "sliced": lambda x: torch.stack([torch.full_like(x, torch.nan), x], -3)[..., 1, :, :],  # one of several, packed
+    "sliced": lambda x: torch.stack([torch.full_like(x, torch.nan), x], -3)[
+        ..., 1, :, :
+    ],  # one of several packed tensors
     "heads_first": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
     "wide_rows": lambda x: _padded(x, 0, 3)[..., :-3],
-    "offset": lambda x: _padded(x.flatten(), 1, 0)[1:].view(x.shape),  # a pointer that is aligned to nothing
+    "offset": lambda x: _padded(x.flatten(), 1, 0)[1:].view(x.shape),  # an unaligned pointer
     "strided_dim": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],
     "one_head": lambda x: x[..., :1, :].expand(x.shape),
     "one_value": lambda x: (x.flatten()[:1] if x.numel() else x.new_ones(1)).view((1,) * x.dim()).expand(x.shape),

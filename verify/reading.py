@@ -1,4 +1,4 @@
-"""Values out of JSON that anybody may have written: of the types that are wanted, or an error; and text as text."""
+"""Read untrusted JSON: values of the expected types, or an error; and printable text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 Wanted = TypeVar("Wanted")
 
-# Control characters, those that change the direction of text, halves of surrogate pairs, separators of lines.
+# Control characters, direction marks, halves of surrogate pairs, line separators.
 _OBEYED = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey in Python's escapes; line ends and tabs stay."""
+    """Return the text with Python's escapes for terminal control characters; line ends and tabs stay."""
     if text.isprintable():
         return text
     return "".join(
@@ -26,10 +26,10 @@ def printable(text: str) -> str:
 
 
 def value_of(kind: type[Wanted], given: object) -> Wanted:
-    """``given``, as json.loads made it, as a value of a dataclass, NamedTuple or generic type of such.
+    """Return ``given``, a result of json.loads, as a dataclass, NamedTuple or generic type of these.
 
-    Fields with a default may be missing, others than those of the class are left out, text becomes printable. Raises
-    TypeError, KeyError, ValueError or OverflowError for what is none: numbers must be finite, rows of their length.
+    Fields with a default may be missing; unknown fields are dropped; text becomes printable. Raises TypeError,
+    KeyError, ValueError or OverflowError for other input: numbers must be finite, rows of their length.
     """
     return cast("Wanted", _value(kind, given))
 

@@ -1,4 +1,4 @@
-"""`python -m verify report`: writes one self-contained HTML page of runs that other commands saved."""
+"""`python -m verify report`: writes one self-contained HTML page of saved runs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ ABOUT = (
     "right answers are known."
 )
 FORCED = (
-    "The GPU was treated as another one (its capability was forced): the choice of backend is the other GPU's, every "
-    "time is this one's."
+    "The GPU was treated as another GPU (its capability was forced): the choice of backend is the other GPU's, every "
+    "time is this GPU's."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="what a command of verify wrote with --json")
+    add("files", nargs="+", type=Path, metavar="FILE", help="a file that a command of verify wrote with --json")
     add("-o", "--output", type=output_path, default="verify-report.html", metavar="FILE", help="verify-report.html")
 
 
 def main(arguments: argparse.Namespace) -> int:
     names = [path.name for path in arguments.files]
-    # Paths say more of the user's machine than a page needs, unless names alone would hide a run behind another.
+    # Show file names, not paths, which tell about the user's machine, unless two runs have one name.
     labels = [str(path) if names.count(path.name) > 1 else path.name for path in arguments.files]
     runs = {label: output.load(path, Report.from_json) for label, path in zip(labels, arguments.files)}
     subject = verdicts(runs.values())[0].subject
@@ -45,6 +45,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def devices(runs: Iterable[Report]) -> list[str]:
-    """Each once, accelerators first, which describe() names last."""
+    """Return each device once, accelerators first; describe() names them last."""
     facts = [fact for run in runs for label, fact in run.environment.items() if label.startswith("device ")]
     return [*reversed(dict.fromkeys(facts))]

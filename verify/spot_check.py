@@ -1,8 +1,8 @@
 """Is a timed answer right? The longest and the shortest sequence of a call, one key head of each, against fp64.
 
-The last rows of a sequence are a call of their own, since attention is aligned to the bottom right: as many of them are
-judged as fp64 has room for. dout is 0 outside of what is looked at, so that dk and dv are of these rows, too. The
-oracle and the judge are those of compare. A call with dropout is checked without it: what is dropped, compare judges.
+Attention is aligned to the bottom right, so the last rows of a sequence are a call of their own: the check takes as
+many rows as fp64 has room for. dout is 0 outside of these rows, so dk and dv are of these rows, too. The oracle and the
+judge are compare's. The check runs a call with dropout without its dropout; compare judges dropout.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .call import Answer, Call
 from .contestants import Prepared
 from .judge import Check, Right, against_fp64, broken, right_answer
 
-MOST_SCORES = 16 * 2**20  # of a piece, for all its query heads: 128 MiB in fp64
+MOST_SCORES = 16 * 2**20  # scores of a piece, for all its query heads: 128 MiB in fp64
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The last rows of one sequence, with one key head and the query heads that read it, as a dense call.
+    """The last rows of one sequence, with one key head and its query heads, as a dense call.
 
-    rows, keys: which of all tokens of q, and of k, these are
+    rows, keys: their indices among all tokens of q, and of k
     """
 
     call: Call
@@ -37,22 +37,22 @@ class Piece:
     right: Right
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """The piece of what is like q, as (1, rows, group, head_dim)."""
+        """Return the piece of a tensor like q, as (1, rows, group, head_dim)."""
         return _tokens(x)[self.rows, self.heads][None]
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """The piece of what is like k, as (1, seqlen_k, 1, head_dim)."""
+        """Return the piece of a tensor like k, as (1, seqlen_k, 1, head_dim)."""
         return _tokens(x)[self.keys, self.head][None]
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """As (tokens, heads, head_dim), whether packed or not."""
+    """Return x as (tokens, heads, head_dim), packed or not."""
     return x.flatten(0, -3)
 
 
 def pieces(given: Call) -> list[Piece]:
-    """Of the longest and the shortest sequence, with their right answers. What is to be appended to a cache has been,
-    and is rotated.
+    """Yield the pieces of the longest and the shortest sequence, with their right answers. New keys are already rotated
+    and appended.
     """
     # MPS has no fp64.
     call = given if given.q.device.type in ("cpu", "cuda") else given.to("cpu")
@@ -77,7 +77,7 @@ def _piece(args: dict[str, Any], dout: Tensor | None, rows: Tensor, keys: Tensor
 
 
 def check(prepared: Prepared, given: Call, judged: Sequence[Piece], backward: bool) -> Check:
-    """One call held against what is right: the worst mistake, or the quantity nearest to its bound."""
+    """Check one call: return the worst mistake, or the quantity nearest to its bound."""
     leaves = [tensor.detach().requires_grad_(backward) for tensor in given.qkv]
     with torch.set_grad_enabled(backward), prepared.around():
         out = prepared.run(*leaves)
@@ -88,7 +88,7 @@ def check(prepared: Prepared, given: Call, judged: Sequence[Piece], backward: bo
     for piece in judged:
         grads = {n: (piece.of_rows if n == "q" else piece.of_keys)(x) for n, x in zip("qkv", gradients)}
         answer = Answer(piece.of_rows(out.detach()), grads=grads).to(piece.right.exact.out.device)
-        # Without the backward only out is there to be judged.
+        # Without the backward there is only out to judge.
         checks += against_fp64(piece.right, answer, out.device.type)[: 1 + len(grads)]
     return max(checks, key=lambda found: found.gravity)
 

@@ -1,6 +1,6 @@
-"""From naive attention to FlashAttention in four steps, as a lecture would show them; `verify ladder` climbs them.
+"""From naive attention to FlashAttention in four steps, as in a lecture; `verify ladder` climbs them.
 
-Written to be read: no timing, no checks. "FA1" is Dao et al. 2022 (FlashAttention), "FA2" is Dao 2023
+Read it from top to bottom: there is no timing, no check. "FA1" is Dao et al. 2022 (FlashAttention), "FA2" is Dao 2023
 (FlashAttention-2); line numbers are those of the papers' listings.
 """
 
@@ -20,7 +20,7 @@ Attention = Callable[..., Tensor]
 
 
 def over_heads(step: Attention) -> Attention:
-    """A step written for q (..., seqlen_q, head_dim) and k, v (..., seqlen_k, head_dim), made into flash-attn's layout:
+    """Wrap a step on q (..., seqlen_q, head_dim) and k, v (..., seqlen_k, head_dim) into flash-attn's layout:
     q (batch, seqlen_q, nheads, head_dim), k and v (batch, seqlen_k, nheads_k, head_dim), out like q.
     """
 
@@ -33,23 +33,23 @@ def over_heads(step: Attention) -> Attention:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return step(q, k, v, causal, block_rows, block_columns).transpose(1, 2).to(q.dtype)
 
-    del attention.__dict__["__wrapped__"]  # it would lend its signature, which has no defaults
+    del attention.__dict__["__wrapped__"]  # else inspect shows the step's signature, which has no defaults
     return attention
 
 
 def blocks(n: int, size: int) -> list[slice]:
-    """1 .. n in tiles of `size`; the last is shorter where size does not divide n."""
+    """Return the tiles of 0 .. n - 1, each of `size`; the last is shorter if size does not divide n."""
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, the sums in fp32 or better. A CPU widens half precision first: its own half product is far slower."""
+    """Return a @ b with sums in fp32 or better. A CPU widens half precision first: its half product is far slower."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return a.to(wide) @ b.to(wide) if a.device.type == "cpu" else (a @ b).to(wide)
 
 
 def scores(q: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
-    """The tile S_ij = Q_i K_j^T / sqrt(head_dim) of queries `rows` and keys `columns`; -inf for keys in the future."""
+    """Return the tile S_ij = Q_i K_j^T / sqrt(head_dim) of queries `rows` and keys `columns`; -inf for future keys."""
     s = matmul(q[..., rows, :] * q.shape[-1] ** -0.5, k[..., columns, :].transpose(-1, -2))
     if not causal:
         return s
@@ -63,17 +63,17 @@ def in_the_future(rows: slice, columns: slice, q: Tensor, k: Tensor) -> bool:
 
 
 def finite(m: Tensor) -> Tensor:
-    """A maximum that can be subtracted: 0 for a row that has seen no key yet, where -inf - -inf would be NaN."""
+    """Return a maximum to subtract: 0 for a row that has seen no key yet, where -inf - -inf would be NaN."""
     return m.masked_fill(m == -math.inf, 0.0)
 
 
 def divided(o: Tensor, l: Tensor) -> Tensor:
-    """diag(l)^-1 O; 0 for a row that sees no key."""
+    """Return diag(l)^-1 O; 0 for a row that sees no key."""
     return torch.where(l > 0, o / l, 0.0)
 
 
 def zeros(q: Tensor, width: int, value: float = 0.0) -> Tensor:
-    """(..., seqlen_q, width) in fp32 or better."""
+    """Return zeros (..., seqlen_q, width) in fp32 or better."""
     return q.new_full((*q.shape[:-1], width), value, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -82,7 +82,7 @@ def zeros(q: Tensor, width: int, value: float = 0.0) -> Tensor:
 
 @over_heads
 def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, block_columns: int) -> Tensor:
-    """Three whole matrices: S and P, seqlen_q x seqlen_k each, are written to memory and read back. No blocks."""
+    """No blocks: S and P, seqlen_q x seqlen_k each, go to memory and back as whole matrices."""
     everything = slice(0, q.shape[-2]), slice(0, k.shape[-2])
     s = scores(q, k, *everything, causal)  # FA1 algorithm 0, line 1: S = Q K^T
     p = torch.exp(s - finite(s.amax(-1, keepdim=True)))  # line 2: P = softmax(S)
@@ -124,9 +124,9 @@ def fused_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, b
 
 @over_heads
 def online_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, block_columns: int) -> Tensor:
-    """FlashAttention-2: the softmax is corrected as tiles come in, so that a tile is enough. Queries are in the outer
-    loop, so that O_i, l_i and m_i stay on chip until the row block is done (in FlashAttention it is the keys, and they
-    go to memory and back in each pass), row blocks are independent, and the division by l happens once.
+    """FlashAttention-2: the softmax is corrected at each tile, so one tile at a time is enough. Queries are in the
+    outer loop, so O_i, l_i and m_i stay on chip until the row block is done. (FlashAttention has keys there, and O, l and
+    m go to memory and back in each pass.) Row blocks are independent, and the division by l happens once.
     """
     o = zeros(q, v.shape[-1])
     for rows in blocks(q.shape[-2], block_rows):  # FA2 algorithm 1, line 3: for i; line 4: load Q_i

@@ -1,5 +1,5 @@
-"""What verify's commands say, as values: a Report of tables and pictures. How it is shown is the business of output.py,
-page.py and pictures.py.
+"""The output of verify's commands, as values: a Report of tables and pictures. output.py, page.py and pictures.py show
+it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import Any, Literal, NamedTuple
 
 from .reading import value_of
 
-# Cells that say how something went, and how a terminal shows them.
+# Verdict cells, and their colours on a terminal.
 COLOURS = {
     "pass": "green", "FAIL": "bold red", "declined": "yellow", "not supported": "yellow", "right to fp32": "green",
     "not asked": "yellow",
 }  # fmt: skip
-TOO_LITTLE = "TOO LITTLE TO SAY"  # begins a verdict that is none
+TOO_LITTLE = "TOO LITTLE TO SAY"  # begins a verdict on too few answers
 
 
 @dataclass(frozen=True)
 class Table:
-    """folded: for those who ask: not on a terminal, and on a page to be opened; note: what its figures are."""
+    """folded: not shown on a terminal, closed on a page; note: explains the figures"""
 
     title: str
     columns: Sequence[str]
@@ -30,7 +30,7 @@ class Table:
 
     @property
     def used(self) -> Table:
-        """Without the columns in which nobody has anything."""
+        """Return the table without its empty columns."""
         kept = [index for index in range(len(self.columns)) if any(row[index] not in ("", "-") for row in self.rows)]
         rows = [[row[index] for index in kept] for row in self.rows]
         return replace(self, columns=[self.columns[index] for index in kept], rows=rows)
@@ -40,7 +40,7 @@ class Table:
 
 
 class Bar(NamedTuple):
-    """value: its length; text: what is written behind it; wrong: that of a wrong answer."""
+    """value: its length; text: shown behind it; wrong: belongs to a wrong answer"""
 
     value: float
     text: str
@@ -49,7 +49,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Bars:
-    """A group of bars under each label, one of each series, None where there is none; a mark across all at 1."""
+    """A group of bars under each label, one for each series or None; a mark across all bars at 1."""
 
     title: str
     mark: str
@@ -87,8 +87,8 @@ OURS = "flash_attn_compat"
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify COMMAND` found, titled so: where it was obtained, tables, closing lines, the last the verdict on the
-    subject, which is whose answers were judged; and what stands right under the verdict.
+    """The results of `verify COMMAND`, its title: machine and settings, tables, and closing lines. The last line is the
+    verdict on the subject, the judged implementation; remarks stand right under the verdict.
     """
 
     title: str
@@ -102,7 +102,7 @@ class Report:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Report:
-        """Raises TypeError, KeyError, ValueError or OverflowError for what is no report."""
+        """Return the report. Raises TypeError, KeyError, ValueError or OverflowError for other JSON"""
         found = value_of(cls, saved)
         are_whole = all(len(row) == len(table.columns) for table in (*found.tables, *found.under) for row in table.rows)
         if not (found.conclusion and are_whole and all(picture.can_be_drawn for picture in found.pictures)):

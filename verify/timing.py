@@ -1,6 +1,6 @@
-"""How long and how much: interleaved rounds, medians and spread, peak memory. Knows nothing of attention.
+"""Time and memory: interleaved rounds, medians and spread, peak memory. No attention here.
 
-The contestants of one workload take turns, so that a machine that slows down slows all of them down.
+The contestants of one workload take turns, so a machine that slows down slows down all of them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .errors import NotSupported
 Result = TypeVar("Result")
 Clock = Callable[[], float]  # seconds
 
-# One reading spans at least this long, so that launching the first call does not count much.
+# One reading takes at least this long, so the launch of the first call counts little.
 CUDA_READING_MS, READING_MS = 8.0, 4.0
 MOST_CALLS = 100
-# Calls that compile, allocate and look for algorithms: their time is nobody's. The last says how many make a reading.
+# Untimed calls, which compile, allocate and choose algorithms. The last gives the number of calls in a reading.
 WARM_UPS = 3
 
 
 class DeviceLost(Exception):
-    """A kernel has broken the CUDA context of this process; nothing can be measured any more."""
+    """A kernel has broken the CUDA context of this process, which can measure nothing more."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something to be timed, within a context that is entered outside of the clock."""
+    """A call to time, and a context to enter outside of the clock."""
 
     run: Callable[[], object]
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -55,27 +55,27 @@ class Timing:
         return cls(median, low, high, len(readings))
 
     def __str__(self) -> str:
-        """The median ± half the distance of the quartiles."""
+        """Format the median ± half the distance of the quartiles."""
         return f"{self.median_ms:.4g} ±{(self.high_ms - self.low_ms) / 2 / self.median_ms:.0%}"
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What went wrong, in one line; no traceback, which would keep tensors alive. refused: nobody said it could."""
+    """An error in one line, without the traceback, which would keep tensors alive. refused: declined, not wrong"""
 
     reason: str
     refused: bool = False
 
 
 def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Result | Failed:
-    """What `work(*arguments)` returns, or how it failed. Raises DeviceLost if the device can do no more."""
+    """Return the result of `work(*arguments)`, or its failure. Raises DeviceLost if the device is lost"""
     try:
         return work(*arguments)
     except NotSupported as refusal:
         return Failed(str(refusal).partition("\n")[0], refused=True)
     except torch.cuda.OutOfMemoryError:
         failed = Failed("out of memory")
-    except Exception as error:  # noqa: BLE001  that is what is reported
+    except Exception as error:  # noqa: BLE001  the caller reports it
         failed = Failed(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}")
     free_memory()
     try:
@@ -88,7 +88,7 @@ def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Res
 def time_together(
     jobs: Mapping[str, Job], device: str, repeats: int, budget_s: float, clock: Clock = time.perf_counter
 ) -> dict[str, Timing | Failed]:
-    """Every job's timing, or how it failed: `repeats` readings, fewer once a job's took longer than `budget_s`."""
+    """Return each job's timing or failure: `repeats` readings, fewer if a job takes longer than `budget_s`."""
     reading_ms = CUDA_READING_MS if device.startswith("cuda") else READING_MS
     calls = dict.fromkeys(jobs, 1)
     readings: dict[str, list[float]] = {name: [] for name in jobs}
@@ -108,13 +108,13 @@ def time_together(
 
 
 def fastest(run: Callable[[], object], device: str = "cuda", readings: int = 5, calls: int = 4) -> float:
-    """Milliseconds of one call in the fastest of some readings, after one that does not count."""
+    """Return the milliseconds of one call in the fastest of some readings, after an untimed reading."""
     run()
     return min(reading(Job(run), calls, device) for _ in range(readings))
 
 
 def reading(job: Job, calls: int, device: str, clock: Clock = time.perf_counter) -> float:
-    """Milliseconds of one call, the mean over `calls` issued back to back; on a GPU by its own clock."""
+    """Return the milliseconds of one call, the mean over `calls` back to back; on a GPU by its own clock."""
     with job.around():
         synchronize(device)
         if not device.startswith("cuda"):
@@ -151,8 +151,8 @@ def free_memory() -> None:
 
 @dataclass(frozen=True)
 class Allocations:
-    """Bytes that a call took from PyTorch's allocator, results and scratch memory inside kernels included: most held at
-    once beyond what was there before, and in one piece where that is known.
+    """Bytes that a call took from PyTorch's allocator, with results and kernels' scratch memory: the peak beyond the
+    memory held before, and the largest single allocation if known.
     """
 
     peak: int
@@ -162,8 +162,8 @@ class Allocations:
 def allocations(
     run: Callable[[], object], device: str = "cpu", around: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Allocations | None:
-    """None where nobody counts them. On a CPU the profiler records every allocation and release: a process's resident
-    memory also counts what the C library keeps for later.
+    """Measure a call's memory; None on devices without a count. On a CPU the profiler records every allocation and
+    release: the resident memory of a process also counts the C library's free lists.
     """
     if device.startswith("cuda"):
         free_memory()

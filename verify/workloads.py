@@ -1,4 +1,4 @@
-"""What is timed, as data: problems in shapes and masks of well-known models. Nothing here computes attention."""
+"""The timed workloads, as data: shapes and masks of well-known models. No attention is computed here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from .problems import Problem
 
 # flash-attn's own pages are multiples of this.
 PAGE_SIZE = 256
-IN_GRAPH = " in a graph"  # behind the name of a workload whose call is replayed from a CUDA graph
+IN_GRAPH = " in a graph"  # suffix of a workload that replays its call from a CUDA graph
 
 
 @dataclass(frozen=True, repr=False)
 class Workload(Problem):
-    """A named problem of kind "dense", "varlen" or "kvcache". The last reads one query row for each sequence from a
-    cache, in pages if `page_size` says so; with `new_keys` it rotates that row and the last key, and writes that and
-    the last value first, as a model's decoding step does.
+    """A named problem of kind "dense", "varlen" or "kvcache".
+
+    "kvcache" has one query row for each sequence over a cache, in pages if `page_size` is set. With `new_keys` it first
+    rotates the row and the new key and appends key and value, as a model's decoding step does.
     """
 
     name: str = ""
@@ -54,7 +55,7 @@ class Workload(Problem):
 
     @property
     def full(self) -> bool:
-        """Whether every sequence is as long as the longest, so that there is nothing to pad."""
+        """Whether all sequences have the longest length, so there is no padding."""
         return len(set(self.seqlens_q)) == 1 and len(set(self.seqlens_k)) == 1
 
     def describe(self) -> str:
@@ -63,11 +64,11 @@ class Workload(Problem):
         return f"{self.batch} x {'' if self.full else '<='}{longest}, {heads}"
 
     def call(self, device: str, dtype: torch.dtype, seed: int = 0) -> Call:
-        """As a call of flash-attn's function, with a dout like its output; drawn on the device."""
+        """Return a call of flash-attn's function, with a dout like its output, drawn on the device."""
         problem = replace(self, dtype=str(dtype).removeprefix("torch."), seed=seed)
         call = problem.build(device, drawn_there=True)
         if self.packed and self.self_attention:
-            # One tensor for both, as models pass it: the lengths are known to be equal without a look.
+            # One tensor for both, as models pass it: shared memory proves equal lengths.
             call.args["cu_seqlens_k"] = call.args["cu_seqlens_q"]
         return call
 
@@ -78,13 +79,13 @@ class Workload(Problem):
 def workload(
     name: str, lengths: tuple[int, ...], heads: tuple[int, int], head_dim: int, kind: str = "dense", **more: Any
 ) -> Workload:
-    """heads: of queries, and of keys; seqlens_k: as of queries, unless given."""
+    """Return a workload. heads: of queries, and of keys; seqlens_k: by default the queries' lengths"""
     given = {"seqlens_k": lengths, "return_attn_probs": False, **more}
     return Workload(kind, lengths, nheads_k=heads[1], group=heads[0] // heads[1], head_dim=head_dim, name=name, **given)
 
 
 def decoding(batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128) -> list[Workload]:
-    """Reading a cache, reading pages, and a model's step: append, rotate and read, from either."""
+    """Return workloads that read a cache or pages, and a model's steps over either: append, rotate and read."""
     name = f"decode_{batch}x{seqlen}" + ("" if head_dim == 128 else f"_d{head_dim}")
     lengths, before = (seqlen,) * batch, (seqlen - 1,) * batch
     contiguous = workload(
@@ -96,7 +97,7 @@ def decoding(batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 12
 
 
 def skewed_lengths(count: int, middle: float = 700.0, lowest: int = 16, highest: int = 8192) -> tuple[int, ...]:
-    """Log-normal lengths as in text corpora: for 128 of them the mean is 998, the longest 6998."""
+    """Return log-normal lengths as in text corpora: for 128 lengths the mean is 998, the longest 6998."""
     draws = torch.randn(count, generator=torch.Generator().manual_seed(1))
     return tuple((draws * 0.9 + math.log(middle)).exp().int().clamp(lowest, highest).tolist())
 
@@ -117,7 +118,7 @@ FULL: tuple[Workload, ...] = (
     workload("cross_short_q", (64,) * 16, (16, 16), 64, seqlens_k=(4096,) * 16),
 )
 
-# For somebody's kernel, which may serve these alone.
+# For a user's kernel, which may serve only these.
 PLAIN: tuple[Workload, ...] = tuple(
     workload(f"plain_d{d}" + "_causal" * causal, (1024,) * 8, (16, 16), d, causal=causal)
     for d in (64, 128)
@@ -135,7 +136,7 @@ DECODE: tuple[Workload, ...] = (
 
 
 def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) -> Workload:
-    """The same kind of problem, so many times smaller: for a CPU."""
+    """Return the problem with batch, lengths and heads divided by these factors, for a CPU."""
 
     def some(lengths: tuple[int, ...]) -> tuple[int, ...]:
         kept = max(1, len(lengths) // batch) if len(lengths) > batch else min(len(lengths), 2)
@@ -153,7 +154,7 @@ def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) 
 
 
 def visible_scores(workload: Workload) -> float:
-    """Scores that the mask leaves, of one head."""
+    """Return the number of visible scores of one head."""
     left, right = workload.window
     right = 0 if workload.causal else right
     band = math.inf if left < 0 or right < 0 else left + right + 1
@@ -162,14 +163,14 @@ def visible_scores(workload: Workload) -> float:
 
 
 def bytes_of(workload: Workload) -> float:
-    """About what our call takes: its tensors and as many again, in half precision or, drawn first, in fp32."""
+    """Return about the bytes of our call: its tensors twice, in half precision or, while drawn, in fp32."""
     keys = workload.capacity * workload.batch if workload.decode else sum(workload.seqlens_k)
     tensors = 2 * (sum(workload.seqlens_q) * workload.nheads + keys * workload.nheads_k) * workload.head_dim
     return 2.0 * tensors * (2 if workload.decode else 4) + 4.0 * tensors
 
 
 def fitted(workload: Workload, limits: Limits) -> Workload:
-    """As it is, or a half, a quarter, ... of it where the card has not the memory or a launch would take too long."""
+    """Return the workload, or a half, a quarter, ... of it if the card lacks memory or a launch would take too long."""
     share, given = 1, workload
     while (workload.batch > 1 or workload.max_seqlen_k > 1) and (
         bytes_of(workload) > limits.memory
@@ -181,7 +182,7 @@ def fitted(workload: Workload, limits: Limits) -> Workload:
 
 
 def _halved(workload: Workload) -> Workload:
-    """Half the sequences; of a single one, half its rows and keys, and with them half of a window."""
+    """Return half the sequences; of a single sequence, half its rows and keys, and half its window."""
     kept = workload.batch // 2
     if kept:
         return replace(workload, seqlens_q=workload.seqlens_q[:kept], seqlens_k=workload.seqlens_k[:kept])
@@ -191,7 +192,7 @@ def _halved(workload: Workload) -> Workload:
 
 
 def of_lengths(lengths: Sequence[int], small: bool = False) -> list[Workload]:
-    """For a curve: as many tokens at each length, as long as it is no longer than that."""
+    """Return workloads for a curve: equal token counts at each length; one sequence if it is longer."""
     tokens, heads, head_dim = (1024, (4, 2), 64) if small else (16384, (32, 8), 128)
     return [workload(f"causal_{n}", (n,) * max(1, tokens // n), heads, head_dim, causal=True) for n in lengths]
 
