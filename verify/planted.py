@@ -2,8 +2,8 @@
 
     flash-attn-compat verify locate verify.planted:maximum_at_next_tile
 
-`right` has no mistake, and the last four kernels only lack digits. The mistakes are on purpose: no other file may use this
-one.
+`right` has no mistake, and the last four kernels only lack digits. The mistakes are on purpose; no other file may use
+them.
 """
 
 from __future__ import annotations

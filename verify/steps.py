@@ -125,8 +125,8 @@ def fused_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, b
 @over_heads
 def online_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, block_columns: int) -> Tensor:
     """FlashAttention-2: the softmax is corrected at each tile, so one tile at a time is enough. Queries are in the
-    outer loop, so O_i, l_i and m_i stay on chip until the row block is done. (FlashAttention has keys there, and O, l and
-    m go to memory and back in each pass.) Row blocks are independent, and the division by l happens once.
+    outer loop, so O_i, l_i and m_i stay on chip until the row block is done. (FlashAttention has keys there, and O, l
+    and m go to memory and back in each pass.) Row blocks are independent, and the division by l happens once.
     """
     o = zeros(q, v.shape[-1])
     for rows in blocks(q.shape[-2], block_rows):  # FA2 algorithm 1, line 3: for i; line 4: load Q_i
