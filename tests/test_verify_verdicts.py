@@ -165,7 +165,7 @@ def test_the_features_stand_right_under_the_verdict_in_text_markdown_and_page(tm
     assert judged.code == 1 and "TOO LITTLE TO SAY: 2 of 2 answers right" in judged.told
     for text in (judged.told, markdown.read_text(encoding="utf-8")):
         behind = text.partition("TOO LITTLE TO SAY")[2]
-        assert behind.partition("not judged: ")[2].index("What was asked, by feature") < 250
+        assert behind.partition("not judged: ")[2].index("Answers by feature") < 250
     html = page.read_text(encoding="utf-8")
     assert '<p class="verdict declined">' in html and html.count('class="narrow"') >= 1
     assert (

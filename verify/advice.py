@@ -27,8 +27,8 @@ MOST_SCORES = 2**20
 def locate_words(rows: Sequence[Row], isolated: bool) -> list[str]:
     """Return at most one line for each implementation and device with wrong answers."""
     lines = []
-    for who in dict.fromkeys((row.implementation, row.device) for row in rows):
-        wrong = [row for row in rows if (row.implementation, row.device) == who and row.outcome == FAIL]
+    for pair in dict.fromkeys((row.implementation, row.device) for row in rows):
+        wrong = [row for row in rows if (row.implementation, row.device) == pair and row.outcome == FAIL]
         if wrong:
             lines += _of_one(wrong, isolated)
     return lines

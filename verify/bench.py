@@ -38,7 +38,7 @@ from .workloads import DECODE, FULL, PLAIN, SMALL, Workload, fitted, of_lengths,
 
 LADDER = "verify's ladder"
 Step = Callable[[str], None]
-Problem = tuple[str, Callable[[Step], list[Row]]]  # what it is called, and what gives its rows
+Problem = tuple[str, Callable[[Step], list[Row]]]  # its name, and a function that returns its rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -120,9 +120,9 @@ def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS, subj
                _listed([mine.memory_mib, mine.both_memory_mib], ".3g")]  # fmt: skip
         for names in yardsticks.values():
             rivals = [each.fastest(names, mode) for mode in modes]
-            who = " / ".join(dict.fromkeys(rival.contestant for rival in rivals if rival)) if len(names) > 1 else ""
+            fastest = " / ".join(dict.fromkeys(rival.contestant for rival in rivals if rival)) if len(names) > 1 else ""
             taken = [rival.milliseconds(mode) if rival else None for rival, mode in zip(rivals, modes)]
-            row += [f"{_listed(taken, '.3g')} {who}".strip(), _listed([each.ratio(names, m) for m in modes], ".3f")]
+            row += [f"{_listed(taken, '.3g')} {fastest}".strip(), _listed([each.ratio(names, m) for m in modes], ".3f")]
         cells.append([*row, answer(mine)])
     whose = "Ours" if subject == OURS else subject
     title = f"{whose}, forward / forward + backward, and its speed-up over the others"

@@ -82,7 +82,7 @@ MOST_REASONS = 5
 AGAINST = {"official": "flash-attn", "fp64": "fp64"}
 NOTE = (
     "vs official, vs fp64: the worst mistake, or else the quantity nearest to its bound; its error; in brackets that "
-    "error as a multiple of what is allowed. out is the output, softmax_lse the logarithm of each row's sum, dq, dk "
+    "error as a multiple of its bound. out is the output, softmax_lse the logarithm of each row's sum, dq, dk "
     "and dv are the gradients of q, k and v, k_cache and v_cache the cache afterwards, kept is the share that dropout "
     "keeps."
 )
@@ -179,17 +179,17 @@ def feature_table(rows: Sequence[Row]) -> Table:
         for name, count in counts.items()
         if _standing(count) != NOT_ASKED or count[NOT_ASKED]
     ]
-    return Table("What was asked, by feature: an answer has several",
+    return Table("Answers by feature; an answer has several features",
                  ("feature", "right", "wrong", "declined", "verdict"), cells)  # fmt: skip
 
 
 def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
     """Return (implementation, device) pairs for which no case ran, and the reason."""
     found: dict[tuple[str, str], str] = {}
-    for who in dict.fromkeys((row.implementation, row.device) for row in rows):
-        members = [row for row in rows if (row.implementation, row.device) == who]
+    for pair in dict.fromkeys((row.implementation, row.device) for row in rows):
+        members = [row for row in rows if (row.implementation, row.device) == pair]
         if all(row.refused or (row.bypassed and row.outcome == PASS) for row in members):
-            found[who] = next((row.note for row in members if row.refused), "nothing to compute")
+            found[pair] = next((row.note for row in members if row.refused), "nothing to compute")
     return found
 
 

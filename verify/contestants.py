@@ -88,7 +88,7 @@ def official(workload: Workload, given: Call) -> Prepared:
     return Prepared(flash_attn_call(package.target, given))
 
 
-# ---- what people write -----------------------------------------------------------------------------------------------
+# ---- common code --------------------------------------------------------------------------------------------------
 
 
 def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:

@@ -101,7 +101,7 @@ class Examination:
             checks.append(broken("out", "numbers where a NaN went in"))
         return checks
 
-    def coarser(self, who: Implementation, answer: Answer) -> str:
+    def coarser(self, implementation: Implementation, answer: Answer) -> str:
         """Return the dtype, coarser than the call's, to which the function rounds, if this is its only error."""
         if (
             self.call.dtype.itemsize == 2
@@ -113,7 +113,7 @@ class Examination:
 
         def again(call: Call) -> Answer:
             larger = Examination(call, self.device)
-            with who.serving(larger.call) as function:
+            with implementation.serving(larger.call) as function:
                 return larger.ask(function).to(self.judges)
 
         near = rounded_to(self.untouched, answer.to(self.judges), again, self.device)
@@ -160,18 +160,18 @@ class Examination:
         """Return the verdict on a backend of the package."""
         return self.examine(Backend(backend))
 
-    def examine(self, who: Implementation, official: Answer | None = None, twice: bool = False) -> Verdict:
+    def examine(self, implementation: Implementation, official: Answer | None = None, twice: bool = False) -> Verdict:
         """Return the verdict. An exception of the implementation is a failure like any other.
 
         official: flash-attn's answer; twice: under dropout, also check that the same seed gives the same answer
         """
         try:
-            with who.serving(self.call) as function:
+            with implementation.serving(self.call) as function:
                 answer = self.ask(function)
                 again = self.ask(function) if twice and self.call.dropout_p > 0 else None
             if twice and self.call.dropout_p > 0 and answer.s_dmask is None:
                 return Verdict(refused="returns no S_dmask, so the dropped probabilities are unknown")
-            checks = self.checks(answer, who.approximate, self._nan_shows(who))
+            checks = self.checks(answer, implementation.approximate, self._nan_shows(implementation))
             if again is not None and answer.s_dmask is not None:
                 checks.append(kept_fraction(self.host, answer.s_dmask.cpu()))
                 if not same(answer.out, again.out):
@@ -180,11 +180,13 @@ class Examination:
                 checks += against_official(self.host, answer.to("cpu"), official)
             if all(check.ok for check in checks):
                 return Verdict(checks=checks)
-            if self.call.dtype == torch.float64 and not (isinstance(who, Backend) or of_other_form(self.call, answer)):
+            if self.call.dtype == torch.float64 and not (
+                isinstance(implementation, Backend) or of_other_form(self.call, answer)
+            ):
                 checks = self.as_of_fp32(answer, checks)
                 if all(check.ok for check in checks):
                     return Verdict(checks=checks, right_to=SHORT[torch.float32])
-            return Verdict(checks=checks, as_near_as=self.coarser(who, answer))
+            return Verdict(checks=checks, as_near_as=self.coarser(implementation, answer))
         except NotSupported as refusal:
             touched = [n for n in self.call.caches if not self._as_it_was(n)]
             return Verdict(refused=str(refusal), errors=[f"{n} was written before the refusal" for n in touched])
@@ -205,10 +207,10 @@ class Examination:
             return [f"{type(error).__name__}: {error}"]
         return []
 
-    def _nan_shows(self, who: Implementation) -> bool:
+    def _nan_shows(self, implementation: Implementation) -> bool:
         """Whether a NaN among the scores must be a NaN in out. A NaN in v need not reach rows that give it weight 0."""
         stray = self.problem.stray if isinstance(self.problem, Problem) else None
-        if stray is None or stray[0] == "v" or stray[2] != "nan" or not isinstance(who, Backend):
+        if stray is None or stray[0] == "v" or stray[2] != "nan" or not isinstance(implementation, Backend):
             return False
         # PyTorch's CPU kernel, also in place of another, answers 0 to a row of fewer than 16 NaN scores.
-        return self.device != "cpu" or who.name not in ("sdpa", "torch_efficient")
+        return self.device != "cpu" or implementation.name not in ("sdpa", "torch_efficient")

@@ -154,7 +154,7 @@ def texture(differs: Tensor, block_rows: int) -> str:
     return next((what for what, of in shares.items() if of[of > 0].mean() >= WHOLE), "scattered elements")
 
 
-# ---- what is shown --------------------------------------------------------------------------------------------------
+# ---- the report ---------------------------------------------------------------------------------------------------
 
 
 def report(found: Located, environment: dict[str, str]) -> Report:

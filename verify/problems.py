@@ -175,7 +175,7 @@ class _Builder:
     def shuffled(self, n: int) -> Tensor:
         return torch.randperm(n, generator=self.generator, device=self.device)
 
-    # ---------------------------------------------------------------- who reads a token
+    # ---------------------------------------------------------------- the reader of a token
 
     def row_readers(self, length: int) -> Tensor:
         batch = len(self.p.seqlens_q)

@@ -16,7 +16,7 @@ from torch import Tensor
 Attention = Callable[..., Tensor]
 
 
-# ---- what all steps share -------------------------------------------------------------------------------------------
+# ---- shared by all steps --------------------------------------------------------------------------------------------
 
 
 def over_heads(step: Attention) -> Attention:
