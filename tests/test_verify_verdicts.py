@@ -172,7 +172,7 @@ def test_the_features_stand_right_under_the_verdict_in_text_markdown_and_page(tm
         html.partition("TOO LITTLE TO SAY")[2]
         .partition("</p>")[2]
         .strip()
-        .startswith("<details open><summary>What was")
+        .startswith("<details open><summary>Answers by")
     )
 
 
