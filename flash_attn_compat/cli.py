@@ -317,7 +317,7 @@ def _compile(options: argparse.Namespace) -> int:
         return _complain(error, 2)
     if cannot_keep := cache.write_error():
         return _complain(cannot_keep)
-    masks = options.sdpa or bool(settings.sdpa())
+    masks = options.sdpa or settings.value_of(settings.SDPA) in ("1", "always")
     wanted = [
         (variant, architecture)
         for architecture, number in numbers.items()

@@ -1,7 +1,8 @@
-"""What steers the package: environment variables, read at the call they steer, and the backend of use_backend.
+"""The package's settings: environment variables, read at each call that they steer, and the backend of use_backend.
 
-docs/environment.md lists the variables. A value that means nothing raises a ValueError that names the choices; an
-empty one counts as not set.
+A new variable is one line of the table below; its readers call ``value_of`` or ``is_on``. The check of values, the
+cache key and the tests follow from the table, and a test compares docs/environment.md with it. An empty value counts as
+unset.
 """
 
 from __future__ import annotations
@@ -11,30 +12,14 @@ import contextvars
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
 PREFIX = "FLASH_ATTN_COMPAT_"
-BACKEND = "FLASH_ATTN_COMPAT_BACKEND"
-CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
-COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
-DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
-FUSED = "FLASH_ATTN_COMPAT_FUSED"
-CACHE = "FLASH_ATTN_COMPAT_CACHE"
-TRUST_CACHE = "FLASH_ATTN_COMPAT_TRUST_CACHE"
-API = "FLASH_ATTN_COMPAT_API"
-HUB_KERNELS = "FLASH_ATTN_COMPAT_HUB_KERNELS"
-VARLEN_ATTN = "FLASH_ATTN_COMPAT_VARLEN_ATTN"
-SDPA = "FLASH_ATTN_COMPAT_SDPA"
-DEBUG = "FLASH_ATTN_COMPAT_DEBUG"
-VARIABLES = (
-    BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, TRUST_CACHE, API, HUB_KERNELS, VARLEN_ATTN, SDPA,
-    DEBUG,
-)  # fmt: skip
 
-# The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
+# The releases of flash-attn whose interface can stand under its name, and the version that each reports.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
 APIS = tuple(API_VERSIONS)
 # The compute capabilities of all GPUs that a supported PyTorch, or its NVRTC, compiles for.
@@ -42,159 +27,162 @@ CAPABILITIES = (
     "5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.8", "8.9", "9.0",
     "10.0", "10.1", "10.3", "11.0", "12.0", "12.1",
 )  # fmt: skip
+Reader = Literal["call", "compiler", "patch"]
 
-# os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
-# with six variables that is half of the host time of a whole call.
+
+class Variable(NamedTuple):
+    """An environment variable.
+
+    choices: the accepted values; empty if any text is accepted here and its reader checks it
+    default: the choice that means the same as no value; None if every choice changes something
+    read_by: "call" if it may change which backend serves a call or how, so that cache keys hold its value; "compiler"
+        if it is read when kernels are compiled or loaded; "patch" if it is read by patch() and an installed name
+    """
+
+    choices: tuple[str, ...]
+    default: str | None
+    read_by: Reader
+
+
+VARIABLES: dict[str, Variable] = {}
+
+
+def _declare(name: str, choices: tuple[str, ...], default: str | None, read_by: Reader) -> str:
+    """Enter a variable into VARIABLES and return its full name."""
+    VARIABLES[PREFIX + name] = Variable(choices, default, read_by)
+    return PREFIX + name
+
+
+_SWITCH, _TEXT = ("0", "1"), ()
+BACKEND = _declare("BACKEND", _TEXT, None, "call")  # dispatch/choice.py knows the names
+CAPABILITY = _declare("CAPABILITY", CAPABILITIES, None, "call")
+COMPILE = _declare("COMPILE", _SWITCH, "0", "call")
+DISABLE_OFFICIAL = _declare("DISABLE_OFFICIAL", _SWITCH, "0", "call")
+FUSED = _declare("FUSED", _SWITCH, None, "call")
+DEBUG = _declare("DEBUG", _SWITCH, "0", "call")
+CACHE = _declare("CACHE", _TEXT, None, "compiler")
+TRUST_CACHE = _declare("TRUST_CACHE", _SWITCH, "0", "compiler")
+API = _declare("API", APIS, None, "patch")
+HUB_KERNELS = _declare("HUB_KERNELS", _SWITCH, "0", "patch")
+VARLEN_ATTN = _declare("VARLEN_ATTN", _SWITCH, "0", "patch")
+SDPA = _declare("SDPA", ("0", "1", "always"), None, "patch")
+
+# os.environ.get takes a microsecond for an unset variable, the mapping inside it a twentieth. Every call reads several.
 _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, DEBUG)
-_keys = tuple(name if _variables is os.environ else os.environ.encodekey(name) for name in _DECISIVE)
-_are_unset, _UNSET = _variables.keys().isdisjoint, (None,) * len(_keys)
+_keys = {name: name if _variables is os.environ else os.environ.encodekey(name) for name in VARIABLES}
+_cache_keys = tuple(_keys[name] for name, variable in VARIABLES.items() if variable.read_by == "call")
+_are_unset, _UNSET = _variables.keys().isdisjoint, (None,) * len(_cache_keys)
 
-# The backend that use_backend names, and whether calls are explained instead of served: one, for every call asks.
-_asked: contextvars.ContextVar[tuple[str | None, bool]] = contextvars.ContextVar(
-    "flash_attn_compat_asked", default=(None, False)
+# The backend that use_backend names, and whether calls are explained instead of served. One variable, since every call
+# reads it.
+_context: contextvars.ContextVar[tuple[str | None, bool]] = contextvars.ContextVar(
+    "flash_attn_compat_context", default=(None, False)
 )
 
 
 def fingerprint() -> tuple[object, ...]:
-    """Equal for equal settings: what a remembered decision is valid for."""
-    return _asked.get(), _UNSET if _are_unset(_keys) else tuple(map(_variables.get, _keys))
+    """Return the settings as a part of cache keys: equal exactly if every setting that calls read is equal."""
+    return _context.get(), _UNSET if _are_unset(_cache_keys) else tuple(map(_variables.get, _cache_keys))
 
 
-@functools.cache
-def _warn_of(name: str) -> None:
-    import difflib
-    import warnings
-
-    like = difflib.get_close_matches(name, VARIABLES, 1)
-    hint = f"did you mean {like[0]}?" if like else "docs/environment.md lists those that are read"
-    warnings.warn(f"unknown environment variable {name}: {hint}", stacklevel=3)
-
-
-def check() -> None:
-    """Raise for a value that means nothing, whether or not this machine or call would ask for it.
-
-    Warns of variables with this package's prefix that nobody reads: misspelt ones, most likely.
-    """
-    for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES):
-        _warn_of(name)
-    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, TRUST_CACHE, HUB_KERNELS, VARLEN_ATTN, DEBUG):
-        _switch(switch)
-    forced_capability()
-    api()
-    sdpa()
-
-
-def backend_variable() -> str | None:
-    """The only backend allowed to serve, unless use_backend names another."""
-    return os.environ.get(BACKEND) or None
-
-
-def used_backend() -> str | None:
-    """The backend that use_backend names in this thread or task."""
-    return _asked.get()[0]
-
-
-def named_backend() -> str | None:
-    """The only backend allowed to serve, if one was named: use_backend's in this thread or task, or the variable's."""
-    return used_backend() or backend_variable()
-
-
-def using_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Let ``name``, or the variable's, be the named backend for the length of a block."""
-    return _asking(name, explains())
-
-
-def explains() -> bool:
-    """Whether calls of this thread or task are explained instead of served."""
-    return _asked.get()[1]
-
-
-def explaining() -> contextlib.AbstractContextManager[None]:
-    """Let calls be explained for the length of a block."""
-    return _asking(used_backend(), True)
-
-
-@contextlib.contextmanager
-def _asking(name: str | None, explains: bool) -> Iterator[None]:
-    token = _asked.set((name, explains))
-    try:
-        yield
-    finally:
-        _asked.reset(token)
-
-
-def _choice(name: str, choices: tuple[str, ...]) -> str | None:
-    value = os.environ.get(name)
-    if not value:
+def value_of(name: str) -> str | None:
+    """Return a variable's value, or None if it is unset or empty. Raises ValueError for a value outside its choices."""
+    if not _variables.get(_keys[name]):
         return None
-    if value not in choices:
-        raise ValueError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}")
+    value, choices = os.environ[name], VARIABLES[name].choices
+    if choices and value not in choices:
+        if name == CAPABILITY:
+            expected, hint = f"a compute capability that GPUs have, one of {', '.join(choices)};", _suggest(value)
+        else:
+            expected, hint = f"{', '.join(choices[:-1])} or {choices[-1]},", ""
+        raise ValueError(f"{name} must be {expected} got {value!r}{hint}")
     return value
 
 
-def _switch(name: str) -> bool | None:
-    chosen = _choice(name, ("0", "1"))
-    return None if chosen is None else chosen == "1"
+def is_on(name: str) -> bool:
+    """Whether a variable of the choices 0 and 1 is 1. Raises as ``value_of`` does."""
+    return value_of(name) == "1"
 
 
-def _is_on(name: str) -> bool:
-    return bool(_switch(name))
+def check() -> None:
+    """Raise ValueError if any variable has a value outside its choices, whether or not this machine would read it.
+
+    Warns of unknown variables with this package's prefix: they are probably misspelt.
+    """
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES):
+        _warn_of_unknown(name)
+    for name in VARIABLES:
+        value_of(name)
 
 
-# Allow torch.compile inside backends.
-compilation_enabled = functools.partial(_is_on, COMPILE)
-# Leave an installed flash-attn aside.
-official_disabled = functools.partial(_is_on, DISABLE_OFFICIAL)
-# 0 forbids this package's own kernels, 1 uses them even where others were faster.
-fused = functools.partial(_switch, FUSED)
-# Use kept kernels whoever wrote them.
-trusts_cache = functools.partial(_is_on, TRUST_CACHE)
-# The flash-attn whose interface stands under its name, "2.6" or "2.8".
-api = functools.partial(_choice, API, APIS)
-# transformers' names of flash kernels on its hub lead to our functions.
-hub_kernels = functools.partial(_is_on, HUB_KERNELS)
-# torch.nn.attention.varlen runs where torch's kernels do not.
-varlen_attn = functools.partial(_is_on, VARLEN_ATTN)
+@functools.cache
+def _warn_of_unknown(name: str) -> None:
+    import difflib
+    import warnings
+
+    similar = difflib.get_close_matches(name, VARIABLES, 1)
+    hint = f"did you mean {similar[0]}?" if similar else "docs/environment.md lists the known ones"
+    warnings.warn(f"unknown environment variable {name}: {hint}", stacklevel=3)
 
 
-def cache_folder() -> str | None:
-    """Where compiled kernels are kept; by default the user's cache directory."""
-    return os.environ.get(CACHE) or None
+def used_backend() -> str | None:
+    """Return the backend that use_backend names in this thread or task, or None."""
+    return _context.get()[0]
 
 
-def sdpa() -> str | None:
-    """Where PyTorch\'s attention operators run on our kernels: "1" before capability 8.0, "always" on every GPU."""
-    wish = _choice(SDPA, ("0", "1", "always"))
-    return None if wish == "0" else wish
+def forced_backend() -> str | None:
+    """Return the only backend that may serve, by use_backend in this thread or task or by the variable, or None."""
+    return used_backend() or value_of(BACKEND)
 
 
-def debugs() -> bool:
-    """Whether values of lengths and pages on a GPU are checked, too, which waits for it."""
-    return not _are_unset(_keys) and _is_on(DEBUG)
+def using_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
+    """Force the backend ``name`` during a block; with None the variable decides."""
+    return _enter(name, is_explaining())
+
+
+def is_explaining() -> bool:
+    """Whether calls of this thread or task are explained instead of served."""
+    return _context.get()[1]
+
+
+def explaining() -> contextlib.AbstractContextManager[None]:
+    """Explain calls instead of serving them during a block."""
+    return _enter(used_backend(), True)
+
+
+@contextlib.contextmanager
+def _enter(name: str | None, explains: bool) -> Iterator[None]:
+    token = _context.set((name, explains))
+    try:
+        yield
+    finally:
+        _context.reset(token)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The CUDA compute capability dispatch goes by: the forced one (such as 7.5) or the GPU's own."""
+    """Return the CUDA compute capability that dispatch uses: the forced one (such as 7.5) or the GPU's own."""
     return forced_capability() or device_capability(device)
 
 
 def forced_capability() -> tuple[int, int] | None:
-    if _are_unset(_keys):
+    """Return the compute capability that the variable forces, or None. Raises as ``value_of`` does."""
+    value = value_of(CAPABILITY)
+    if value is None:
         return None
-    forced = os.environ.get(CAPABILITY)
-    return _parse_capability(forced) if forced else None
+    major, _, minor = value.partition(".")
+    return int(major), int(minor)
 
 
 @functools.cache
 def device_capability(device: torch.device) -> tuple[int, int]:
+    """Return the GPU's own CUDA compute capability."""
     import torch
 
     return torch.cuda.get_device_capability(device)
 
 
 def gpu(device: torch.device) -> str | None:
-    """The GPU's model; what it is forced to be counts as another. None for what is no GPU of CUDA."""
+    """Return the GPU's model, with its forced capability if there is one; None for a device other than CUDA's."""
     if device.type != "cuda":
         return None
     name, forced = _device_name(device), forced_capability()
@@ -208,24 +196,13 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-@functools.cache
-def _parse_capability(text: str) -> tuple[int, int]:
-    if text not in CAPABILITIES:
-        raise ValueError(
-            f"{CAPABILITY} must be a compute capability that GPUs have, one of {', '.join(CAPABILITIES)}; "
-            f"got {text!r}{_likely_capability(text)}"
-        )
-    major, _, minor = text.partition(".")
-    return int(major), int(minor)
-
-
-def _likely_capability(text: str) -> str:
-    """A question that names the capabilities probably meant: 7.5 for 75, sm_75, 7.55 and other scripts' digits."""
+def _suggest(text: str) -> str:
+    """Return a question that names the capabilities probably meant: 7.5 for 75, sm_75, 7.55, any script's digits."""
     import difflib
     import unicodedata
 
     digits = "".join(str(unicodedata.digit(letter)) for letter in text if letter.isdigit())
-    like = [one for one in CAPABILITIES if one.replace(".", "") == digits]
-    like = like or [one for one in CAPABILITIES if one.partition(".")[0] == digits]
-    like = like or difflib.get_close_matches(text, CAPABILITIES, 1)
-    return f": did you mean {' or '.join(like)}?" if like else ""
+    similar = [known for known in CAPABILITIES if known.replace(".", "") == digits]
+    similar = similar or [known for known in CAPABILITIES if known.partition(".")[0] == digits]
+    similar = similar or difflib.get_close_matches(text, CAPABILITIES, 1)
+    return f": did you mean {' or '.join(similar)}?" if similar else ""

@@ -80,12 +80,10 @@ def states() -> Iterator[State]:
     yield State("a second thread", lambda _: contextlib.nullcontext(), own_thread=True)
     yield State("cuda: another stream", _stream)
     yield State("cuda: another current GPU", lambda _: torch.cuda.device(1))
-    settled = {
-        settings.CAPABILITY: ("7.5",), settings.DISABLE_OFFICIAL: ("1",), settings.FUSED: ("0", "1"),
-        settings.COMPILE: ("1",), settings.DEBUG: ("1",), settings.BACKEND: tuple(backend.name for backend in BACKENDS),
-    }  # fmt: skip
-    for variable, values in settled.items():
-        for value in values:
+    picked = {settings.CAPABILITY: ("7.5",), settings.BACKEND: tuple(backend.name for backend in BACKENDS)}
+    for variable, (choices, default, read_by) in settings.VARIABLES.items():
+        changing = (value for value in picked.get(variable, choices) if value != default)
+        for value in changing if read_by == "call" else ():
             set_to = functools.partial(_variable, variable, value)
             yield State(f"{variable}={value}", lambda _, set_to=set_to: set_to(), same_path=False)
 

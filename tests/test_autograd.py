@@ -144,7 +144,7 @@ class Sees(Reference):
         self.named: list[str | None] = []
 
     def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
-        self.named.append(settings.named_backend())
+        self.named.append(settings.forced_backend())
         return super().backward(call, upstream, into)
 
 

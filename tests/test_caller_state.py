@@ -79,10 +79,8 @@ def test_a_tensor_stays_the_callers(row: Row, device: torch.device) -> None:
 
 
 def test_every_variable_that_calls_read_is_in_the_table() -> None:
-    of_patch = {settings.API, settings.HUB_KERNELS, settings.VARLEN_ATTN, settings.SDPA}
-    told = set(settings.VARIABLES) - of_patch
-    elsewhere = {settings.CACHE, settings.TRUST_CACHE}  # where kernels are compiled
-    assert {name for name in told if any(f"{name}=" in state.name for state in STATES)} == told - elsewhere
+    for name, variable in settings.VARIABLES.items():
+        assert any(f"{name}=" in state.name for state in STATES) == (variable.read_by == "call"), name
 
 
 def _with_deterministic_algorithms(x: Tensor) -> Tensor:

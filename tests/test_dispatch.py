@@ -90,10 +90,12 @@ def test_use_backend_of_an_unknown_name_lists_the_known_ones() -> None:
         ("BACKEND", "fast", "official.*chunked"),
         ("CAPABILITY", "turing", "7.5"),
         ("CAPABILITY", "7.5.1", "7.5"),
-        ("COMPILE", "yes", "0 or 1"),
         ("COMPILE", "2", "0 or 1"),
-        ("DISABLE_OFFICIAL", "true", "0 or 1"),
-        ("FUSED", "always", "0 or 1"),
+        *(
+            (name.removeprefix(settings.PREFIX), "yes", " or ".join(choices))
+            for name, (choices, _, read_by) in settings.VARIABLES.items()
+            if len(choices) == 2 and read_by == "call"
+        ),
     ],
 )
 @pytest.mark.parametrize("call", [flash_attn_func, partial(explain, flash_attn_func)], ids=["call", "explain"])
@@ -105,6 +107,15 @@ def test_a_value_that_means_nothing_is_an_error_that_names_the_choices_on_any_ma
     for _ in range(2):
         with pytest.raises(ValueError, match=f"FLASH_ATTN_COMPAT_{name} must be .*{choices}.*'{value}'"):
             call(*qkv())
+
+
+@pytest.mark.parametrize("name", [name for name, variable in settings.VARIABLES.items() if variable.choices])
+def test_the_check_of_settings_refuses_a_wrong_value_of_every_variable_with_choices(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(ValueError, match=f"{name} must be .*{settings.VARIABLES[name].choices[-1]}.* got 'yes'"):
+        settings.check()
 
 
 @pytest.mark.parametrize(
@@ -138,9 +149,7 @@ def test_every_capability_that_exists_can_be_forced(text: str, monkeypatch: pyte
 @pytest.mark.parametrize("name", settings.VARIABLES)
 def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
-        functions = (settings.compilation_enabled, settings.official_disabled, settings.fused)
-        more = (settings.forced_capability, settings.cache_folder, settings.trusts_cache)
-        return [explain(flash_attn_func, *qkv()), *(function() for function in (*functions, *more))]
+        return [explain(flash_attn_func, *qkv()), settings.value_of(name), settings.forced_capability()]
 
     monkeypatch.delenv(name, raising=False)
     unset = answers()

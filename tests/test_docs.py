@@ -95,17 +95,25 @@ def test_the_repository_is_installed_from_the_address_that_the_project_names(nam
     assert project is not None and named == {project[1]}
 
 
-READ = {value for value in vars(settings).values() if isinstance(value, str) and _VARIABLE.fullmatch(value)}
+VALUES = dict(
+    re.findall(r"^\| `(\w+)` \| (.+?) \|", (ROOT / "docs/environment.md").read_text(encoding="utf-8"), re.MULTILINE)
+)
 
 
-def test_the_page_of_variables_has_those_that_are_read_and_no_others() -> None:
-    page = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^\| `(FLASH_ATTN_COMPAT_\w+)`", page, re.MULTILINE)) == sorted(READ)
+def test_the_page_of_variables_lists_exactly_the_table_in_settings() -> None:
+    assert VALUES.keys() == settings.VARIABLES.keys()
+
+
+@pytest.mark.parametrize("name", settings.VARIABLES)
+def test_the_page_of_variables_names_the_values_that_change_something(name: str) -> None:
+    choices, default, _ = settings.VARIABLES[name]
+    listed, changing = re.findall(r"`(.+?)`", VALUES[name]), [value for value in choices if value != default]
+    assert listed == changing or (name == settings.CAPABILITY and set(listed) <= set(choices))
 
 
 @each_page
 def test_every_variable_that_is_named_is_read(page: Path) -> None:
-    assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) <= READ
+    assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) <= settings.VARIABLES.keys()
 
 
 @pytest.mark.parametrize("page", [page for page, some in COMMANDS.items() if some])

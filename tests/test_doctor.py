@@ -211,7 +211,7 @@ def test_a_patched_process_is_told_who_answers():
 
 def test_a_variable_that_nobody_reads_is_warned_about_at_the_first_call_and_once(monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_COMPAT_BAKEND", "sdpa")
-    settings._warn_of.cache_clear()
+    settings._warn_of_unknown.cache_clear()
     prepared.forget()
     q = torch.randn(1, 4, 1, 8)
     with pytest.warns(UserWarning, match="BAKEND: did you mean FLASH_ATTN_COMPAT_BACKEND") as told:

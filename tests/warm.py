@@ -140,7 +140,7 @@ STATES: dict[str, State] = {
     "chunked": lambda: use_backend("chunked"),
     "reference": lambda: use_backend("reference"),
     "CAPABILITY=7.5": variable(settings.CAPABILITY, "7.5"),
-    **{f"{name}=x": variable(name, "x") for name in settings._DECISIVE},
+    **{f"{name}=x": variable(name, "x") for name, each in settings.VARIABLES.items() if each.read_by == "call"},
 }
 KINDS = (
     DENSE, replace(DENSE, kind="kvpacked"), PACKED, replace(PACKED, kind="paged", page_size=8),

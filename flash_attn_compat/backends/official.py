@@ -42,7 +42,7 @@ class Official(FlashBackend):
         return -2  # before every other backend, whatever is faster
 
     def unavailable_reasons(self) -> list[str]:
-        if settings.official_disabled():
+        if settings.is_on(settings.DISABLE_OFFICIAL):
             return [f"{settings.DISABLE_OFFICIAL} is set"]
         if installed.swapped() is not None:
             return ["the installed flash-attn is patched to run on this package"]

@@ -207,7 +207,7 @@ def may_read(tensor: Tensor) -> bool:
     """Whether its values are to be checked: on the host, where looking is free, and anywhere while debugging."""
     if tensor.is_cpu:
         return tensor.numel() > 0
-    return settings.debugs() and tensor.is_cuda and not cuda_capture.is_capturing(tensor.get_device())
+    return settings.is_on(settings.DEBUG) and tensor.is_cuda and not cuda_capture.is_capturing(tensor.get_device())
 
 
 def values_of_starts(

@@ -27,7 +27,7 @@ class OptionallyCompiled(Generic[P, R]):
 
     @property
     def is_enabled(self) -> bool:
-        return settings.compilation_enabled() and not self._has_failed
+        return settings.is_on(settings.COMPILE) and not self._has_failed
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not self.is_enabled:

@@ -101,9 +101,9 @@ def choose_backend(call: AttentionCall) -> Backend | None:
     Nothing is to be computed without rows or keys, and on the meta device, unless a transform differentiates the zeros.
     Raises BackendNotSupported with every backend's reasons.
     """
-    if settings.explains():
+    if settings.is_explaining():
         _check_settings()
-        explanation = _explain(call.traits(), settings.named_backend())
+        explanation = _explain(call.traits(), settings.forced_backend())
         if call.slopes_gradient:
             other = _first_able(as_differentiable(call).traits(), None)
             explanation = replace(explanation, slopes_gradient=None if other is None else other.name)
@@ -115,7 +115,7 @@ def choose_backend(call: AttentionCall) -> Backend | None:
 
 def choose_fallback(refusing: Backend, call: AttentionCall, refusal: CallRefused) -> Backend:
     """Return the fallback for a call that ``refusing`` declined for its sizes. Raises ``refusal`` if there is none."""
-    other = _first_able(call.traits(), settings.named_backend(), besides=refusing)
+    other = _first_able(call.traits(), settings.forced_backend(), besides=refusing)
     if other is None:
         raise refusal
     return other
@@ -136,14 +136,14 @@ def as_differentiable(call: AttentionCall) -> AttentionCall:
 
 def _check_settings() -> None:
     settings.check()
-    name = settings.backend_variable()
+    name = settings.value_of(settings.BACKEND)
     if name is not None and name not in _names():
         raise ValueError(f"{settings.BACKEND} must be one of {', '.join(_names())}, got {name!r}")
 
 
 def reasons_against(name: str, call: AttentionCall) -> list[str]:
     """Return the reasons why the backend ``name`` would not serve ``call``: its own, or the backend that goes first."""
-    explanation = _explain(call.traits(), settings.named_backend())
+    explanation = _explain(call.traits(), settings.forced_backend())
     if explanation.backend == name:
         return []
     first = f"{explanation.backend} goes first" if explanation.backend else "another backend was named"
@@ -157,7 +157,7 @@ def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
     if found is not None:
         return found
     _check_settings()
-    named = settings.named_backend() if heeds_name else None
+    named = settings.forced_backend() if heeds_name else None
     backend = _first_able(traits, named)
     if backend is None:
         raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))

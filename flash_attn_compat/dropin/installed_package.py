@@ -107,7 +107,7 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
 
 
 def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
-    if settings.official_disabled():
+    if settings.is_on(settings.DISABLE_OFFICIAL):
         return f"{settings.DISABLE_OFFICIAL} is set"
     import torch
 

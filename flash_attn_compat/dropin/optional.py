@@ -20,68 +20,80 @@ from flash_attn_compat.installed import SITE_FA3
 
 _FA3 = "flash_attn_interface"
 _in_force: set[tuple[str, str]] = set()  # variables and their values
-_for_good = ExitStack()  # never closed: of an interpreter that starts patched
+_for_good = ExitStack()  # never closed: the changes of an interpreter that starts patched
 
 
 class Extra(NamedTuple):
-    """asked: what its variable says; switch_on: until the stack is closed, given "1" or another wish"""
+    """What one variable switches on.
+
+    package: the module that it changes, once that is imported
+    switch_on: apply the change, with the variable's value, until the stack is closed
+    """
 
     package: str
-    asked: Callable[[], bool | str | None]
     switch_on: Callable[[ExitStack, str], None]
 
 
-def _varlen_attn(undo: ExitStack, wish: str) -> None:
-    def hold(module: ModuleType, undo: ExitStack) -> None:
+def _serve_varlen_attn(undo: ExitStack, value: str) -> None:
+    def serve(module: ModuleType, undo: ExitStack) -> None:
         from flash_attn_compat.dropin import varlen_attn
 
-        varlen_attn.hold(module, undo)
+        varlen_attn.acquire(module, undo)
 
-    when_imported({"torch.nn.attention.varlen": hold}, undo)
+    when_imported({"torch.nn.attention.varlen": serve}, undo)
 
 
-def _sdpa(undo: ExitStack, wish: str) -> None:
-    def hold(torch: ModuleType, undo: ExitStack) -> None:
+def _serve_sdpa(undo: ExitStack, value: str) -> None:
+    def serve(torch: ModuleType, undo: ExitStack) -> None:
         from flash_attn_compat.torch_sdpa import override
 
-        undo.enter_context(override.sdpa(always=wish == "always"))
+        undo.enter_context(override.sdpa(always=value == "always"))
 
-    when_imported({"torch": hold}, undo)
+    when_imported({"torch": serve}, undo)
 
 
 EXTRAS = {
-    settings.HUB_KERNELS: Extra("transformers", settings.hub_kernels, lambda undo, wish: hub_kernels.redirect(undo)),
-    settings.VARLEN_ATTN: Extra("torch.nn.attention.varlen", settings.varlen_attn, _varlen_attn),
-    settings.SDPA: Extra("torch", settings.sdpa, _sdpa),
+    settings.HUB_KERNELS: Extra("transformers", lambda undo, value: hub_kernels.redirect(undo)),
+    settings.VARLEN_ATTN: Extra("torch.nn.attention.varlen", _serve_varlen_attn),
+    settings.SDPA: Extra("torch", _serve_sdpa),
 }
 
 
-def switch_on(wanted: Mapping[str, bool | str | None], undo: ExitStack) -> None:
-    """Those that are wanted, by their variables, and are not there already; children go by the variables."""
-    for variable, asked in wanted.items():
-        wish = asked if isinstance(asked, str) else "1" if asked else None
-        if wish and not _in_force & {(variable, wish), (variable, "always")}:
-            set_item(os.environ, variable, wish, undo)
+def requested_value(variable: str) -> str | None:
+    """Return the variable's value, or None if it is unset, empty or 0."""
+    value = settings.value_of(variable)
+    return None if value == "0" else value
+
+
+def switch_on(requests: Mapping[str, bool | str | None], undo: ExitStack) -> None:
+    """Switch on the requested extras that are not on yet, and set their variables for child processes.
+
+    requests: by variable: False or None for no request, True for the value "1", or a value
+    """
+    for variable, request in requests.items():
+        value = request if isinstance(request, str) else "1" if request else None
+        if value and not _in_force & {(variable, value), (variable, "always")}:
+            set_item(os.environ, variable, value, undo)
             site_directory.add_to_pythonpath(undo, [])
-            EXTRAS[variable].switch_on(undo, wish)
-            _in_force.add((variable, wish))
-            undo.callback(_in_force.discard, (variable, wish))
+            EXTRAS[variable].switch_on(undo, value)
+            _in_force.add((variable, value))
+            undo.callback(_in_force.discard, (variable, value))
 
 
 def prepare(package: str) -> None:
-    """Called when the import of ``package`` begins in an interpreter that has not called patch()."""
+    """Apply the requested changes to ``package``, whose import begins in an interpreter that has not called patch()."""
     if package == "transformers" and installed.is_stand_in_spec(installed.first_spec()):
         transformers.allow_flash_attention_2(_for_good)
-    for extra in EXTRAS.values():
-        wish = extra.asked() if extra.package == package else None
-        if wish:
-            extra.switch_on(_for_good, str(wish))
+    for variable, extra in EXTRAS.items():
+        value = requested_value(variable) if extra.package == package else None
+        if value:
+            extra.switch_on(_for_good, value)
 
 
 def redirect_fa3(undo: ExitStack) -> None:
-    """Let FlashAttention-3's name lead to our functions: its directory onto sys.path and children's PYTHONPATH.
+    """Make FlashAttention-3's name import our functions: put its directory on sys.path and children's PYTHONPATH.
 
-    A module of that name which is there already, in a child ours, stays.
+    An importable module of that name stays; in a child it is ours already.
     """
     if importlib.util.find_spec(_FA3) is None:
         undo.callback(sys.modules.pop, _FA3, None)

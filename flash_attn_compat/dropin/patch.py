@@ -112,21 +112,21 @@ def _apply(
         raise ValueError(f"interfaces must be a sequence of names among {', '.join(INTERFACES)}, got {interfaces!r}")
     if sdpa not in (False, True, "always"):
         raise ValueError(f'sdpa must be False, True or "always", got {sdpa!r}')
-    wanted: dict[str, bool | str | None]
-    wanted = {settings.HUB_KERNELS: hub_kernels, settings.VARLEN_ATTN: varlen_attn, settings.SDPA: sdpa}
+    requests: dict[str, bool | str | None]
+    requests = {settings.HUB_KERNELS: hub_kernels, settings.VARLEN_ATTN: varlen_attn, settings.SDPA: sdpa}
     with _lock, ExitStack() as added:
         if _undo is not None and api not in (None, _api):
             raise RuntimeError(f"patched already with the interface of {_api}: unpatch() first")
         if _undo is None:
-            chosen = settings.api() if api is None else api
+            chosen = settings.value_of(settings.API) if api is None else api
             warn_of_xformers(chosen)
             if api is not None:
                 set_item(os.environ, settings.API, api, added)
             if _take_the_name(added, chosen):
                 transformers.allow_flash_attention_2(added)
-            wanted = {variable: asked or optional.EXTRAS[variable].asked() for variable, asked in wanted.items()}
+            requests = {variable: asked or optional.requested_value(variable) for variable, asked in requests.items()}
             _api = chosen or "2.8"
-        optional.switch_on(wanted, added)
+        optional.switch_on(requests, added)
         if "fa3" in interfaces:
             optional.redirect_fa3(added)
         if _undo is None:

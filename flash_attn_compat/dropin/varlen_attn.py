@@ -21,7 +21,7 @@ _holders: list[ModuleType] = []
 _registered = False
 
 
-def hold(module: ModuleType, undo: ExitStack) -> None:
+def acquire(module: ModuleType, undo: ExitStack) -> None:
     """Compute what torch cannot, from now on until ``undo`` is closed.
 
     Registered once per process: an operator keeps its kernels, so ours hand over to torch's while nobody holds them.

@@ -19,7 +19,7 @@ from flash_attn_compat.core.prepared import PLAIN
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on
 from flash_attn_compat.dispatch.choice import served
-from flash_attn_compat.settings import explains
+from flash_attn_compat.settings import is_explaining
 from flash_attn_compat.torch_sdpa import bridge, graphs
 from flash_attn_compat.torch_sdpa.policy import (
     HALF,
@@ -67,7 +67,7 @@ def implementation(override: Override) -> Callable[..., Tensor]:
         against, given = decline_reason(policy, *arguments, **named), arguments
         if against is BROADCAST:
             against, given = None, (*_broadcast(q, k, v, **named), *arguments[3:])
-        if against is None or explains():
+        if against is None or is_explaining():
             out = _run_fused(against, *given, **named)
             if out is not None:
                 return out
@@ -172,7 +172,7 @@ def _run_fused(
         (batch, heads, rows, _), keys = q.shape, k.shape[2]
         bias = attn_mask.expand(batch, heads, rows, keys)
     call = _as_flash(q, k, v, dropout_p, is_causal, scale)
-    if explains():
+    if is_explaining():
         q, k, v, options = call
         bridge.explain(bridge.against(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options, bias=bias))
     return _attend(*call, bias)

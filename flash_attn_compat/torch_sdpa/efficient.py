@@ -128,7 +128,7 @@ def forward(
     problem = Problem._make((*given[:10], scale, seqlen_k, window_size))
     return_lse = given[10] if len(given) > 10 else False
     against = decline_reason(policy, problem, return_lse)
-    if settings.explains():
+    if settings.is_explaining():
         bridge.explain([against] if against else bridge.against(*_as_flash(problem), problem.expanded_bias))
     found = None if against else _forward(problem, return_lse)
     if found is None:

@@ -49,7 +49,7 @@ class Fused(Backend):
         return tensor_cores.estimate_times(traits) if times is None else times.milliseconds
 
     def unavailable_reasons(self) -> list[str]:
-        return [f"{settings.FUSED}=0 forbids it"] if settings.fused() is False else []
+        return [f"{settings.FUSED}=0 forbids it"] if settings.value_of(settings.FUSED) == "0" else []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         if traits.needs_backward and traits.features & Feature.PAGED:

@@ -28,7 +28,7 @@ def folder() -> Path:
 
     Raises RuntimeError where the path starts at a home directory and there is none.
     """
-    chosen = settings.cache_folder()
+    chosen = settings.value_of(settings.CACHE)
     if chosen:
         return Path(chosen).expanduser()
     if sys.platform == "win32":
@@ -116,7 +116,7 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
 def _create_folder() -> Path:
     place = folder()
     # A folder set by the user may be shared.
-    place.mkdir(parents=True, exist_ok=True, mode=0o755 if settings.cache_folder() else 0o700)
+    place.mkdir(parents=True, exist_ok=True, mode=0o755 if settings.value_of(settings.CACHE) else 0o700)
     return place
 
 
@@ -142,7 +142,7 @@ def _distrust_reason(file: os.stat_result) -> str | None:
     """Return the reason not to load the file, or None: it is not regular, or another user may have written its code."""
     if not stat.S_ISREG(file.st_mode):
         return "they are no regular files"
-    if not hasattr(os, "getuid") or settings.trusts_cache():
+    if not hasattr(os, "getuid") or settings.is_on(settings.TRUST_CACHE):
         return None
     if file.st_uid not in (0, os.getuid()):
         return f"they belong to another user (uid {file.st_uid})"

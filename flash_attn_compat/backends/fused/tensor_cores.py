@@ -34,7 +34,8 @@ def has_tensor_cores(device: int) -> bool:
         return True
     if cuda_capture.is_capturing(device):
         return True
-    if settings.fused() is False and cache.read(_file_name(device)) is None:  # our kernels are forbidden
+    is_forbidden = settings.value_of(settings.FUSED) == "0"
+    if is_forbidden and cache.read(_file_name(device)) is None:
         return True
     result = _measure_once(nvrtc.device_name(device), device)
     arithmetic.note_tensor_cores(device, result)
@@ -62,7 +63,8 @@ def estimate_times(traits: Traits) -> Mapping[str, float] | None:
     PyTorch's half-precision kernels need tensor cores, as ours do; chunked multiplies in fp32 there. Steps over a cache
     get no estimate: fused reads the cache in place.
     """
-    if traits.capability != _TURING or traits.gpu is None or settings.fused() or traits.features & _OVER_CACHE:
+    is_forced = settings.is_on(settings.FUSED)
+    if traits.capability != _TURING or traits.gpu is None or is_forced or traits.features & _OVER_CACHE:
         return None
     indices = range(torch.cuda.device_count()) or (-1,)
     device = next((index for index in indices if nvrtc.device_name(index) == traits.gpu), None)

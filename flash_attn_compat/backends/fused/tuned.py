@@ -169,7 +169,8 @@ def override_card(card: Card) -> Iterator[None]:
 def find_times(traits: Traits) -> Times | None:
     """Return the times for calls with these traits, or None; always None where the settings force our kernels."""
     card = find_card(traits.gpu)
-    if card is None or settings.fused() or traits.features & Feature.WINDOW_RIGHT:  # tune times no right windows
+    is_forced = settings.is_on(settings.FUSED)
+    if card is None or is_forced or traits.features & Feature.WINDOW_RIGHT:  # tune times no right windows
         return None
     case = next((case for case, feature in _CASES.items() if traits.features & feature), "full")
     largest = max(traits.head_dim, traits.head_dim_v)

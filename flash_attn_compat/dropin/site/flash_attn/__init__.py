@@ -14,7 +14,7 @@ __path__ = _flash_attn_compat_startup.with_other_distributions(__path__)
 from flash_attn_compat import settings as _settings  # noqa: E402
 from flash_attn_compat.dropin import finder as _finder  # noqa: E402
 
-_flash_attn_compat_api = _settings.api() or _INSTALLED_API or "2.8"
+_flash_attn_compat_api = _settings.value_of(_settings.API) or _INSTALLED_API or "2.8"
 __version__ = _settings.API_VERSIONS[_flash_attn_compat_api]
 _finder.add_to_meta_path()
 
