@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 from flash_attn_compat import __version__, progress, settings
 from flash_attn_compat.dropin import install as installation
 from flash_attn_compat.dropin import patch
-from flash_attn_compat.dropin.patch import SdpaWish, warn_of_xformers
+from flash_attn_compat.dropin.patch import SdpaRequest, warn_of_xformers
 from flash_attn_compat.output_path import output_path
 
 # How run and install spell patch's sdpa, and how run spells its api.
-_SDPA: dict[str, SdpaWish] = {"--sdpa": True, "--sdpa=always": "always"}
+_SDPA: dict[str, SdpaRequest] = {"--sdpa": True, "--sdpa=always": "always"}
 # What pip installs with this package, unless it was told not to; the doctor, tune and compile need both.
 _REQUIRED = "torch", "einops"
 _API = {f"--api={api}": api for api in settings.APIS}
@@ -62,9 +62,9 @@ def _complain(why: object, code: int = 1) -> int:
     return code
 
 
-def _options_of_run(arguments: list[str]) -> tuple[SdpaWish, str | None]:
+def _options_of_run(arguments: list[str]) -> tuple[SdpaRequest, str | None]:
     """Taken out of `run OPTIONS... SCRIPT ...`: what follows the script is the script's."""
-    sdpa: SdpaWish = False
+    sdpa: SdpaRequest = False
     api = None
     while len(arguments) > 1:
         if arguments[1] == "--api" and len(arguments) > 2:
@@ -81,7 +81,7 @@ def _options_of_run(arguments: list[str]) -> tuple[SdpaWish, str | None]:
     return sdpa, api
 
 
-def run(arguments: Sequence[str], sdpa: SdpaWish = False, api: str | None = None) -> NoReturn:
+def run(arguments: Sequence[str], sdpa: SdpaRequest = False, api: str | None = None) -> NoReturn:
     """Become `python ARGUMENTS...` in an environment that finds flash_attn. sdpa, api: as patch's
 
     A fresh interpreter, so that __main__, sys.path, exit code, signals and tracebacks are those of a direct run.

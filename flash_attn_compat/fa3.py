@@ -1,9 +1,9 @@
-"""FlashAttention-3's functions by its own conventions, computed by ours, for programs that know no other.
+"""FlashAttention-3's functions with its own signatures, computed by our flash-attn 2 functions.
 
-What differs from flash-attn 2: other names and places of arguments, no dropout and no ALiBi, a pair where the LSE is
-asked for, softmax_lse -inf for rows that see no key. num_splits, pack_gqa, sm_margin and scheduler_metadata concern
-its speed and are ignored. What is not served raises NotImplementedError. Stands under the name flash_attn_interface
-where patch(interfaces=("fa3",)) asks for it.
+Differences from flash-attn 2: names and order of arguments, no dropout, no ALiBi, a pair of results with the LSE, and
+softmax_lse -inf in rows that see no key. num_splits, pack_gqa, sm_margin and scheduler_metadata steer the speed of
+FlashAttention-3 and are ignored; unsupported arguments raise NotImplementedError. patch(interfaces=("fa3",)) makes it
+importable as flash_attn_interface.
 """
 
 from __future__ import annotations
@@ -20,179 +20,94 @@ __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_fu
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn_func of flash-attn 2, or (out, softmax_lse) with return_attn_probs."""
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return out as flash-attn 2's flash_attn_func does, or (out, softmax_lse) with return_attn_probs."""
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
-    found: Any = fa2.flash_attn_func(
+    result: Any = fa2.flash_attn_func(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         deterministic=deterministic, return_attn_probs=return_attn_probs,
     )  # fmt: skip
-    return _pair(found, k) if return_attn_probs else found
+    return _with_fa3_lse(result, k) if return_attn_probs else result
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn_varlen_func of flash-attn 2, or (out, softmax_lse) with return_attn_probs."""
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return out as flash-attn 2's flash_attn_varlen_func does, or (out, softmax_lse) with return_attn_probs."""
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
             seqused_q=seqused_q, seqused_k=seqused_k)  # fmt: skip
-    found: Any = fa2.flash_attn_varlen_func(
+    result: Any = fa2.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
     )  # fmt: skip
-    return _pair(found, k) if return_attn_probs else found
+    return _with_fa3_lse(result, k) if return_attn_probs else result
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Tensor:
-    """out alone. qkv: (batch_size, seqlen, 3, nheads, headdim); the layout with num_heads_q is refused."""
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return out only. qkv: (batch_size, seqlen, 3, nheads, headdim); the layout with num_heads_q is refused."""
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
             num_heads_q=num_heads_q)  # fmt: skip
     out: Any = fa2.flash_attn_qkvpacked_func(
         qkv, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         deterministic=deterministic,
     )  # fmt: skip
-    return out  # type: ignore[no-any-return]  # out alone, as nothing else was asked for
+    return out  # type: ignore[no-any-return]
 
 
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, None, None]:
-    """flash_attn_with_kvcache of flash-attn 2; page_table is its block_table.
+) -> Tensor | tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    """Return out as flash-attn 2's flash_attn_with_kvcache does; page_table is its block_table.
 
-    With return_softmax_lse (out, softmax_lse, None, None): the last two are the partial results of a split over keys,
-    of which there is none here.
+    With return_softmax_lse: (out, softmax_lse, None, None), without the partial results of a split over keys.
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)  # fmt: skip
-    found: Any = fa2.flash_attn_with_kvcache(
+    result: Any = fa2.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse,
     )  # fmt: skip
-    return (*_pair(found, k_cache), None, None) if return_softmax_lse else found
+    return (*_with_fa3_lse(result, k_cache), None, None) if return_softmax_lse else result
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_new: Tensor | None,
-    v_new: Tensor | None,
-    qv: Tensor | None,
-    out: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    cu_seqlens_k_new: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    page_table: Tensor | None,
-    kv_batch_idx: Tensor | None,
-    leftpad_k: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    seqlens_rotary: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, None, None]:
-    """(out, softmax_lse, None, None) of dense attention, or of packed with cu_seqlens, outside of autograd.
+    q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None, v_new: Tensor | None, qv: Tensor | None, out: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, cu_seqlens_k_new: Tensor | None, seqused_q: Tensor | None,
+    seqused_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None, page_table: Tensor | None,
+    kv_batch_idx: Tensor | None, leftpad_k: Tensor | None, rotary_cos: Tensor | None, rotary_sin: Tensor | None,
+    seqlens_rotary: Tensor | None, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None,
+    softmax_scale: float | None, causal: bool, window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1, pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    """Return (out, softmax_lse, None, None) of dense attention, or of packed with cu_seqlens, outside of autograd.
 
-    out: where to write the result. What concerns a cache is refused: `flash_attn_with_kvcache` takes it.
+    out: a tensor to write the result to. Arguments of a cache are refused: `flash_attn_with_kvcache` takes them.
     """
     _refuse(k_new=k_new, v_new=v_new, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q,
             seqused_k=seqused_k, page_table=page_table, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k,
@@ -201,37 +116,21 @@ def _flash_attn_forward(
     options: Any = (0.0, softmax_scale, causal, *window_size, softcap, None, False)
     lengths: Any = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     forward: Any = fa2._flash_attn_varlen_forward if lengths else fa2._flash_attn_forward
-    found, lse = _pair(forward(q, k, v, *lengths, *options), k)
-    return found if out is None else out.copy_(found), lse, None, None
+    result, lse = _with_fa3_lse(forward(q, k, v, *lengths, *options), k)
+    return result if out is None else out.copy_(result), lse, None, None
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    sequed_q: Tensor | None,
-    sequed_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, sequed_q: Tensor | None, sequed_k: Tensor | None, max_seqlen_q: int | None,
+    max_seqlen_k: int | None, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, softmax_scale: float | None,
+    causal: bool, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False,
     sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, softmax_d) from a forward's out and softmax_lse; dq, dk and dv are written, or made if None."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv, softmax_d) from a forward's out and softmax_lse; given dq, dk and dv are written to."""
     _refuse(sequed_q=sequed_q, sequed_k=sequed_k)
     gradients = [torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))]
-    lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf)  # as flash-attn 2 has rows without keys
+    lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf)  # flash-attn 2's LSE of rows without keys
     options: Any = (0.0, softmax_scale, causal, *window_size, softcap, None, deterministic)
     lengths: Any = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     backward: Any = fa2._flash_attn_varlen_backward if lengths else fa2._flash_attn_backward
@@ -242,7 +141,7 @@ def _flash_attn_backward(
 def _lengths(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[Tensor, Tensor, int, int] | tuple[()]:
-    """Of packed sequences; empty for dense tensors."""
+    """Return the arguments of packed sequences, or () for dense tensors."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return ()
     if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
@@ -261,7 +160,7 @@ def _refuse(**arguments: Any) -> None:
             raise NotImplementedError(f"{name} of FlashAttention-3 is not served by flash_attn_compat")
 
 
-def _pair(found: tuple[Tensor, ...], k: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, softmax_lse), -inf for rows that see no key; where there are no keys at all FlashAttention-3 has +inf."""
-    out, lse = found[:2]
+def _with_fa3_lse(results: tuple[Tensor, ...], k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, softmax_lse) with -inf in rows that see no key. Without any keys FlashAttention-3 keeps +inf."""
+    out, lse = results[:2]
     return out, lse.masked_fill(lse == torch.inf, -torch.inf) if k.numel() else lse

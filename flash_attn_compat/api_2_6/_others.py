@@ -1,4 +1,4 @@
-"""Modules of 2.6 that are the same in 2.8."""
+"""Find the modules that are the same in 2.6 and 2.8."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib
 from types import ModuleType
 
 
-def submodule(package: str, name: str) -> ModuleType:
-    """The module `name` of `package`, or of the package of 2.8 that it stands for; AttributeError if neither has it."""
+def import_submodule(package: str, name: str) -> ModuleType:
+    """Return the module `name` of `package`, or else of 2.8's package. Raises AttributeError if neither has it."""
     for home in (package, package.replace(".api_2_6", "")):
         try:
             return importlib.import_module(f"{home}.{name}")

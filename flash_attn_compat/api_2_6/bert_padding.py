@@ -34,6 +34,6 @@ __all__ = [
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(tokens, indices, cu_seqlens, max_seqlen_in_batch) of `flash_attn_compat.bert_padding.unpad_input`."""
+    """Return the first four values of `flash_attn_compat.bert_padding.unpad_input`."""
     tokens, indices, cu_seqlens, max_seqlen, _ = _current.unpad_input(hidden_states, attention_mask)
     return tokens, indices, cu_seqlens, max_seqlen

@@ -1,4 +1,4 @@
-"""The raw extension of flash-attn 2.6: the forwards also return q, k, v and the output before its padding was cut."""
+"""The raw extension of flash-attn 2.6; forwards also return q, k, v and the output with its padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Forward = Callable[Concatenate[Tensor, Tensor, Tensor, P], list[Tensor]]
 
 
 def _with_inputs(current: Forward[P]) -> Forward[P]:
-    """``current``, returning [out, q, k, v, out, softmax_lse, S_dmask, rng_state]."""
+    """Return ``current`` with the results [out, q, k, v, out, softmax_lse, S_dmask, rng_state]."""
 
     @functools.wraps(current)
     def forward(q: Tensor, k: Tensor, v: Tensor, /, *arguments: P.args, **named: P.kwargs) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""flash_attn_interface of flash-attn 2.6: the public functions of 2.8, and private ones with a window pair.
+"""flash_attn_interface of flash-attn 2.6: the public functions of 2.8, and private ones with window_size as a pair.
 
 Private forwards return (out, q, k, v, out_padded, softmax_lse, S_dmask, rng_state), private backwards
 (dq, dk, dv, softmax_d).
@@ -56,17 +56,9 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size: Sequence[int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size: Sequence[int],
+    softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Dense attention outside of autograd; arguments as `flash_attn_func`."""
     left, right = window_size
     return tuple(
@@ -77,24 +69,11 @@ def _flash_attn_forward(
 
 
 def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_softmax: bool = False, block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Packed attention outside of autograd; arguments as `flash_attn_varlen_func`."""
     left, right = window_size
     outputs = flash_attn_cuda.varlen_fwd(
@@ -105,24 +84,11 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size: Sequence[int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size: Sequence[int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
     rng_state: Tensor | None = None,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Gradients of dense attention, written into dq, dk and dv where given."""
     left, right = window_size
     dq, dk, dv, softmax_d = flash_attn_cuda.bwd(
@@ -133,28 +99,11 @@ def _flash_attn_backward(
 
 
 def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size: Sequence[int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Gradients:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size: Sequence[int], softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+) -> Gradients:  # fmt: skip
     """Gradients of packed attention, written into dq, dk and dv where given."""
     left, right = window_size
     dq, dk, dv, softmax_d = flash_attn_cuda.varlen_bwd(

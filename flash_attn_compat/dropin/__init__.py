@@ -1,6 +1,6 @@
 """Make `import flash_attn` find this package: in a process, in an environment, or in transformers alone.
 
-Importable without torch. How attention is computed stays out.
+Importable without torch. Nothing here computes attention.
 """
 
 from flash_attn_compat.dropin.patch import patch, patched, unpatch

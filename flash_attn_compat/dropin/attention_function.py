@@ -1,6 +1,6 @@
-"""transformers' attention function over flash_attn_compat, for its registry: padding, packing, windows.
+"""The attention function that register_with_transformers puts into transformers' registry: padding, packing, windows.
 
-The one file of naming that needs torch; register_with_transformers imports it on its first use.
+Needs torch, unlike most of dropin; register_with_transformers imports it on its first use.
 """
 
 from __future__ import annotations
@@ -16,36 +16,27 @@ from flash_attn_compat.flash_attn_interface import flash_attn_func, flash_attn_v
 
 
 def attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention as transformers calls it.
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, is_causal: bool | None = None, position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None,
+    max_length_k: int | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Compute attention with transformers' arguments. Other keyword arguments are ignored.
 
-    query (batch, nheads, seqlen_q, head_dim), key and value (batch, nheads_k, seqlen_k, head_dim).
-    attention_mask (batch, seqlen_k): 1 for tokens, 0 for padding; None where nothing is padded.
-    sliding_window: how many keys a token sees, itself included.
-    Returns (batch, seqlen_q, nheads, head_dim) and None for the weights.
-    s_aux: (nheads,), attention sinks.
-    Raises ValueError for masks of other shapes: they would be ignored.
+    Args:
+        query: (batch, nheads, seqlen_q, head_dim)
+        key, value: (batch, nheads_k, seqlen_k, head_dim)
+        attention_mask: (batch, seqlen_k), 1 for tokens and 0 for padding; None without padding
+        sliding_window: the number of keys that a token sees, itself included
+        s_aux: (nheads,), attention sinks
+
+    Returns (batch, seqlen_q, nheads, head_dim), and None instead of attention weights.
+    Raises ValueError for a mask of another shape.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have shape (batch, seqlen_k), got {tuple(attention_mask.shape)}")
-    # Rotary embeddings leave queries and keys in fp32 where autocast has made the values half.
+    # Under autocast, rotary embeddings leave queries and keys in fp32 beside values of half precision.
     q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
     window = -1 if sliding_window is None or k.shape[1] <= sliding_window else sliding_window - 1
     options: dict[str, Any] = {
@@ -60,7 +51,7 @@ def attention(
         return _padded(q, k, v, attention_mask, options), None
     lengths: Any = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if cu_seq_lens_q is None and position_ids is not None:
-        lengths = _lengths(position_ids, q, k)
+        lengths = _find_lengths(position_ids, q, k)
     if lengths[0] is not None:
         packed: Any = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *lengths, **options)
         return packed.unflatten(0, q.shape[:2]), None
@@ -72,34 +63,34 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: di
     batch, seqlen_q = q.shape[:2]
     seqlen_k = min(k.shape[1], attention_mask.shape[1])
     k, v = k[:, :seqlen_k], v[:, :seqlen_k]  # a static cache is longer than its content
-    keys = _Tokens.of(attention_mask[:, :seqlen_k])
+    keys = _Tokens.from_mask(attention_mask[:, :seqlen_k])
     if not options["causal"] and options["window_size"] == (-1, -1):
-        rows = _Tokens.of(attention_mask.new_ones(batch, seqlen_q))  # maybe of another text than the keys
+        rows = _Tokens.from_mask(attention_mask.new_ones(batch, seqlen_q))  # cross-attention: the mask is the keys'
     elif seqlen_q == seqlen_k:
-        rows = keys  # the same tensor of starts for both: equal lengths open the way to faster kernels
+        rows = keys  # one cu_seqlens tensor for both shows that lengths are equal, which faster kernels need
     elif seqlen_q < seqlen_k:
-        rows = _Tokens.of(attention_mask[:, seqlen_k - seqlen_q : seqlen_k])  # the newest tokens
+        rows = _Tokens.from_mask(attention_mask[:, seqlen_k - seqlen_q : seqlen_k])  # the newest tokens
     else:
         raise ValueError(
             f"attention_mask of shape {tuple(attention_mask.shape)} covers fewer tokens than the {seqlen_q} queries"
         )
-    q, k, v = (index_first_axis(x.flatten(0, 1), of.indices) for x, of in ((q, rows), (k, keys), (v, keys)))
+    q, k, v = (index_first_axis(x.flatten(0, 1), own.indices) for x, own in ((q, rows), (k, keys), (v, keys)))
     out: Any = flash_attn_varlen_func(q, k, v, rows.cu_seqlens, keys.cu_seqlens, seqlen_q, seqlen_k, **options)
     return pad_input(out, rows.indices, batch, seqlen_q)
 
 
 class _Tokens(NamedTuple):
-    """The order of (batch * seqlen) tokens in which padding stands behind all others, and the others' starts.
+    """The order of (batch * seqlen) tokens that puts padding last, and the starts of the sequences without padding.
 
-    Padding is carried along, since how much of it there is only the GPU knows. It belongs to no sequence, so it is not
-    attended to, and comes back as 0. Found anew for every layer: nothing shows that a mask was written to.
+    Padding is not cut off, since only the GPU knows its size. It belongs to no sequence: no row attends to it, and its
+    result is 0. Every layer sorts again, since a mask may have been written to without a sign.
     """
 
     indices: Tensor
     cu_seqlens: Tensor
 
     @staticmethod
-    def of(mask: Tensor) -> _Tokens:
+    def from_mask(mask: Tensor) -> _Tokens:
         is_token = mask != 0
         indices = torch.argsort(is_token.flatten().to(torch.uint8), descending=True, stable=True)
         lengths = is_token.sum(1, dtype=torch.int32)
@@ -107,61 +98,61 @@ class _Tokens(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """Where sequences start in a row of tokens; ``cu_seqlens`` is None for a row that is one."""
+    """The sequences in one row of tokens; ``cu_seqlens`` is None if the row is one sequence."""
 
     is_start: Tensor
     cu_seqlens: Tensor | None
     longest: int
 
 
-_known = WeakTensorKeyDictionary()
+_cache = WeakTensorKeyDictionary()  # by position_ids: (key, _Packed)
 
 
-def _lengths(position_ids: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """The starts and longest lengths of several sequences in one row; None for a row that is one."""
+def _find_lengths(position_ids: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Return cu_seqlens and longest lengths, of queries and keys, or None and 0 if the row is one sequence."""
     if q.shape[0] != 1 or q.shape[1] != k.shape[1] or position_ids.shape != q.shape[:2] or q.shape[1] == 1:
         return None, None, 0, 0
-    found = _packed(position_ids)
-    return found.cu_seqlens, found.cu_seqlens, found.longest, found.longest
+    packed = _find_sequences(position_ids)
+    return packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest
 
 
-def _packed(position_ids: Tensor) -> _Packed:
-    """How many sequences there are decides what is called, so it is read from the GPU, once for all layers.
+def _find_sequences(position_ids: Tensor) -> _Packed:
+    """Read the sequences from the GPU, once for all layers: their number decides which function is called.
 
-    The GPU itself checks in every layer that the sequences are still those, since ``.data``, CUDA graphs and kernels
-    change numbers and leave no sign: a device assert then, rather than a wrong answer.
+    In every layer the GPU checks that the starts are unchanged, since ``.data``, CUDA graphs and kernels change numbers
+    without a sign: a device assert is better than a wrong answer.
     """
-    is_start = _starts(position_ids.flatten())
-    # Tensors of inference mode do not count their changes.
-    if not _is_waited_for(position_ids) or torch.compiler.is_compiling() or position_ids.is_inference():
-        return _read(is_start)
+    is_start = _mark_starts(position_ids.flatten())
+    # Tensors of inference mode have no version counter.
+    if not _waits_for_gpu(position_ids) or torch.compiler.is_compiling() or position_ids.is_inference():
+        return _read_starts(is_start)
     stream = torch.cuda.current_stream(position_ids.device) if position_ids.is_cuda else None
     key = position_ids._version, stream, torch.is_inference_mode_enabled()
-    known = _known.get(position_ids)
-    if known is None or known[0] != key:
-        known = _known[position_ids] = key, _read(is_start)
-    found: _Packed = known[1]
+    entry = _cache.get(position_ids)
+    if entry is None or entry[0] != key:
+        entry = _cache[position_ids] = key, _read_starts(is_start)
+    packed: _Packed = entry[1]
     message = "position_ids have other sequences than before, and PyTorch was not told that they changed"
-    torch._assert_async((is_start == found.is_start).all(), message)
-    return found
+    torch._assert_async((is_start == packed.is_start).all(), message)
+    return packed
 
 
-def _is_waited_for(tensor: Tensor) -> bool:
-    """Whether reading it keeps the host waiting."""
+def _waits_for_gpu(tensor: Tensor) -> bool:
+    """Whether the host waits for a GPU when it reads ``tensor``."""
     return tensor.is_cuda
 
 
-def _starts(positions: Tensor) -> Tensor:
-    """Where sequences start: as transformers has it, at the lowest position, and the first, maybe cut off, anywhere.
+def _mark_starts(positions: Tensor) -> Tensor:
+    """Return which tokens start a sequence: by transformers' rule, those at the lowest position, and the first token.
 
-    Positions within one may repeat (of an image's tokens, say) or skip some.
+    The first sequence may be cut off. Positions within a sequence may repeat (an image's tokens) or skip numbers.
     """
     is_start = positions == positions.min()
     is_start[0] = True
     return is_start
 
 
-def _read(is_start: Tensor) -> _Packed:
+def _read_starts(is_start: Tensor) -> _Packed:
     starts = torch.nonzero(is_start).flatten()
     if starts.numel() == 1:
         return _Packed(is_start, None, 0)

@@ -1,6 +1,6 @@
-"""The finder that makes flash_attn's submodules the very modules of flash_attn_compat.
+"""The import finder that makes flash_attn.X the same module object as flash_attn_compat.X.
 
-The package flash_attn itself is a file in site/; what lies below it is found here. The files beside it are for tools
+The package flash_attn itself is a file in site/; its submodules are found here. The other files in site/ are for tools
 that look for files. Finding a module imports nothing.
 """
 
@@ -28,7 +28,7 @@ class MirrorFinder(importlib.abc.MetaPathFinder):
         if package != "flash_attn" or not is_stand_in(sys.modules.get("flash_attn")):
             return None
         if below == "models":
-            # Its parent says why before anything below it is looked for.
+            # An import of flash_attn.models.X looks for flash_attn.models first, so this message comes first.
             raise ModuleNotFoundError(
                 "flash_attn.models (whole models: GPT, BERT, ...) is not part of flash_attn_compat, which has the "
                 "attention functions, layers, losses, modules, ops and utils of flash-attn; take the model from "
@@ -50,20 +50,20 @@ class MirrorFinder(importlib.abc.MetaPathFinder):
 
 
 class MirrorLoader(importlib.abc.Loader):
-    """Loads a module by putting the one of another name into sys.modules, its own __spec__ untouched."""
+    """Loads a module by putting flash_attn_compat's module into sys.modules; the module's own __spec__ stays."""
 
     def __init__(self, source_name: str) -> None:
         self.source_name = source_name
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system returns what sys.modules holds once this returns.
+        # The import system returns the entry of sys.modules once this returns.
         put_in_place(module.__name__, self.source_name)
 
 
 def put_in_place(name: str, source: str | None = None) -> None:
-    """Let the module `name` be our module `source`, its classes and functions pickled under flash_attn's names.
+    """Make our module `source` the module `name`; its classes and functions are pickled under flash_attn's names.
 
-    source: by default the module of ours that stands for flash_attn.X, or for the raw extension
+    source: by default our module for `name`, which is flash_attn.X or the raw extension
     """
     if source is None:
         source = source_name(name.removeprefix("flash_attn."), stand_in_api())
@@ -75,7 +75,7 @@ _FINDER = MirrorFinder()
 
 
 def add_to_meta_path() -> bool:
-    """Put the finder first, before the one that would load a second copy from the parent package's __path__."""
+    """Put the finder first: Python's own would load a second copy from flash_attn.__path__. False if it is there."""
     if _FINDER in sys.meta_path:
         return False
     sys.meta_path.insert(0, _FINDER)
@@ -87,11 +87,11 @@ def remove_from_meta_path() -> None:
 
 
 def stand_in_api() -> str:
-    """The interface of the stand-in under the name flash_attn."""
+    """Return the interface of the imported stand-in, "2.6" or "2.8"; "2.8" if none is imported."""
     api: str = getattr(sys.modules.get("flash_attn"), "_flash_attn_compat_api", "2.8")
     return api
 
 
 def is_stand_in(module: ModuleType | None) -> bool:
-    """Whether a module named flash_attn is ours: it holds the startup module of site/."""
+    """Whether a module named flash_attn is ours: only ours has the startup module of site/ as an attribute."""
     return module is not None and hasattr(module, "_flash_attn_compat_startup")

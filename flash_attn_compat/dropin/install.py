@@ -1,4 +1,4 @@
-"""Install the name flash_attn into an environment, and remove it without a trace.
+"""Install the name flash_attn into an environment, and remove it completely.
 
 Writes an ordinary distribution flash-attn (package, metadata, RECORD) that pip lists, accepts and can uninstall.
 """
@@ -29,33 +29,33 @@ from flash_attn_compat.installed import EXTENSION, SITE, SITE_2_6, real_spec
 
 INSTALLER = "flash-attn-compat"
 _STARTUP = "_flash_attn_compat_startup"
-# A .pth line is run at every start of the interpreter; it lets transformers on a CPU accept flash_attention_2.
+# The interpreter runs a .pth line at every start; this one lets transformers on a CPU accept flash_attention_2.
 _PTH = f"import {_STARTUP}; {_STARTUP}.wait_for_imports(%s)\n"
-# Where files are before they are moved into place, and those that are there already.
+# The folder of files to be moved into place, and its subfolder for copies of the files that they replace.
 _STAGE, _BEFORE = ".flash_attn_compat-", "before"
 _METADATA = frozenset({"INSTALLER", "METADATA", "RECORD", "WHEEL", "top_level.txt"})
 _WHEEL = b"Wheel-Version: 1.0\nGenerator: flash-attn-compat\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
 class InstallError(RuntimeError):
-    """The name cannot be installed here; the message says why and what to do."""
+    """The name cannot be installed or removed here; the message says why and what to do."""
 
 
 def install(directory: str | Path | None = None, api: str = "2.8", sdpa: str | None = None) -> Path:
     """Write the distribution into `directory` (this interpreter's site-packages) and return its dist-info.
 
-    api: the interface that stands under the name, "2.6" or "2.8"; see `flash_attn_compat.patch`.
-    sdpa: "1" or "always", what FLASH_ATTN_COMPAT_SDPA is in every process of the environment that does not set it
+    api: the interface under the name, "2.6" or "2.8"; see `flash_attn_compat.patch`
+    sdpa: "1" or "always": the default of FLASH_ATTN_COMPAT_SDPA in every process of the environment
 
-    Refuses with InstallError where a real flash-attn is found, a broken one included: its files are not ours to
-    overwrite. Installing again renews the files. All files are written aside and then moved into place, so a failure
-    leaves what was there before, and what a killed process leaves is completed or removed by the next one.
+    Installing again renews the files. They are written aside and then moved into place: a failure restores the files
+    from before, and the next run completes or removes the files of a killed process.
+    Raises InstallError if there is a real flash-attn, even a broken one, or if the files cannot be written.
     """
-    place = _place(directory)
-    _refuse_a_real_one(place)
-    with _told(place, "install", directory is None):
+    place = _check_place(directory)
+    _refuse_if_real(place)
+    with _explain_os_errors(place, "install", directory is None):
         place.mkdir(parents=True, exist_ok=True)
-        with _alone_in(place), _stage_in(place) as stage:
+        with _lock_directory(place), _make_stage(place) as stage:
             written = _write_into(stage, place, dict(_files(api, sdpa)), _dist_info_name(api))
             before = _ours_in(place)
             _move_into_place(stage, place, written)
@@ -65,24 +65,24 @@ def install(directory: str | Path | None = None, api: str = "2.8", sdpa: str | N
 
 
 def uninstall(directory: str | Path | None = None) -> list[Path]:
-    """Remove what install() wrote, from `directory` (this interpreter's site-packages); returns the removed dist-infos.
+    """Remove install()'s files from `directory` (this interpreter's site-packages); return the removed dist-infos.
 
-    Files of others stay, whatever RECORD says of them. Raises InstallError where files cannot be removed.
+    Other packages' files stay, even if RECORD names them. Raises InstallError if a file cannot be removed.
     """
-    place = _place(directory)
+    place = _check_place(directory)
     if not place.is_dir():
         return []
-    with _told(place, "uninstall", directory is None), _alone_in(place):
+    with _explain_os_errors(place, "uninstall", directory is None), _lock_directory(place):
         removed = installed(place)
         _remove(place, _ours_in(place))
-        _remove_empty(place, {(place / name).parent for name in _known_names()})  # of a process that was killed
+        _remove_empty(place, {(place / name).parent for name in _known_names()})  # a killed process may leave them
         _remove_stages(place)
     importlib.invalidate_caches()
     return removed
 
 
 def installed(directory: str | Path | None = None) -> list[Path]:
-    """The dist-info directories that install() wrote, in `directory` or anywhere on sys.path."""
+    """Return the dist-info directories that install() wrote, in `directory` or anywhere on sys.path."""
     path = sys.path if directory is None else [str(directory)]
     found = []
     for distribution in importlib.metadata.distributions(name="flash-attn", path=path):
@@ -92,8 +92,8 @@ def installed(directory: str | Path | None = None) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _place(directory: str | Path | None) -> Path:
-    """The directory to write into, or to remove from; never one of this package's own."""
+def _check_place(directory: str | Path | None) -> Path:
+    """Return the directory to install into or to remove from. Raises InstallError for this package's own."""
     place = Path(directory or sysconfig.get_path("purelib"))
     if not Path(SITE).is_dir():
         raise InstallError(f"{SITE} is no directory: install flash_attn_compat by pip, not as a zip file on the path")
@@ -102,7 +102,7 @@ def _place(directory: str | Path | None) -> Path:
     return place
 
 
-def _refuse_a_real_one(place: Path) -> None:
+def _refuse_if_real(place: Path) -> None:
     spec = real_spec()
     if spec is not None and not spec.submodule_search_locations:
         raise InstallError(
@@ -119,14 +119,14 @@ def _refuse_a_real_one(place: Path) -> None:
             "Run pip uninstall flash-attn and then this again; or keep it and call flash_attn_compat.patch(), "
             "which makes it work"
         )
-    package = place / "flash_attn" / "__init__.py"  # a directory without may be FlashAttention 4, which can stay
+    package = place / "flash_attn" / "__init__.py"  # a directory without this file may be FlashAttention 4: it can stay
     if package.exists() and not _has_mark(package):
         raise InstallError(f"{package} exists and is not ours: move it away first")
 
 
 @contextlib.contextmanager
-def _told(place: Path, command: str, is_default: bool) -> Iterator[None]:
-    """Errors of the file system as InstallError, with what to do."""
+def _explain_os_errors(place: Path, command: str, is_default: bool) -> Iterator[None]:
+    """Turn OSErrors into InstallErrors that say what to do."""
     try:
         yield
     except OSError as error:
@@ -139,8 +139,8 @@ def _told(place: Path, command: str, is_default: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone_in(place: Path) -> Iterator[None]:
-    """Wait until no other install or uninstall works on the directory, where the system lets directories be locked."""
+def _lock_directory(place: Path) -> Iterator[None]:
+    """Wait for other installs and uninstalls in the directory, if the system can lock directories."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -148,7 +148,7 @@ def _alone_in(place: Path) -> Iterator[None]:
         return
     handle = os.open(place, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems
+        with contextlib.suppress(OSError):  # some network file systems cannot
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -156,8 +156,8 @@ def _alone_in(place: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stage_in(place: Path) -> Iterator[Path]:
-    """A directory beside the files to come, on their file system; those of killed processes go."""
+def _make_stage(place: Path) -> Iterator[Path]:
+    """Give a temporary directory on the file system of `place`; remove the ones that killed processes left."""
     _remove_stages(place)
     stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=place))
     try:
@@ -167,13 +167,16 @@ def _stage_in(place: Path) -> Iterator[Path]:
 
 
 def _remove_stages(place: Path) -> None:
-    for left in place.glob(f"{_STAGE}*"):
-        if os.name != "nt":  # where another process may be using it
-            shutil.rmtree(left, ignore_errors=True)
+    for stage in place.glob(f"{_STAGE}*"):
+        if os.name != "nt":  # Windows has no lock on directories, so another process may be using it
+            shutil.rmtree(stage, ignore_errors=True)
 
 
 def _write_into(stage: Path, place: Path, files: dict[str, bytes], dist_info: str) -> list[str]:
-    """The distribution, as it will lie in `place`; returns the files' names in the order in which they go there."""
+    """Write the distribution into `stage`, and copies of the files that it replaces in `place`.
+
+    Returns the files' names in the order of moving.
+    """
     for name, content in files.items():
         path = stage / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +185,7 @@ def _write_into(stage: Path, place: Path, files: dict[str, bytes], dist_info: st
     names = [*files, *filter(None, compiled)]
     record = f"{dist_info}/RECORD"
     (stage / record).write_text(_record(stage, names, record), encoding="utf-8")
-    for name in names:  # after all that is ours alone: what was there before, in case a move fails
+    for name in names:
         if (place / name).is_file():
             (stage / _BEFORE / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(place / name, stage / _BEFORE / name)
@@ -190,7 +193,7 @@ def _write_into(stage: Path, place: Path, files: dict[str, bytes], dist_info: st
 
 
 def _move_into_place(stage: Path, place: Path, names: list[str]) -> None:
-    """All files, or none: after a failure those of before are back."""
+    """Move all files; after a failure, restore the files from before."""
     moved: list[str] = []
     try:
         for name in names:
@@ -208,18 +211,18 @@ def _move_into_place(stage: Path, place: Path, names: list[str]) -> None:
 
 
 def _ours_in(place: Path) -> list[Path]:
-    """The files of a directory that install() wrote: by what they hold, so that no RECORD can name another's file."""
+    """Return the files that install() wrote, judged by their content: a RECORD may name another package's file."""
     names = _known_names()
     for dist_info in installed(place):
         with open(dist_info / "RECORD", newline="", encoding="utf-8", errors="replace") as record:
             names |= {row[0] for row in csv.reader(record) if row}
-    # Last what tells that the rest is ours, in case the process is killed before.
+    # INSTALLER marks the others as ours, so it goes last, in case the process is killed.
     names_in_order = sorted(names, key=lambda name: (name.endswith("INSTALLER"), name))
     return [place / name for name in names_in_order if _is_ours(place, name)]
 
 
 def _known_names() -> set[str]:
-    """Of all files that install() may write, but for compiled ones."""
+    """Return the names of all files that install() may write, except compiled ones."""
     records = {f"{_dist_info_name(api)}/RECORD" for api in settings.APIS}
     return records | {name for api in settings.APIS for name, _ in _files(api, None)}
 
@@ -233,15 +236,15 @@ def _is_ours(place: Path, name: str) -> bool:
     if not path.is_file() or not path.parent.resolve().is_relative_to(place.resolve()):
         return False
     if relative.parent.name.startswith("flash_attn-") and len(relative.parts) == 2:
-        return relative.name in _METADATA and _reads(path.parent / "INSTALLER") == INSTALLER + "\n"
+        return relative.name in _METADATA and _read_text(path.parent / "INSTALLER") == INSTALLER + "\n"
     return relative.suffix in (".py", ".pth") and _has_mark(path)
 
 
 def _has_mark(path: Path) -> bool:
-    return _STARTUP in _reads(path) or path.name == f"{_STARTUP}.py"
+    return _STARTUP in _read_text(path) or path.name == f"{_STARTUP}.py"
 
 
-def _reads(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -260,11 +263,11 @@ def _files(api: str, sdpa: str | None) -> Iterator[tuple[str, bytes]]:
     for name in ("INSTALLER", "top_level.txt"):
         yield f"{metadata.name}/{name}", (metadata / name).read_bytes()
     yield f"{metadata.name}/METADATA", (metadata / "METADATA").read_bytes() + _requirement()
-    yield f"{metadata.name}/WHEEL", _WHEEL  # without which uv calls a distribution broken
+    yield f"{metadata.name}/WHEEL", _WHEEL  # uv calls a distribution without it broken
 
 
 def _requirement() -> bytes:
-    """A requirement by which pip warns whoever removes flash-attn-compat alone; none when run from a checkout."""
+    """Return a requirement that makes pip warn if flash-attn-compat alone is removed; empty in a checkout."""
     try:
         importlib.metadata.distribution(INSTALLER)
     except importlib.metadata.PackageNotFoundError:
@@ -277,7 +280,7 @@ def _dist_info_name(api: str) -> str:
 
 
 def _compile(stage: Path, place: Path, name: str) -> str | None:
-    """Compile a module beforehand, as the interpreter would; returns the name of the result, None for none."""
+    """Compile a module as the interpreter would; return the compiled file's name, or None if it failed."""
     path = PurePosixPath(name)
     compiled = (path.parent / "__pycache__" / f"{path.stem}.{sys.implementation.cache_tag}.pyc").as_posix()
     try:
@@ -302,10 +305,10 @@ def _record(stage: Path, names: list[str], record: str) -> str:
 
 
 def _remove(place: Path, files: list[Path]) -> None:
-    """Files of ours, what was compiled of them, and folders that are then empty."""
+    """Remove files, their compiled files, and the folders that are then empty."""
     folders = set()
     for path in files:
-        # By every interpreter and level of optimisation that imported it.
+        # Each interpreter and level of optimisation has its own.
         compiled = path.parent.glob(f"__pycache__/{path.stem}.*.pyc") if path.suffix == ".py" else ()
         for victim in [*compiled, path]:
             victim.unlink(missing_ok=True)
@@ -314,7 +317,7 @@ def _remove(place: Path, files: list[Path]) -> None:
 
 
 def _remove_empty(place: Path, folders: set[Path]) -> None:
-    """Folders below `place`, what was compiled in them and their parents included. Deepest first."""
+    """Remove these folders below `place`, their __pycache__ and their parents where they are empty. Deepest first."""
     folders = folders | {parent for folder in folders for parent in folder.parents if parent.is_relative_to(place)}
     folders |= {folder / "__pycache__" for folder in folders}
     for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):

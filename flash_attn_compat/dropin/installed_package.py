@@ -1,6 +1,6 @@
-"""A real flash-attn in this environment: importing it, judging whether it works here, swapping its extension.
+"""A real flash-attn in this environment: import it, find out whether it works here, and swap its extension.
 
-Imports nothing unless a real flash-attn is there to be judged.
+Imports nothing unless a real flash-attn is installed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from flash_attn_compat.installed import (
 _PACKAGES = ("flash_attn", EXTENSION)
 RAW_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
 _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS = (2, 7)
-# That flash-attn registers, named after its functions.
+# The operators that flash-attn registers, named after its functions.
 OPERATORS = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_backward", "_flash_attn_varlen_backward")
 
 
 def find_real() -> RealFlashAttn | None:
-    """The real flash-attn of this environment, imported and tried with a tiny call; None where there is none.
+    """Import the real flash-attn of this environment, make a tiny call and return the result; None if there is none.
 
-    One that cannot serve is imported no longer afterwards.
+    If it does not work here, its import is undone.
     """
     spec = real_spec()
     if installed.swapped() is not None or spec is None:
@@ -46,14 +46,14 @@ def find_real() -> RealFlashAttn | None:
     found = importlib.metadata.distributions(name="flash-attn", path=[str(package.parent)])
     version = next((distribution.version for distribution in found), None)
     with ExitStack() as undo:
-        real = RealFlashAttn(str(package), version, _reason_against(spec, undo))
+        real = RealFlashAttn(str(package), version, _find_fault(spec, undo))
         if real.usable:
             undo.pop_all()
     return real
 
 
 def path_entry(spec: ModuleSpec | None) -> str | None:
-    """The sys.path entry through which a package is found."""
+    """Return the sys.path entry that leads to a package, or None."""
     if spec is None or spec.origin is None:
         return None
     directory = Path(spec.origin).parent.resolve().parent
@@ -61,7 +61,7 @@ def path_entry(spec: ModuleSpec | None) -> str | None:
 
 
 def remember_modules(undo: ExitStack) -> None:
-    """When `undo` is closed, sys.modules holds the flash_attn modules of now, and no other."""
+    """Restore the present flash_attn modules of sys.modules, and remove later ones, when `undo` is closed."""
     saved = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES}
 
     def restore() -> None:
@@ -72,17 +72,17 @@ def remember_modules(undo: ExitStack) -> None:
 
 
 def forget_modules(*packages: str) -> None:
-    """Those of the packages, by default all that `remember_modules` remembers."""
+    """Remove the packages' modules from sys.modules, by default flash_attn's and the raw extension's."""
     for name in list(sys.modules):
         if name.partition(".")[0] in (packages or _PACKAGES):
             del sys.modules[name]
 
 
 def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
-    """Let the real Python package run on our raw functions, also through functions imported from it before.
+    """Make the real Python package call our raw functions, also through functions imported from it before.
 
-    Its wrappers look the extension up when they are called. Returns False, with everything put back, where that
-    does not help: versions before 2.7, a package that fails for other reasons, functions that refuse by themselves.
+    Its wrappers look the extension up at each call. Returns False and undoes everything if that does not help: for
+    versions before 2.7, and for a package that fails for other reasons or refuses in Python.
     """
     if (stated_version(real.location) or (0, 0)) < _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS:
         return False
@@ -106,7 +106,8 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
     return True
 
 
-def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
+def _find_fault(spec: ModuleSpec, undo: ExitStack) -> str | None:
+    """Import the real flash-attn and make a tiny call; return why it cannot serve here, or None."""
     if settings.is_on(settings.DISABLE_OFFICIAL):
         return f"{settings.DISABLE_OFFICIAL} is set"
     import torch
@@ -123,7 +124,7 @@ def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
         return f"it needs compute capability 8.0, and {settings.CAPABILITY} says {forced[0]}.{forced[1]}"
     try:
         _try_a_call(package, f"cuda:{_local_device(torch.cuda.device_count())}")
-    except Exception as error:  # noqa: BLE001  so does one for other GPUs
+    except Exception as error:  # noqa: BLE001  a build for other GPUs raises anything
         return f"calling it raises {error_line(error)}"
     return None
 
@@ -155,7 +156,7 @@ def _try_a_call(module: Any, device: str) -> None:
 
 
 def _local_device(count: int) -> int:
-    """The GPU that a launcher gives to this process, so that no other one gets a context."""
+    """Return the index of this process's GPU, as a launcher sets it, so that no other GPU gets a context."""
     rank = os.environ.get("LOCAL_RANK", "0")
     return int(rank) % count if rank.isdigit() else 0
 
@@ -170,9 +171,9 @@ def _replace_raw_functions(ours: ModuleType, undo: ExitStack) -> None:
 
 
 def _add_kernels_off_cuda(interface: ModuleType) -> None:
-    """Kernels for operators that the package registers for CUDA alone.
+    """Register kernels on CPU and MPS for the package's operators, which it registers for CUDA only.
 
-    They stay: what they call later is whatever extension is in place then.
+    They stay registered after unpatch(): each call looks the extension up, as the package's own kernels do.
     """
     for name in OPERATORS:
         operator: Any = getattr(interface, name, None)

@@ -1,7 +1,7 @@
 """torch.ops.flash_attn.*: the operators that flash-attn 2.8 registers, computed by our private functions.
 
-Checkpointing policies and graph tools look them up by name. site/flash_attn registers them when it is imported; while
-it is, modes see them in eager calls of the public functions too. Needs torch, unlike the rest of dropin.
+Checkpointing policies and graph tools look them up by name. site/flash_attn registers them at its import. While it is
+imported, dispatch modes see them in eager calls of the public functions too. Needs torch, unlike most of dropin.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from flash_attn_compat.dropin import installed_package
 from flash_attn_compat.private_interface import round_multiple
 
 _WRITTEN = ("dq", "dk", "dv")
-# Compiled checkpoints then recompute a forward with its own dropout mask. Early versions of PyTorch take no tags.
+# With this tag, compiled checkpoints recompute a forward with its own dropout mask. PyTorch 2.4 takes no tags.
 TAKES_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters
 _DRAWS: dict[str, Any] = {"tags": (torch.Tag.nondeterministic_seeded,)} if TAKES_TAGS else {}
-_ours: dict[str, object] = {}  # by name, as PyTorch keeps them
+_ours: dict[str, object] = {}  # by qualified name: the operator as PyTorch holds it
 
 
 def register() -> None:
-    """Define the operators that torch.ops.flash_attn lacks; those of somebody else are left alone.
+    """Define the operators that torch.ops.flash_attn lacks; existing ones of other packages stay.
 
-    They stay for the life of the process, since code may hold them; a flash-attn imported later replaces them,
-    as `torch.library.custom_op` lets it.
+    Ours stay for the life of the process, since code may hold them. A real flash-attn imported later replaces them by
+    `torch.library.custom_op`.
     """
     for name in installed_package.OPERATORS:
         if hasattr(torch.ops.flash_attn, name):
@@ -42,47 +42,47 @@ def register() -> None:
         function = getattr(private_interface, name)
         operator = torch.library.custom_op(
             f"flash_attn::{name}",
-            _contiguous(function),
+            _with_contiguous_results(function),
             mutates_args=_WRITTEN if name.endswith("backward") else (),
             schema=_schema(function),
             **_DRAWS if name.endswith("forward") else {},
         )
-        operator.register_fake(_fake(function))
+        operator.register_fake(_make_fake(function))
         op_derivatives.refuse_derivatives(operator, op_derivatives.refuse_private)
         _ours[f"flash_attn::{name}"] = operator
-    ops.under_flash_attns_name = _by_name
+    ops.under_flash_attns_name = _call_operators
 
 
-def _by_name(
+def _call_operators(
     q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, return_dmask: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """A call that modes look on at, by flash-attn's operators; None where they are not ours or cannot say it."""
+    """Compute a call under a dispatch mode by flash-attn's operators; None if they are not ours or lack an argument."""
     name = "_flash_attn_forward" if arguments.cu_seqlens_q is None else "_flash_attn_varlen_forward"
     is_named = hasattr(sys.modules.get("flash_attn"), "_flash_attn_compat_api")
-    if not is_named or not _is_ours(name) or any(getattr(arguments, field) is not None for field in _NOT_TAKEN):
+    if not is_named or not _is_ours(name) or any(getattr(arguments, field) is not None for field in _UNSUPPORTED):
         return None
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _Named.apply(q, k, v, name, arguments, return_dmask)
-    return found
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _OperatorCall.apply(q, k, v, name, arguments, return_dmask)
+    return results
 
 
-# What flash-attn's backward does not take, and lengths that it takes as numbers alone.
-_NOT_TAKEN = "block_table", "seqused_k", "leftpad_k", "max_seqlen_q_tensor", "max_seqlen_k_tensor"
+# Arguments that flash-attn's backward does not take, and lengths that it takes as int only.
+_UNSUPPORTED = "block_table", "seqused_k", "leftpad_k", "max_seqlen_q_tensor", "max_seqlen_k_tensor"
 
 
 def _is_ours(name: str) -> bool:
-    """Not somebody else's, who registered it before or afterwards."""
+    """Whether the registered operator is ours: another package may have registered it before or afterwards."""
     qualified = f"flash_attn::{name}"
     return qualified in _ours and torch._library.custom_ops._maybe_get_opdef(qualified) is _ours[qualified]
 
 
-class _Named(torch.autograd.Function):
-    """As flash-attn's own Functions: one operator forward, and one backward."""
+class _OperatorCall(torch.autograd.Function):
+    """One operator forward and one backward, as flash-attn's own autograd functions."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, name: str, arguments: Arguments, return_dmask: bool
     ) -> tuple[Tensor, ...]:
-        options = _options(arguments, q.shape[-1])
+        options = _operator_options(arguments, q.shape[-1])
         results: tuple[Tensor, ...] = getattr(torch.ops.flash_attn, name)(q, k, v, *options, return_dmask)
         out, lse, dmask, rng_state = results
         ctx.name, ctx.used = name.replace("forward", "backward"), settings.used_backend()
@@ -102,23 +102,23 @@ class _Named(torch.autograd.Function):
         arguments = ctx.numbers._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, alibi_slopes=slopes)
         dout = torch.zeros_like(out) if dout is None else dout
         with settings.using_backend(ctx.used):
-            # Flash-attn's operators take no gradient of the LSE, and have none of their own.
+            # flash-attn's operators take no gradient of the LSE, and are not differentiable themselves.
             if torch.is_grad_enabled():
-                wanted = False, *ctx.needs_input_grad[:3]  # slopes that are trained go another way
+                wanted = False, *ctx.needs_input_grad[:3]  # a call with trained slopes does not come here
                 derived = ops.differentiable(dout, dlse, rng_state, (q, k, v, *arguments), wanted)
                 return *derived[1:], None, None, None
             if dlse is not None or is_wrapped(dout):
                 gradients = ops.backward_op(dout, out, lse, rng_state, dlse, q, k, v, *arguments)
                 return *gradients, None, None, None
             gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-            options = _options(arguments, q.shape[-1])
+            options = _operator_options(arguments, q.shape[-1])
             operator = getattr(torch.ops.flash_attn, ctx.name)
             operator(dout, q, k, v, out, lse, *gradients, *options, arguments.deterministic, rng_state)
         return *gradients, None, None, None
 
 
-def _options(arguments: Arguments, head_dim: int) -> tuple[Any, ...]:
-    """From the lengths to alibi_slopes, in the operators' order."""
+def _operator_options(arguments: Arguments, head_dim: int) -> tuple[Any, ...]:
+    """Return the arguments from the lengths to alibi_slopes, in the operators' order."""
     starts_q, starts_k, *_, alibi_slopes = arguments[:6]
     lengths = () if starts_q is None else (starts_q, starts_k, arguments.max_seqlen_q, arguments.max_seqlen_k)
     scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
@@ -127,11 +127,11 @@ def _options(arguments: Arguments, head_dim: int) -> tuple[Any, ...]:
 
 
 def _schema(function: Callable[..., object]) -> str:
-    """As torch.library infers them from flash-attn's functions."""
+    """Return the schema that torch.library infers for flash-attn's function of this name."""
     hints = typing.get_type_hints(function)
     arguments = []
     for index, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
-        # Numbers that flash-attn wants may be None for our functions.
+        # Our functions accept None for numbers that flash-attn's require.
         kind = f"Tensor(a{index}!)?" if name in _WRITTEN else SPELLINGS[hints[name]].replace("float?", "float")
         default = "" if parameter.default is parameter.empty else f"={parameter.default}"
         arguments.append(f"{kind} {name}{default}")
@@ -139,32 +139,32 @@ def _schema(function: Callable[..., object]) -> str:
     return f"({', '.join(arguments)}) -> {results}"
 
 
-def _contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With results as the fake functions promise them to compilers."""
+def _with_contiguous_results(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with contiguous results, which the fake functions promise to compilers."""
 
     @functools.wraps(function)
-    def contiguous(*arguments: Any, **named: Any) -> Any:
-        found = function(*arguments, **named)
-        return tuple(result.contiguous() for result in found) if isinstance(found, tuple) else found
+    def call(*arguments: Any, **named: Any) -> Any:
+        results = function(*arguments, **named)
+        return tuple(result.contiguous() for result in results) if isinstance(results, tuple) else results
 
-    return contiguous
+    return call
 
 
-def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What compilers are told of the results: their shapes and dtypes."""
+def _make_fake(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the fake function, which gives compilers the results' shapes and dtypes."""
     signature = inspect.signature(function)
 
     def fake(*arguments: Any, **named: Any) -> Any:
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
-        given = bound.arguments
-        q, starts = given["q"], given.get("cu_seqlens_q")
-        if "dout" in given and starts is not None:
+        values = bound.arguments
+        q, starts = values["q"], values.get("cu_seqlens_q")
+        if "dout" in values and starts is not None:
             return q.new_empty((q.shape[1], q.shape[0] + 128 * (starts.shape[0] - 1)), dtype=torch.float32)
-        rows = round_multiple(q.shape[1] if starts is None else given["max_seqlen_q"], 128)
-        if "dout" in given:
+        rows = round_multiple(q.shape[1] if starts is None else values["max_seqlen_q"], 128)
+        if "dout" in values:
             return q.new_empty((q.shape[0], q.shape[2], rows), dtype=torch.float32)
-        keys = round_multiple(given["k"].shape[1] if starts is None else given["max_seqlen_k"], 128)
-        return ops.unwritten(q, given["v"], starts, True, (rows, keys) if given["return_softmax"] else None)
+        keys = round_multiple(values["k"].shape[1] if starts is None else values["max_seqlen_k"], 128)
+        return ops.unwritten(q, values["v"], starts, True, (rows, keys) if values["return_softmax"] else None)
 
     return fake

@@ -1,6 +1,7 @@
-"""What patch() does beyond the name where it is asked for; interpreters that start patched do it by the variables.
+"""The extras of patch(): hub kernels, torch.nn.attention.varlen, PyTorch's SDPA, FlashAttention-3's name.
 
-Like the rest of naming, this needs no torch: what does is imported behind the package that it is for.
+An interpreter that starts patched applies them by their variables. Imports no torch: the modules that need it are
+imported after the package that they change.
 """
 
 from __future__ import annotations

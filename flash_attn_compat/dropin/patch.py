@@ -1,6 +1,6 @@
-"""patch(), unpatch(), patched(): one journal of undo steps behind a lock.
+"""patch(), unpatch() and patched(): one stack of undo steps behind a lock.
 
-This module decides what is done; those beside it do and undo each part.
+This module decides which changes are made; its neighbours make and undo each of them.
 """
 
 from __future__ import annotations
@@ -18,81 +18,73 @@ from flash_attn_compat import installed, settings
 from flash_attn_compat.dropin import finder, installed_package, mirror, optional, site_directory, transformers
 from flash_attn_compat.dropin.undo import set_item
 
-# Whether PyTorch's attention operators run on our kernels: on GPUs before 8.0, or on newer ones too.
-SdpaWish = bool | Literal["always"]
-
-# Of other packages than flash_attn, that can be asked for.
+SdpaRequest = bool | Literal["always"]
+# The interfaces other than flash_attn's that can be requested.
 INTERFACES = ("fa3",)
 
 _lock = threading.RLock()
 _undo: ExitStack | None = None
 _holders: set[object] = set()  # patch until unpatch(), and each open block of patched(), in any thread
-_api = ""  # the interface in force
+_api = ""  # the active interface
 
 
 def patch(
-    api: str | None = None,
-    *,
-    hub_kernels: bool = False,
-    varlen_attn: bool = False,
-    sdpa: SdpaWish = False,
+    api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False, sdpa: SdpaRequest = False,
     interfaces: Sequence[str] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Make `import flash_attn` find flash_attn_compat, here and in child processes started later.
 
     The name covers flash_attn and its submodules (the same module objects as flash_attn_compat's), the raw
-    module flash_attn_2_cuda, and the metadata of a distribution flash-attn 2.8.3. transformers accepts
-    attn_implementation="flash_attention_2" on every device, whether it was imported before or comes later.
+    module flash_attn_2_cuda, and the metadata of a distribution flash-attn 2.8.3. transformers, imported before or
+    afterwards, accepts attn_implementation="flash_attention_2" on every device.
 
-    A real flash-attn that works on this GPU is left alone: nothing is replaced. One that cannot work here (wrong
-    GPU, broken binary) runs on our functions from now on, functions imported from it before included.
+    A real flash-attn that works on this GPU stays and nothing is replaced. One that cannot work here (wrong GPU, broken
+    binary) calls our functions from now on, also through functions imported from it before.
 
-    api: "2.6" gives the interface of flash-attn 2.6.3 instead, for code written before 2.7: unpad_input returns four
-    values, private functions take and return what they did, the version is 2.6.3, and a real flash-attn is put
-    aside. By default FLASH_ATTN_COMPAT_API decides, else it is "2.8". Children inherit it.
+    A second call adds the extras that are new in it. Threads may call it at the same time.
 
-    hub_kernels: transformers' names for flash kernels on its hub, to which it sends models with attention sinks, lead
-    to our functions too (`dropin.hub_kernels.NAMES`); so does FLASH_ATTN_COMPAT_HUB_KERNELS=1.
-    interfaces: ("fa3",) lets `import flash_attn_interface`, FlashAttention-3's name, find `flash_attn_compat.fa3`,
-    unless a module of that name is there; children inherit it.
-    varlen_attn: torch.nn.attention.varlen runs on CPUs and GPUs before sm80; so does FLASH_ATTN_COMPAT_VARLEN_ATTN=1.
-    sdpa: F.scaled_dot_product_attention, and the operators under it, run on our kernels on GPUs before sm80; "always":
-        on newer ones too, where ours go first. FLASH_ATTN_COMPAT_SDPA says the same as 1 or always.
+    Args:
+        api: "2.6" gives the interface of flash-attn 2.6.3, for code written before 2.7: unpad_input returns four
+            values, private functions have their old signatures and results, the version is 2.6.3, and a real flash-attn
+            is put aside. None: as FLASH_ATTN_COMPAT_API says, else "2.8". Children inherit it.
+        hub_kernels: resolve transformers' names of flash kernels on its hub, which it uses for models with attention
+            sinks, to our functions (`dropin.hub_kernels.NAMES`); FLASH_ATTN_COMPAT_HUB_KERNELS=1 does the same
+        varlen_attn: run torch.nn.attention.varlen on CPUs and on GPUs before sm80; FLASH_ATTN_COMPAT_VARLEN_ATTN=1 does
+            the same
+        sdpa: run F.scaled_dot_product_attention, and the operators under it, on our kernels on GPUs before sm80, with
+            "always" on newer ones too, before PyTorch's; FLASH_ATTN_COMPAT_SDPA=1 or always does the same
+        interfaces: ("fa3",) makes `import flash_attn_interface`, FlashAttention-3's name, find `flash_attn_compat.fa3`
+            unless there is a module of that name; children inherit it
 
-    Calling it again adds what is newly asked for and changes nothing else; another api raises RuntimeError. Threads
-    may call it at the same time.
+    Raises ValueError for unknown values, and RuntimeError if another api is active.
     """
     _apply(patch, api, hub_kernels, varlen_attn, sdpa, interfaces)
 
 
 def unpatch() -> None:
-    """Undo patch(): sys.modules, sys.meta_path, sys.path, PYTHONPATH and transformers are as they were before.
+    """Undo patch(): restore sys.modules, sys.meta_path, sys.path, PYTHONPATH and transformers.
 
     Functions that were imported meanwhile keep working. Inside a patched() block the effect comes at its end.
     """
-    _let_go(patch)
+    _release(patch)
 
 
 @contextmanager
 def patched(
-    api: str | None = None,
-    *,
-    hub_kernels: bool = False,
-    varlen_attn: bool = False,
-    sdpa: SdpaWish = False,
+    api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False, sdpa: SdpaRequest = False,
     interfaces: Sequence[str] = (),
-) -> Iterator[None]:
-    """patch(...) for the length of a block; blocks may nest and overlap, and the last one to end undoes it."""
+) -> Iterator[None]:  # fmt: skip
+    """Apply patch(...) during a block. Blocks may nest and overlap; the end of the last one undoes it."""
     block = object()
     _apply(block, api, hub_kernels, varlen_attn, sdpa, interfaces)
     try:
         yield
     finally:
-        _let_go(block)
+        _release(block)
 
 
 def warn_of_xformers(api: str | None) -> None:
-    """It refuses the version that goes with the interface of 2.6, in its own words and at its import."""
+    """Warn if an installed xformers would refuse the interface's version: its own error at import does not say why."""
     if api == "2.6" and PathFinder.find_spec("xformers") is not None:
         warnings.warn(
             "xformers is installed here and cannot be imported beside the interface of 2.6: its version 0.0.35 accepts "
@@ -103,7 +95,7 @@ def warn_of_xformers(api: str | None) -> None:
 
 
 def _apply(
-    holder: object, api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaWish, interfaces: Sequence[str]
+    holder: object, api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaRequest, interfaces: Sequence[str]
 ) -> None:
     global _undo, _api
     if api is not None and api not in settings.APIS:
@@ -122,7 +114,7 @@ def _apply(
             warn_of_xformers(chosen)
             if api is not None:
                 set_item(os.environ, settings.API, api, added)
-            if _take_the_name(added, chosen):
+            if _provide_name(added, chosen):
                 transformers.allow_flash_attention_2(added)
             requests = {variable: asked or optional.requested_value(variable) for variable, asked in requests.items()}
             _api = chosen or "2.8"
@@ -136,8 +128,8 @@ def _apply(
         _holders.add(holder)
 
 
-def _let_go(holder: object) -> None:
-    """Undo everything once nobody holds it."""
+def _release(holder: object) -> None:
+    """Undo everything once the last holder is gone."""
     global _undo
     with _lock:
         _holders.discard(holder)
@@ -149,17 +141,17 @@ def _let_go(holder: object) -> None:
 
 
 def _forget_decisions() -> None:
-    """Whether an installed flash-attn may compute calls depends on whether it runs on our functions."""
-    memory = sys.modules.get("flash_attn_compat.core.prepared")
-    if memory is not None:
-        memory.forget()
+    """Discard prepared calls: an installed flash-attn must not serve while it runs on our functions."""
+    prepared = sys.modules.get("flash_attn_compat.core.prepared")
+    if prepared is not None:
+        prepared.forget()
 
 
-def _take_the_name(undo: ExitStack, api: str | None) -> bool:
-    """Let the name lead to us; False where a real flash-attn keeps it."""
+def _provide_name(undo: ExitStack, api: str | None) -> bool:
+    """Make the name import our package; return False if a working real flash-attn keeps it."""
     first = installed.first_spec()
     is_ours = installed.is_stand_in_spec(first)
-    if not is_ours and api != "2.6":  # whatever a real one is good for, it has not the interface of 2.6
+    if not is_ours and api != "2.6":  # a real one is replaced by the interface of 2.6, whether or not it works
         found = installed_package.find_real()
         if found is not None and found.usable:
             return False
@@ -172,7 +164,7 @@ def _take_the_name(undo: ExitStack, api: str | None) -> bool:
         installed_package.forget_modules()
         mirror.take_names_back()
     if is_ours and api is None:
-        return True  # installed for good, or inherited from a patched parent: what the path leads to is right
+        return True  # installed, or inherited from a patched parent: the path already leads to the right package
     replaced = first if is_ours else installed.real_spec()
     site_directory.put_on_path(undo, site_directory.entries(api), installed_package.path_entry(replaced))
     if not is_ours and finder.add_to_meta_path():

@@ -1,8 +1,8 @@
-"""The directory that holds the name flash_attn, and putting it on the path of this process and of its children.
+"""Put the directory with the name flash_attn on the import path of this process and of its children.
 
-site/ is an ordinary directory with a package and its metadata, so that everything that looks for flash_attn finds real
-files: find_spec, pkgutil, importlib.metadata, pkg_resources, interpreters started later. The metadata list their files
-in SOURCES.txt: by a RECORD, a pip in a child of a patched process would remove them. site_start/ holds a sitecustomize.
+site/ is an ordinary directory with a package and its metadata, so that find_spec, pkgutil, importlib.metadata,
+pkg_resources and interpreters started later find real files. Its metadata list the files in SOURCES.txt instead of
+RECORD, by which a pip in a child process would remove them. site_start/ holds a sitecustomize.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from flash_attn_compat.installed import SITE, SITE_2_6, SITE_START
 
 
 def entries(api: str | None) -> list[str]:
-    """The directories that have the name with this interface."""
+    """Return the directories with the package and metadata of this interface, in the order of sys.path."""
     return [SITE_2_6, SITE] if api == "2.6" else [SITE]
 
 
 def put_on_path(undo: ExitStack, wanted: list[str], before: str | None = None) -> None:
-    """Directories onto sys.path, and for children onto PYTHONPATH.
+    """Put directories on sys.path, and on PYTHONPATH for children.
 
-    before: a sys.path entry that they must precede.
+    before: a sys.path entry that they must precede
     """
     for entry in wanted:
         _add_to_sys_path(undo, entry, before)
@@ -38,15 +38,15 @@ def put_on_path(undo: ExitStack, wanted: list[str], before: str | None = None) -
 def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
     if entry in sys.path and (before not in sys.path or sys.path.index(entry) <= sys.path.index(before)):
         return
-    # At the end, so that anything really installed wins; children get it by PYTHONPATH, which comes first there.
+    # At the end of sys.path a really installed package wins. In children, PYTHONPATH comes first.
     follower = before if before is not None else SITE
     insert(sys.path, sys.path.index(follower) if follower in sys.path else len(sys.path), entry, undo)
 
 
 def add_to_pythonpath(undo: ExitStack, wanted: list[str]) -> None:
-    """For child processes alone: `wanted` and our sitecustomize, before everything else on PYTHONPATH.
+    """Put `wanted` and our sitecustomize at the front of PYTHONPATH, for child processes only.
 
-    A sitecustomize behind ours is run by it; a broken flash_attn behind ours is hidden.
+    Our sitecustomize runs the next one on the path. A broken flash_attn further back is hidden.
     """
     original = os.environ.get("PYTHONPATH")
     entries = original.split(os.pathsep) if original else []
@@ -62,7 +62,7 @@ def add_to_pythonpath(undo: ExitStack, wanted: list[str]) -> None:
 def _restore_pythonpath(original: str | None, changed: str, added: list[str]) -> None:
     current = os.environ.get("PYTHONPATH", "")
     if current != changed:
-        # Somebody else changed it meanwhile: take out our entries and leave theirs.
+        # Other code has changed PYTHONPATH meanwhile: remove only our entries.
         kept = [entry for entry in current.split(os.pathsep) if entry not in added]
         original = os.pathsep.join(kept) or original
     if original is None:
@@ -72,7 +72,7 @@ def _restore_pythonpath(original: str | None, changed: str, added: list[str]) ->
 
 
 def _add_to_pkg_resources(undo: ExitStack, entry: str) -> None:
-    """pkg_resources reads sys.path once, at its import: one that is loaded already gets the entry here."""
+    """Add the entry to an imported pkg_resources, which reads sys.path only once."""
     pkg_resources = sys.modules.get("pkg_resources")
     working_set = getattr(pkg_resources, "working_set", None)
     if working_set is None or entry in working_set.entries:

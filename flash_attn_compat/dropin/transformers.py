@@ -1,7 +1,7 @@
-"""Let transformers' checks for flash-attn pass on devices that flash-attn does not know (CPU, MPS), until it is undone.
+"""Let transformers' checks for flash-attn pass on devices that flash-attn does not support (CPU, MPS).
 
-With CUDA, the files of site/ alone satisfy every check, and nothing below changes what they say. Works on
-4.48 and later, whether transformers is loaded already or comes later; never imports transformers itself.
+With CUDA, the files of site/ alone pass every check, and nothing below changes the result. Works with transformers 4.48
+and later, imported before or afterwards; never imports transformers itself.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from flash_attn_compat.dropin.undo import give_back, set_item, when_imported
+from flash_attn_compat.dropin.undo import restore_later, set_item, when_imported
 
 _IMPORT_UTILS = "transformers.utils.import_utils"
 _FLASH_UTILS = "transformers.modeling_flash_attention_utils"
 _MODELING_UTILS = "transformers.modeling_utils"
 _AVAILABLE = "is_flash_attn_2_available"
-_ORIGINAL = "_flash_attn_compat_original"  # of our check: the one it replaces
+_ORIGINAL = "_flash_attn_compat_original"  # the attribute of our check that holds the replaced one
 _GUARDS = {_AVAILABLE, "is_flash_attn_available"}
 
-# Answers that transformers keeps for the life of the process (which of them exist depends on the version).
+# Checks that transformers caches for the life of the process; each version has some of them.
 _CACHED_CHECKS = (
     _AVAILABLE, "is_flash_attn_greater_or_equal", "is_flash_attn_greater_or_equal_2_10",
     "_package_distribution_mapping",
 )  # fmt: skip
-# What it keeps of a flash-attn once loaded.
+# Globals in which transformers keeps the functions of a loaded flash-attn.
 _LOADED_FUNCTIONS = (
     "_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn",
     "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn",
 )  # fmt: skip
-# Methods of PreTrainedModel that refuse a model on the CPU, and the argument that turns that refusal alone off.
+# Methods of PreTrainedModel that refuse a model on the CPU, and the argument that turns off only this check.
 _DEVICE_CHECKS = {
     "_check_and_enable_flash_attn_2": ("check_device_map", False),  # to 4.53
     "_flash_attn_2_can_dispatch": ("is_init_check", True),  # 4.54 to 5.0
     "_flash_attn_can_dispatch": ("is_init_check", True),  # 5.1 and later
 }
 
-_allowed = threading.Lock()  # held while it is let through
+_allowed = threading.Lock()  # held while flash_attention_2 is allowed
 
 
 def allow_flash_attention_2(undo: ExitStack) -> None:
-    """Let attn_implementation="flash_attention_2" through; `undo` takes back exactly what this call did."""
+    """Let transformers accept attn_implementation="flash_attention_2" until `undo` is closed."""
     if not _allowed.acquire(blocking=False):
         return
     undo.callback(_allowed.release)
-    handlers = {  # in this order: the others build on what the first replaces
+    handlers = {  # in this order: the later ones use the check that the first replaces
         _IMPORT_UTILS: _allow_in_import_utils,
         _FLASH_UTILS: _allow_in_flash_utils,
         _MODELING_UTILS: _allow_in_modeling_utils,
     }
     if _IMPORT_UTILS not in when_imported(handlers, undo):
-        _replay_guarded_code(undo)
+        _run_skipped_code(undo)
 
 
 def _allow_in_import_utils(module: ModuleType, undo: ExitStack) -> None:
@@ -76,10 +76,10 @@ def _allow_in_import_utils(module: ModuleType, undo: ExitStack) -> None:
 
 
 def _allow_in_flash_utils(module: ModuleType, undo: ExitStack) -> None:
-    give_back(module, _LOADED_FUNCTIONS, undo)
+    restore_later(module, _LOADED_FUNCTIONS, undo)
     entry = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2, {})
     checked = entry.get("general_availability_check")
-    if checked is not None:  # a module imported meanwhile took our check into its table
+    if checked is not None:  # if imported while patched, the module's table holds our check
         undo.callback(entry.__setitem__, "general_availability_check", getattr(checked, _ORIGINAL, checked))
         entry["general_availability_check"] = getattr(module, _AVAILABLE, checked)
 
@@ -101,11 +101,11 @@ def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
     setattr(is_flash_attn_2_available, _ORIGINAL, original)
     if not hasattr(original, "cache_clear"):
         return is_flash_attn_2_available
-    return functools.lru_cache(is_flash_attn_2_available)  # whose callers clear the cache that newer versions keep
+    return functools.lru_cache(is_flash_attn_2_available)  # newer versions call its cache_clear
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
-    """Rebind the check in each module that imported it by name, code downloaded at run time included."""
+    """Rebind the check in each module that imported it by name, including code downloaded at run time."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(_AVAILABLE) is old:
             setattr(module, _AVAILABLE, new)
@@ -134,12 +134,12 @@ def _without_device_check(method: Any, argument: str, value: bool) -> Any:
     return classmethod(checked) if isinstance(method, classmethod) else checked
 
 
-def _replay_guarded_code(undo: ExitStack) -> None:
-    """Run what modules of transformers 4 skipped behind `if is_flash_attn_2_available():` when they were imported."""
+def _run_skipped_code(undo: ExitStack) -> None:
+    """Run the code that modules of transformers 4 skipped at import, below `if is_flash_attn_2_available():`."""
     guarded = [name for name in list(sys.modules) if name.startswith(("transformers.models.", "transformers_modules."))]
     for name in [_FLASH_UTILS, *guarded]:
         module = sys.modules.get(name)
-        # Looked up in __dict__: a lazy module of transformers would import its content to find an attribute.
+        # getattr on a lazy module of transformers would import its content; __dict__ does not.
         if module is None or not _GUARDS & vars(module).keys():
             continue
         skipped = _skipped_code(module)
@@ -147,14 +147,14 @@ def _replay_guarded_code(undo: ExitStack) -> None:
             continue
         undo.callback(_restore_namespace, module, dict(vars(module)))
         if name == _FLASH_UTILS:
-            # Its own functions look these names up when they run, so executing it again reaches earlier importers.
+            # Its functions look these names up when they run, so a reload also reaches modules that imported them.
             importlib.reload(module)
         else:
             exec(compile(ast.Module(skipped, []), module.__file__ or name, "exec"), vars(module))
 
 
 def _skipped_code(module: ModuleType) -> list[ast.stmt]:
-    """The guarded imports of a module, and its classes that have an imported class as base (ModernBERT's rotary)."""
+    """Return a module's guarded imports, and its classes with a base class from them (ModernBERT's rotary)."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
@@ -162,7 +162,7 @@ def _skipped_code(module: ModuleType) -> list[ast.stmt]:
     imports = [
         statement
         for guard in tree.body
-        if isinstance(guard, ast.If) and _asks_for_flash_attn(guard.test)
+        if isinstance(guard, ast.If) and _is_flash_attn_check(guard.test)
         for statement in guard.body
         if isinstance(statement, (ast.Import, ast.ImportFrom))
     ]
@@ -176,7 +176,7 @@ def _skipped_code(module: ModuleType) -> list[ast.stmt]:
     return [*imports, *classes]
 
 
-def _asks_for_flash_attn(test: ast.expr) -> bool:
+def _is_flash_attn_check(test: ast.expr) -> bool:
     return isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in _GUARDS
 
 
@@ -187,13 +187,13 @@ def _restore_namespace(module: ModuleType, before: dict[str, Any]) -> None:
 
 
 def register_with_transformers(name: str = "fa2_compat") -> None:
-    """Register our attention under `name`, for attn_implementation=name, through transformers' own registry.
+    """Register our attention in transformers' own registry, for attn_implementation=`name`.
 
-    Nothing is patched and nothing takes the name flash_attn. Models that ask whether "flash" is requested (some
-    vision towers) take their other branch: also right, but without packing. Needs transformers 4.53 or later.
+    Patches nothing and leaves the name flash_attn alone. Models that look for "flash" in the implementation's name
+    (some vision towers) take their other branch: also right, but without packing. Needs transformers 4.53 or later.
 
     Raises ValueError for a name that contains "flash", which transformers takes for a kernel to download, and
-    ImportError where transformers is missing or too old.
+    ImportError if transformers is missing or too old.
     """
     if "flash" in name:
         raise ValueError(f"name must not contain 'flash': transformers looks such names up on its hub; got {name!r}")

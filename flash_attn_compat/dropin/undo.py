@@ -1,4 +1,4 @@
-"""What is changed outside of this package, each with its way back: attributes, entries, and modules imported later."""
+"""Changes outside of this package that an ExitStack undoes: attributes, entries, and modules imported later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING = object()
 
 
 def set_item(mapping: MutableMapping[str, Any], key: str, value: Any, undo: ExitStack) -> None:
-    """mapping[key] = value, until `undo` is closed. Variables of the environment are entries of os.environ."""
+    """Set mapping[key] (os.environ included) until `undo` is closed."""
     before = mapping.get(key, _MISSING)
     mapping[key] = value
     if before is _MISSING:
@@ -24,7 +24,7 @@ def set_item(mapping: MutableMapping[str, Any], key: str, value: Any, undo: Exit
 
 
 def set_attribute(target: Any, name: str, value: Any, undo: ExitStack) -> None:
-    """target.name = value, until `undo` is closed."""
+    """Set target.name until `undo` is closed."""
     before = getattr(target, name, _MISSING)
     setattr(target, name, value)
     if before is _MISSING:
@@ -34,30 +34,30 @@ def set_attribute(target: Any, name: str, value: Any, undo: ExitStack) -> None:
 
 
 def insert(entries: list[Any], index: int, entry: Any, undo: ExitStack) -> None:
-    """entries.insert(index, entry), until `undo` is closed, or until somebody else takes it out."""
+    """Insert an entry until `undo` is closed, unless it is gone by then."""
     entries.insert(index, entry)
     undo.callback(remove, entries, entry)
 
 
 def remove(entries: list[Any], entry: Any) -> None:
-    """The first of its kind, if there is one."""
+    """Remove the first such entry, if there is one."""
     if entry in entries:
         entries.remove(entry)
 
 
-def give_back(module: ModuleType, names: Iterable[str], undo: ExitStack) -> None:
-    """What the module may rebind by itself has its present value again when `undo` is closed."""
+def restore_later(module: ModuleType, names: Iterable[str], undo: ExitStack) -> None:
+    """Restore the present values of these globals when `undo` is closed: the module itself may rebind them."""
     for name in names:
         if hasattr(module, name):
             undo.callback(setattr, module, name, getattr(module, name))
 
 
 def when_imported(handlers: Mapping[str, Handler], undo: ExitStack) -> list[str]:
-    """Call each handler with the module of its name, now (in this order) or after its import, and with a journal.
+    """Call each handler with the module of its name and an ExitStack, now (in this order) or after its import.
 
-    Returns the names still waited for. Closing `undo` ends the waiting and undoes what the handlers noted.
+    Returns the names of the modules not yet imported. Closing `undo` ends the waiting and closes the handlers' stack.
     """
-    steps = ExitStack()  # of our own: the caller may have moved what `undo` holds by the time a handler runs
+    steps = ExitStack()  # not `undo`: its owner may have moved its callbacks elsewhere by the time a handler runs
     undo.callback(steps.close)
     waiting = {name: handler for name, handler in handlers.items() if name not in sys.modules}
     if waiting:
@@ -70,7 +70,7 @@ def when_imported(handlers: Mapping[str, Handler], undo: ExitStack) -> list[str]
 
 
 class _AfterImport:
-    """A finder that finds nothing by itself: it lets a handler run once a module it waits for has been executed."""
+    """A finder that leaves finding to the others and runs a handler once its module has been executed."""
 
     def __init__(self, handlers: dict[str, Handler], steps: ExitStack) -> None:
         self._handlers = handlers
@@ -81,7 +81,7 @@ class _AfterImport:
     ) -> ModuleSpec | None:
         if fullname not in self._handlers:
             return None
-        # Those before this one were asked already, and two that wait for the same module must not ask each other.
+        # Earlier finders had their turn, and two of this class that wait for one module must not call each other.
         finders = list(sys.meta_path)
         for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
             spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None

@@ -1,7 +1,7 @@
-"""torch.nn.attention.varlen (torch >= 2.10) on CPUs and GPUs that its kernels do not run on.
+"""torch.nn.attention.varlen (torch >= 2.10) on CPUs and GPUs that PyTorch's kernels do not run on.
 
-Its operators get an implementation of ours for those devices; shapes, gradients and compilation stay theirs. Needs
-torch, unlike the rest of naming, and is imported behind that module.
+Its operators get our implementation for these devices; shapes, gradients and compilation stay PyTorch's. Needs torch,
+unlike most of dropin, and is imported after torch.nn.attention.varlen.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _registered = False
 
 
 def acquire(module: ModuleType, undo: ExitStack) -> None:
-    """Compute what torch cannot, from now on until ``undo`` is closed.
+    """Serve the devices that PyTorch's kernels do not, until ``undo`` is closed.
 
-    Registered once per process: an operator keeps its kernels, so ours hand over to torch's while nobody holds them.
+    Registered once per process, since an operator keeps its kernels: ours call PyTorch's while no patch is active.
     """
     global _registered
     _holders.append(module)
@@ -37,17 +37,18 @@ def acquire(module: ModuleType, undo: ExitStack) -> None:
     for name, ours in kernels.items():
         operator: Any = getattr(module, name, None)
         for device in () if operator is None else ("cpu", "cuda", "mps"):
-            operator.register_kernel(device)(_either(ours, operator._init_fn))
+            operator.register_kernel(device)(_choose_by_device(ours, operator._init_fn))
 
 
-def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _choose_by_device(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that calls ``theirs`` on GPUs that PyTorch's kernels serve, and ``ours`` elsewhere."""
     signature = inspect.signature(theirs)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         device = bound.arguments["query"].device
-        if not _holders or (device.type == "cuda" and settings.capability(device) >= (8, 0)):  # which torch's serve
+        if not _holders or (device.type == "cuda" and settings.capability(device) >= (8, 0)):
             return theirs(*args, **kwargs)
         return ours(**bound.arguments)
 
@@ -60,8 +61,8 @@ def _forward(query: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_into(out: Tensor, **options: Any) -> Tensor:
-    found, lse = _attend(**options)
-    out.copy_(found)
+    result, lse = _attend(**options)
+    out.copy_(result)
     return lse.float()
 
 
@@ -71,9 +72,9 @@ def _attend(
     seqused_k: Any = None, block_table: Tensor | None = None, num_splits: int | None = None,
     backend: int | None = None, **unknown: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out (total_q, nheads, headdim), lse (nheads, total_q) in fp32 at least).
+    """Return out (total_q, nheads, headdim) and lse (nheads, total_q), in fp32 or fp64.
 
-    backend: PyTorch's choice between kernels of its own (from 2.15 on), none of which this device has
+    backend: PyTorch's choice between its own kernels (from 2.15 on); ignored, since this device has none of them
     """
     from flash_attn_compat.private_interface import _flash_attn_varlen_forward
 
@@ -102,7 +103,7 @@ def _backward(
     _refuse_unknown(unknown)
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if query.dtype == torch.float64:
-        # The operator hands the statistics over in fp32.
+        # The operator passes the LSE on in fp32.
         lse = _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size)[1]
     left, right = window_size or (-1, -1)
     _flash_attn_varlen_backward(
@@ -113,12 +114,12 @@ def _backward(
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
-    asked = {name: value for name, value in options.items() if value not in (None, False)}
-    if asked:
-        raise NotImplementedError(f"flash_attn_compat does not support {asked} of this torch.nn.attention.varlen")
+    unsupported = {name: value for name, value in options.items() if value not in (None, False)}
+    if unsupported:
+        raise NotImplementedError(f"flash_attn_compat does not support {unsupported} of torch.nn.attention.varlen")
 
 
 def _like(query: Tensor, out: Tensor) -> Tensor:
-    """out in the strides of torch.empty_like(query), as the operator promises to compilers."""
-    wanted = torch.empty_like(query)
-    return out if out.stride() == wanted.stride() else wanted.copy_(out)
+    """Return out with the strides of torch.empty_like(query), which the operator promises to compilers."""
+    expected = torch.empty_like(query)
+    return out if out.stride() == expected.stride() else expected.copy_(out)

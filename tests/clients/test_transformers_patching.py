@@ -188,15 +188,15 @@ class TestRegistry:
     def test_lengths_are_read_once_for_all_layers(self, monkeypatch):
         from tests.clients.models import build, run, token_ids
 
-        asked, read = [], attention_function._read
-        monkeypatch.setattr(attention_function, "_is_waited_for", lambda tensor: True)
-        monkeypatch.setattr(attention_function, "_read", lambda starts: asked.append(starts) or read(starts))
+        asked, read = [], attention_function._read_starts
+        monkeypatch.setattr(attention_function, "_waits_for_gpu", lambda tensor: True)
+        monkeypatch.setattr(attention_function, "_read_starts", lambda starts: asked.append(starts) or read(starts))
         model = build("llama", "fa2_compat")
         run(model, {"input_ids": token_ids(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])})
         assert len(asked) == 1 < model.config.num_hidden_layers
 
     def test_nobody_waits_for_the_mask(self):
-        attention_function._Tokens.of(torch.ones(2, 5, device="meta"))  # which has no numbers to wait for
+        attention_function._Tokens.from_mask(torch.ones(2, 5, device="meta"))  # which has no numbers to wait for
 
     @pytest.mark.parametrize("how", UNSEEN)
     def test_a_mask_and_positions_that_change_are_read_again_however_they_change(self, how):
@@ -217,7 +217,7 @@ class TestRegistry:
 
     @pytest.mark.parametrize("how", UNSEEN)
     def test_positions_that_are_remembered_are_never_believed_blindly(self, how, monkeypatch):
-        monkeypatch.setattr(attention_function, "_is_waited_for", lambda tensor: True)
+        monkeypatch.setattr(attention_function, "_waits_for_gpu", lambda tensor: True)
         q, positions = torch.randn(1, 2, 5, 8), torch.arange(5)[None]
         attend(q, q, q, None, position_ids=positions, is_causal=True)
         UNSEEN[how](positions, torch.arange(5)[None] + 7)  # still one sequence

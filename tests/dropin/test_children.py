@@ -85,7 +85,7 @@ def test_beside_a_flash_attn_that_works_children_get_what_was_asked_for_and_keep
 
     package = write_package(theirs, "__version__ = '2.8.0'\n")
     monkeypatch.syspath_prepend(str(theirs))
-    monkeypatch.setattr(installed_package, "_reason_against", lambda spec, undo: None)
+    monkeypatch.setattr(installed_package, "_find_fault", lambda spec, undo: None)
     patch(sdpa="always")
     answer = child("-c", WAITS + "import flash_attn; print(flash_attn.__file__)")
     assert answer.stdout.split() == ["True", str(package / "__init__.py")], answer.stderr

@@ -116,7 +116,7 @@ def test_it_refuses_beside_a_real_package(tmp_path, monkeypatch, works, told):
     write_package(tmp_path / "real", "raise ImportError('undefined symbol')\n")
     monkeypatch.syspath_prepend(str(tmp_path / "real"))
     if works:
-        monkeypatch.setattr(installation.installed_package, "_reason_against", lambda spec, undo: None)
+        monkeypatch.setattr(installation.installed_package, "_find_fault", lambda spec, undo: None)
     with pytest.raises(InstallError, match=told):
         install(tmp_path / "target")
     assert not (tmp_path / "target").exists()

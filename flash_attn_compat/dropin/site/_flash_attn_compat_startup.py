@@ -1,4 +1,4 @@
-"""For interpreter start (children of a patched process, persistent installation) and for `import flash_attn`.
+"""Runs at interpreter start (in children of a patched process, and under an installed name) and at `import flash_attn`.
 
 Every start of the interpreter pays for this file, so it imports nothing until it is needed.
 """
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def make_package_importable() -> None:
-    """Append flash_attn_compat's parent to sys.path where a child's path lacks what its patched parent had."""
+    """Append flash_attn_compat's parent to sys.path, in a child whose path lacks it."""
     import importlib.util
     import os
 
     if importlib.util.find_spec("flash_attn_compat") is not None:
         return
-    # This file's place in the package is <root>/flash_attn_compat/dropin/site/; a persistent installation is elsewhere.
+    # In the package this file is in <root>/flash_attn_compat/dropin/site/; a copy by `install` is elsewhere.
     root = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3))
     if not os.path.isfile(os.path.join(root, "flash_attn_compat", "__init__.py")):
         raise ModuleNotFoundError(
@@ -29,9 +29,9 @@ def make_package_importable() -> None:
 
 
 def put_ours_in_place(name: str) -> None:
-    """Let the module called flash_attn.X, or the raw extension's name, be flash_attn_compat's X.
+    """Make flash_attn_compat's X the module `name`, which is flash_attn.X or the raw extension.
 
-    The files of the package are for tools that look for files; one is run where no finder of ours came before it.
+    Files in site/ call this if they run, which they do only without our finder in front.
     """
     make_package_importable()
     from flash_attn_compat.dropin import finder
@@ -40,9 +40,9 @@ def put_ours_in_place(name: str) -> None:
 
 
 def with_other_distributions(path: list[str]) -> list[str]:
-    """The package's path and, as flash-attn extends it, directories that others put under its name (flash_attn.cute).
+    """Return the package's path, extended as flash-attn does by other packages' directories (flash_attn.cute).
 
-    A whole other flash-attn stays out: what this one lacks must not come from there and mix with it.
+    The directory of another complete flash-attn is left out: its modules must not mix with ours.
     """
     import os
     import pkgutil
@@ -54,16 +54,16 @@ def with_other_distributions(path: list[str]) -> list[str]:
 
 
 def wait_for_imports(sdpa: str = "", stand_in: str = "") -> None:
-    """Do what patch() does to other packages once their import starts; until then only compare names.
+    """Apply patch()'s changes to other packages once their import starts; until then only compare names.
 
-    sdpa: what FLASH_ATTN_COMPAT_SDPA is where it is not set, as install --sdpa wrote it
-    stand_in: the directory to which the name flash_attn leads whatever comes before it on sys.path; "" for none
+    sdpa: the default of FLASH_ATTN_COMPAT_SDPA, from install --sdpa
+    stand_in: the directory that provides flash_attn, whatever comes before it on sys.path; "" for none
     """
     import os
 
-    wish = os.environ.get("FLASH_ATTN_COMPAT_SDPA") or sdpa
-    if wish not in ("", "0"):
-        os.environ["FLASH_ATTN_COMPAT_SDPA"] = wish
+    value = os.environ.get("FLASH_ATTN_COMPAT_SDPA") or sdpa
+    if value not in ("", "0"):
+        os.environ["FLASH_ATTN_COMPAT_SDPA"] = value
         _awaited.add("torch")
     if stand_in:
         _Wait.stand_in = stand_in
@@ -72,7 +72,7 @@ def wait_for_imports(sdpa: str = "", stand_in: str = "") -> None:
 
 
 def catch_up() -> None:
-    """Begin to wait at `import flash_attn`, in a child of a patched process where another sitecustomize hid ours."""
+    """Start waiting at `import flash_attn`, if another sitecustomize hid ours in a child of a patched process."""
     patch = sys.modules.get("flash_attn_compat.dropin.patch")
     if _Wait in sys.meta_path or getattr(patch, "_undo", None) is not None:
         return
@@ -85,7 +85,7 @@ _awaited = {"transformers", "torch.nn.attention.varlen"}
 
 
 def _prepare(name: str) -> None:
-    """What patch() does to this package."""
+    """Apply patch()'s changes to the package `name`."""
     _awaited.discard(name)
     try:
         make_package_importable()
@@ -96,10 +96,10 @@ def _prepare(name: str) -> None:
 
 
 class _Wait:
-    """The finder that looks at what is imported: others find it."""
+    """A finder that notices imports and leaves finding to the others."""
 
     stand_in = ""
-    told = False
+    has_warned = False
 
     @classmethod
     def find_spec(cls, fullname: str, path: "Any" = None, target: "Any" = None) -> "Any":
@@ -108,32 +108,32 @@ class _Wait:
         if fullname not in _awaited:
             return None
         _prepare(fullname)
-        # What has just been put before this finder would not be asked any more.
-        return cls._found_by_others(fullname, path, target)
+        # _prepare may have put finders before this one: this import would not call them otherwise.
+        return cls._ask_others(fullname, path, target)
 
     @classmethod
-    def _found_by_others(cls, fullname: str, path: "Any", target: "Any") -> "Any":
+    def _ask_others(cls, fullname: str, path: "Any", target: "Any") -> "Any":
         finders: list[Any] = list(sys.meta_path)
         others = (finder for finder in finders if finder is not cls and hasattr(finder, "find_spec"))
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        return next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        return next((spec for spec in specs if spec is not None), None)
 
     @classmethod
     def _find_stand_in(cls, path: "Any", target: "Any") -> "Any":
-        """The spec of the stand-in, with a warning of another flash_attn that comes before it, beside a script say."""
+        """Return the stand-in's spec; warn of another flash_attn in front of it, such as a file beside a script."""
         import os
         from importlib.machinery import PathFinder
 
-        first = cls._found_by_others("flash_attn", path, target)
+        first = cls._ask_others("flash_attn", path, target)
         ours = PathFinder.find_spec("flash_attn", [cls.stand_in])
         if ours is None or first is None or not first.origin:
             return ours or first
         if os.path.realpath(first.origin) == os.path.realpath(ours.origin or ""):
             return first
-        if not cls.told:
+        if not cls.has_warned:
             import warnings
 
-            cls.told = True
+            cls.has_warned = True
             warnings.warn(
                 f"{first.origin} is not used: flash_attn_compat stands for flash_attn here, in a process started under "
                 "flash_attn_compat.patch() or flash-attn-compat run. Rename it unless it is meant to be flash-attn",

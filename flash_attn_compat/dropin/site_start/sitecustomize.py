@@ -1,6 +1,6 @@
-"""What a child process of a patched one runs at its start: what patch() did to other packages is done there too.
+"""Runs at the start of a patched process's children: there too, patch()'s changes to other packages are applied.
 
-Python imports one sitecustomize only, so the one that this file hides is run as well.
+Python imports only one sitecustomize, so this file runs the one that it hides.
 """
 
 import importlib.machinery
@@ -10,7 +10,7 @@ import sys
 
 _here = os.path.dirname(os.path.abspath(__file__))
 _site = os.path.join(os.path.dirname(_here), "site")
-# It is not where a flash-attn that works keeps the name.
+# If a working flash-attn keeps the name, site/ is not on the path.
 _has_the_name = _site in map(os.path.abspath, sys.path)
 
 sys.path.append(_site)

@@ -1,4 +1,2 @@
-"""kernels-community/flash-attn3, answered by flash_attn_compat."""
-
 from flash_attn_compat import fa3 as flash_attn_interface  # noqa: F401
 from flash_attn_compat.fa3 import *  # noqa: F403

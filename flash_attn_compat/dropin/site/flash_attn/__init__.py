@@ -1,11 +1,11 @@
-"""flash_attn as flash_attn_compat has it: the package that `import flash_attn` finds under patch() or install.
+"""The package that `import flash_attn` finds under patch() or install.
 
-Its submodules are flash_attn_compat's own module objects, put here by dropin.finder; nothing is computed here.
+Its submodules are flash_attn_compat's own module objects, put here by dropin.finder.
 """
 
 import _flash_attn_compat_startup
 
-_INSTALLED_API = None  # install --api writes its own here
+_INSTALLED_API = None  # install --api writes its value here
 
 _flash_attn_compat_startup.make_package_importable()
 _flash_attn_compat_startup.catch_up()
@@ -28,7 +28,7 @@ from flash_attn.flash_attn_interface import (  # noqa: E402, F401
     flash_attn_with_kvcache,
 )
 
-if _flash_attn_compat_api != "2.6":  # which registered no operators
+if _flash_attn_compat_api != "2.6":  # flash-attn 2.6 registers no operators
     from flash_attn_compat.dropin import operators as _operators
 
     _operators.register()
