@@ -1,4 +1,4 @@
-"""What commands that measure must know of a GPU: its memory, its speed, and whether a display's timer ends kernels."""
+"""A GPU's limits for commands that measure: memory, speed, and whether a display's timer ends long kernels."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 import flash_attn_compat
 from flash_attn_compat.backends.fused import nvrtc
 
-# Of a GPU's memory: a driver of Windows, also below WSL, moves what lies beyond into the host's instead of raising.
+# The share of a GPU's memory that may be used. Beyond it, Windows' drivers (also under WSL) use host memory silently.
 MEMORY_SHARE = 0.9
-# Seconds that one launch may take: where a timer ends it after two, and where it only takes the user's time.
+# The seconds that one launch may take: with a timer that ends it after two seconds, and without.
 _UNDER_TIMER, _OTHERWISE = 0.5, 2.0
 _EXEC_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 _BATCH, _SEQLEN, _HEADS, _HEAD_DIM = 4, 1024, 8, 64
 
 
 class Limits(NamedTuple):
-    """How much a problem may ask for: bytes of memory, and floating-point operations of one launch."""
+    """The largest problem to run: bytes of memory, and floating-point operations of one launch."""
 
     memory: float
     flops_of_launch: float
@@ -31,8 +31,8 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits(math.inf, math.inf)
 
 
-def measure(device: torch.device, dtype: torch.dtype) -> Limits:
-    """Cap this process's memory on ``device``, time a small call there, and return what problems may ask for."""
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
+    """Cap this process's memory on ``device``, time a small call there, and return the limits for problems."""
     if device.type != "cuda":
         return NO_LIMITS
     seconds = _UNDER_TIMER if has_timer(device) else _OTHERWISE
@@ -40,7 +40,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Limits:
 
 
 def cap_memory(device: torch.device) -> float:
-    """Let PyTorch raise where this process would take more than MEMORY_SHARE; returns that in bytes."""
+    """Make PyTorch raise beyond MEMORY_SHARE of the device's memory; return the share in bytes."""
     if device.type != "cuda":
         return math.inf
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -49,25 +49,28 @@ def cap_memory(device: torch.device) -> float:
 
 
 def has_timer(device: torch.device) -> bool:
-    """Whether a kernel of some seconds is ended, since a display waits for it."""
+    """Whether the driver ends a kernel after some seconds because the GPU drives a display."""
     if torch.version.hip is not None:
         return False
-    if "microsoft" in platform.release().lower():  # WSL, whose driver does not know of Windows' timer
+    if "microsoft" in platform.release().lower():  # WSL: its driver does not report Windows' timer
         return True
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
         return bool(nvrtc.driver().attribute(index, _EXEC_TIMEOUT))
-    except nvrtc.KernelError:  # no driver that can be asked
+    except nvrtc.KernelError:  # no usable driver
         return False
 
 
-def flops(nheads: int, head_dim: int, visible: float, training: bool) -> float:
-    """Of the largest launch: a forward has two products of the ``visible`` scores, dkdv four."""
+def count_flops(nheads: int, head_dim: int, visible: float, training: bool) -> float:
+    """Return the floating-point operations of the largest launch: two products of the visible scores, four in dkdv.
+
+    visible: the number of scores of one head that the mask leaves
+    """
     return 2.0 * (4 if training else 2) * nheads * head_dim * visible
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations in a second, of our kernels or whatever serves instead: the slower of the two."""
+    """Return floating-point operations per second, of our kernels or of the chosen backend, whichever is slower."""
     shape = _BATCH, _SEQLEN, _HEADS, _HEAD_DIM
     q = torch.randn(shape, dtype=dtype, device=device)
 
@@ -81,18 +84,18 @@ def _speed(device: torch.device, dtype: torch.dtype) -> float:
     slowest = _seconds(attend)
     with contextlib.suppress(flash_attn_compat.BackendNotSupported):
         slowest = max(slowest, _seconds(fused))
-    return flops(_HEADS, _HEAD_DIM, float(_BATCH * _SEQLEN**2), False) / slowest
+    return count_flops(_HEADS, _HEAD_DIM, float(_BATCH * _SEQLEN**2), False) / slowest
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The fastest of three, by the GPU's clock."""
+    """Return the fastest of three runs, by the GPU's clock."""
     run()
-    found: list[float] = []
+    times: list[float] = []
     for _ in range(3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         stop.record()
         stop.synchronize()
-        found.append(start.elapsed_time(stop) / 1e3)
-    return max(min(found), 1e-6)
+        times.append(start.elapsed_time(stop) / 1e3)
+    return max(min(times), 1e-6)

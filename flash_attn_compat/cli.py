@@ -1,4 +1,4 @@
-"""The command flash-attn-compat. Arguments and exit codes; the work is elsewhere."""
+"""The command flash-attn-compat: parses arguments, calls the module that does the work, and returns exit codes."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from flash_attn_compat.dropin import patch
 from flash_attn_compat.dropin.patch import SdpaRequest, warn_of_xformers
 from flash_attn_compat.output_path import output_path
 
-# How run and install spell patch's sdpa, and how run spells its api.
+# The options of run, and the values of patch's sdpa and api for each.
 _SDPA: dict[str, SdpaRequest] = {"--sdpa": True, "--sdpa=always": "always"}
-# What pip installs with this package, unless it was told not to; the doctor, tune and compile need both.
-_REQUIRED = "torch", "einops"
 _API = {f"--api={api}": api for api in settings.APIS}
+# This package's dependencies, which pip may have been told not to install; doctor, tune and compile need both.
+_REQUIRED = "torch", "einops"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
-    action = _action(list(sys.argv[1:] if arguments is None else arguments))
+    """Run the command line and return its exit code: 0 done, 1 refused or failed, 2 wrong usage."""
+    action = _parse_action(list(sys.argv[1:] if arguments is None else arguments))
     try:
         settings.check()
     except ValueError as error:
-        return _complain(error, 2)
+        return _report_error(error, 2)
     try:
         return action()
     except ModuleNotFoundError as error:
         if error.name not in _REQUIRED:
             raise
-        return _complain(f"{error.name} is not installed: pip install {error.name}", 2)
+        return _report_error(f"{error.name} is not installed: pip install {error.name}", 2)
 
 
-def _action(arguments: list[str]) -> Callable[[], int]:
-    """What the arguments ask for; those behind run and verify are not the command's own."""
+def _parse_action(arguments: list[str]) -> Callable[[], int]:
+    """Return the function that the arguments name. Arguments after run and verify are passed on unparsed."""
     if arguments[:1] == ["verify"]:
         return partial(verify, arguments[1:])
     if arguments[:1] == ["run"]:
-        sdpa, api = _options_of_run(arguments)
+        sdpa, api = _parse_run_options(arguments)
         if len(arguments) > 1 and arguments[1] not in ("-h", "--help"):
             return partial(run, arguments[1:], sdpa, api)
     options = _parser().parse_args(arguments)
@@ -56,14 +56,14 @@ def _action(arguments: list[str]) -> Callable[[], int]:
     return partial(options.action, options)
 
 
-def _complain(why: object, code: int = 1) -> int:
-    """Say why on stderr; returns the exit code."""
-    print(f"flash-attn-compat: {why}", file=sys.stderr)
+def _report_error(error: object, code: int = 1) -> int:
+    """Print the error on stderr and return the exit code."""
+    print(f"flash-attn-compat: {error}", file=sys.stderr)
     return code
 
 
-def _options_of_run(arguments: list[str]) -> tuple[SdpaRequest, str | None]:
-    """Taken out of `run OPTIONS... SCRIPT ...`: what follows the script is the script's."""
+def _parse_run_options(arguments: list[str]) -> tuple[SdpaRequest, str | None]:
+    """Remove run's own options, which precede the script, from ``arguments`` and return (sdpa, api)."""
     sdpa: SdpaRequest = False
     api = None
     while len(arguments) > 1:
@@ -82,13 +82,13 @@ def _options_of_run(arguments: list[str]) -> tuple[SdpaRequest, str | None]:
 
 
 def run(arguments: Sequence[str], sdpa: SdpaRequest = False, api: str | None = None) -> NoReturn:
-    """Become `python ARGUMENTS...` in an environment that finds flash_attn. sdpa, api: as patch's
+    """Replace this process by `python ARGUMENTS...` in an environment that finds flash_attn. sdpa, api: as patch's
 
-    A fresh interpreter, so that __main__, sys.path, exit code, signals and tracebacks are those of a direct run.
+    A fresh interpreter has the same __main__, sys.path, exit code, signals and tracebacks as a direct run.
     """
     patch(api, sdpa=sdpa)
     command = [sys.executable, *arguments]
-    if os.name == "nt":  # there, exec starts a child and lets the shell go on
+    if os.name == "nt":  # exec on Windows starts a child and returns to the shell at once
         sys.exit(subprocess.call(command))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -96,14 +96,14 @@ def run(arguments: Sequence[str], sdpa: SdpaRequest = False, api: str | None = N
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """`python -m verify` from anywhere. It lies in the package, or beside it in a clone; its libraries are an extra."""
+    """Run `python -m verify` and return its exit code. verify is in the package, or beside it in a clone."""
     package = Path(__file__).parent
     name = "flash_attn_compat.verify" if (package / "verify").is_dir() else "verify"
     sys.path.insert(0, str(package.parent))
     program = importlib.import_module(f"{name}.__main__")
     del sys.path[0]
-    with contextlib.suppress(FileNotFoundError):  # the folder was deleted
-        # For the kernels to be judged. Behind all libraries: a torch.py, or a rich.py, of this folder is not run.
+    with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
+        # verify imports the user's kernels from here. Last, so that a torch.py or rich.py here hides no library.
         sys.path.append(os.getcwd())
     code: int = program.main(list(arguments))
     return code
@@ -119,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "install",
         help="let every program of this environment import flash_attn",
-        description="Puts flash_attn and its metadata into this environment: every program here then imports it from "
-        "this package, notebooks included. Refused where a real flash-attn is installed.",
+        description="Puts flash_attn and its metadata into this environment, so that every program here, notebooks "
+        "included, imports this package. Refused if a real flash-attn is installed.",
     )
     command.add_argument("--target", metavar="DIR", help="instead of this interpreter's site-packages")
     command.add_argument(
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "uninstall",
-        help="remove what install put there",
+        help="remove the files that install wrote",
         description="Removes the files that install wrote into this environment and no others. This package itself "
         "stays.",
     )
@@ -146,8 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "run",
         help="run a script or module that finds flash_attn",
-        description="Runs a script or module as python itself would, and lets it import flash_attn from this "
-        "package. So do the processes that it starts. Nothing is installed.",
+        description="Runs a script or module as python itself would. It, and the processes that it starts, import "
+        "flash_attn from this package. Nothing is installed.",
         usage="%(prog)s [--api {2.6,2.8}] [--sdpa[=always]] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
         epilog="--api 2.6: the interface for code written before flash-attn 2.7. "
         "--sdpa: this package's kernels compute F.scaled_dot_product_attention too, on GPUs before compute "
@@ -157,15 +157,15 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "doctor",
-        help="describe this machine, say what serves typical calls, and check the answers",
-        description="Looks at this machine for some seconds and changes nothing. What runs on a GPU runs in child "
-        "processes, so that a kernel that breaks one is named. Exit code 0: every backend that can run computes right, "
-        "and each typical call finds one; 1: not so; 2: an environment variable has a value that it cannot have.",
+        help="describe this machine, explain typical calls, and check the answers",
+        description="Examines this machine for some seconds and changes nothing. Kernels run in child processes, so "
+        "that a kernel that breaks one is named. Exit code 0: every backend that can run computes right, and each "
+        "typical call finds one; 1: otherwise; 2: an environment variable has a wrong value.",
     )
     command.add_argument("--json", action="store_true", help="the report as one JSON object")
     command.add_argument(
         "--again", action="store_true",
-        help="forget which kernels ended a process here, so that they are tried again",
+        help="forget which kernels ended a process here, and try them again",
     )  # fmt: skip
     command.set_defaults(action=_doctor)
 
@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         "tune",
         help="find the fastest tiles and backends on this GPU, for all later calls",
         description="Times the tiles of this package's CUDA kernels and the other backends at usual calls, for "
-        "some minutes at most. Keeps the result beside the compiled kernels. Let nothing else use the GPU meanwhile.",
+        "some minutes at most. Stores the result beside the compiled kernels. Let nothing else use the GPU meanwhile.",
     )
     _add_sizes(command, "64 and 128", "bfloat16 where the GPU computes it, else float16")
     command.add_argument(
@@ -189,8 +189,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "compile",
         help="compile this package's CUDA kernels beforehand, with or without a GPU",
-        description="Compiles what models usually ask for into the cache folder: some 600 to 1,200 kernels for each "
-        "ARCH. Each takes one processor a second or two. It uses the same NVRTC as programs here will.",
+        description="Compiles the kernels of usual models into the cache folder: some 600 to 1,200 for each ARCH. "
+        "Each takes one processor a second or two. Programs here will use the same NVRTC.",
     )
     command.add_argument(
         "--for", dest="architectures", action="append", metavar="ARCH", required=True,
@@ -201,14 +201,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--sdpa",
         action="store_true",
-        help=f"what F.scaled_dot_product_attention asks for under masks, too; as {settings.SDPA}=1 says",
+        help=f"also the kernels for F.scaled_dot_product_attention with masks; {settings.SDPA}=1 does the same",
     )
     command.set_defaults(action=_compile)
     return parser
 
 
 def _add_sizes(command: argparse.ArgumentParser, head_dims: str, dtypes: str) -> None:
-    """What kernels are asked for; head_dims, dtypes: in words, those without these options"""
+    """Add the options for sizes of kernels. head_dims, dtypes: the defaults in words"""
     repeatable: dict[str, Any] = {"action": "append", "default": []}
     command.add_argument(
         "--head-dim", type=_integer(1, 512), metavar="N", help=f"default: {head_dims}; repeatable", **repeatable
@@ -231,7 +231,7 @@ def _install(options: argparse.Namespace) -> int:
     try:
         dist_info = installation.install(options.target, options.api, options.sdpa)
     except installation.InstallError as error:
-        return _complain(error)
+        return _report_error(error)
     warn_of_xformers(options.api)
     command = ["flash-attn-compat", "uninstall", *(["--target", options.target] if options.target else [])]
     print(f"installed {dist_info.name} in {dist_info.parent}; {shlex.join(command)} removes it")
@@ -242,7 +242,7 @@ def _uninstall(options: argparse.Namespace) -> int:
     try:
         removed = installation.uninstall(options.target)
     except installation.InstallError as error:
-        return _complain(error)
+        return _report_error(error)
     for dist_info in removed:
         print(f"removed {dist_info.name} from {dist_info.parent}")
     if not removed:
@@ -261,13 +261,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
     def tell(machine: doctor.Machine) -> None:
         if not options.json:
-            print(doctor.head(machine), flush=True)
+            print(doctor.format_machine(machine), flush=True)
 
     try:
         report = doctor.examine(tell)
-    except ValueError as error:  # the name of a backend, which only the backends know
-        return _complain(error, 2)
-    print(doctor.to_json(report) if options.json else f"\n{doctor.rest(report)}")
+    except ValueError as error:  # an unknown backend's name: settings.check() does not know the names
+        return _report_error(error, 2)
+    print(doctor.to_json(report) if options.json else f"\n{doctor.format_rest(report)}")
     return 0 if report.healthy else 1
 
 
@@ -276,31 +276,31 @@ def _tune(options: argparse.Namespace) -> int:
     from flash_attn_compat.backends.fused import cache, tuned
 
     try:
-        tuning = tune.of_this_gpu(options.head_dim, options.dtype, options.seqlen)
+        tuning = tune.plan_tuning(options.head_dim, options.dtype, options.seqlen)
     except tune.CannotTune as error:
-        return _complain(error)
-    cannot_keep = cache.write_error()
-    if cannot_keep and not options.json:
-        return _complain(cannot_keep)
-    tuning.ask_all()
-    is_kept = bool(tuning.card.times) and tuned.store_card(tuning.card)  # before anything that may end the process
+        return _report_error(error)
+    write_error = cache.write_error()
+    if write_error and not options.json:
+        return _report_error(write_error)
+    tuning.run_all()
+    is_stored = bool(tuning.card.times) and tuned.store_card(tuning.card)  # before anything that may end the process
     print(*tuning.summary(), sep="\n")
     for failure in tuning.failures:
-        _complain(f"could not time {failure}")
+        _report_error(f"could not time {failure}")
     code = _write(options.json, tuned.to_row(tuning.card)) if options.json else 0
     if not tuning.card.times:
-        return _complain("nothing could be compared")
-    if not is_kept:
-        return _complain("the result could not be written, so later calls do not use it")
+        return _report_error("nothing could be compared")
+    if not is_stored:
+        return _report_error("the result could not be written, so later calls do not use it")
     return code
 
 
 def _write(path: Path, line: str) -> int:
-    """Write a file of one line; returns the exit code."""
+    """Write a file of one line and return the exit code."""
     try:
         path.write_text(line + "\n", encoding="utf-8")
     except OSError as error:
-        return _complain(f"cannot write {path}: {error.strerror}")
+        return _report_error(f"cannot write {path}: {error.strerror}")
     print(f"wrote {path}")
     return 0
 
@@ -314,20 +314,20 @@ def _compile(options: argparse.Namespace) -> int:
     try:
         numbers = {architecture: aot.parse_architecture(architecture) for architecture in options.architectures}
     except KernelError as error:
-        return _complain(error, 2)
-    if cannot_keep := cache.write_error():
-        return _complain(cannot_keep)
+        return _report_error(error, 2)
+    if write_error := cache.write_error():
+        return _report_error(write_error)
     masks = options.sdpa or settings.value_of(settings.SDPA) in ("1", "always")
-    wanted = [
+    jobs = [
         (variant, architecture)
         for architecture, number in numbers.items()
         for variant in variants.made_for(aot.common_kinds(number, options.head_dim, options.dtype, masks))
     ]
-    print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
-    made, errors = aot.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))
-    print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.describe_folder()}")
+    print(f"{len(jobs)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
+    compiled, errors = aot.compile_all(jobs, lambda jobs: progress.show_progress(jobs, lambda job: ""))
+    print(f"{compiled} kernels compiled, {len(jobs) - compiled - len(errors)} were there: {cache.describe_folder()}")
     for message in dict.fromkeys(errors):
-        _complain(message)
+        _report_error(message)
     return 1 if errors else 0
 
 

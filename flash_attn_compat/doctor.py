@@ -1,7 +1,7 @@
-"""flash-attn-compat doctor: what this machine is, what serves here, whether it computes right, who sees flash_attn.
+"""flash-attn-compat doctor: describes the machine, explains typical calls, checks answers, tests who finds flash_attn.
 
-examine() gathers a Report of plain values; to_text and to_json show it. Nothing is changed or installed. What may break
-a GPU's context runs in child processes, after the machine is known.
+examine() returns a Report of plain values; to_text and to_json format it. Nothing is changed or installed. Steps that
+may break a GPU's context run in child processes, after the machine has been described.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flash_attn_compat.backends.fused import cache, faults, nvrtc, tensor_cores,
 from flash_attn_compat.core.features import dtype_name
 from flash_attn_compat.dropin import install, installed_package
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
-from flash_attn_compat.isolation import Ended, in_children, may_break
+from flash_attn_compat.isolation import Ended, may_break, run_in_children
 from flash_attn_compat.self_check import Check
 from flash_attn_compat.torch_sdpa import override
 
@@ -41,18 +41,18 @@ class Machine:
     python: str
     system: str
     torch: str
-    device: str  # where the calls below would run: cuda:0, mps or cpu
+    device: str  # the device of the calls below: cuda:0, mps or cpu
     device_name: str
     capability: str | None
     built_for: list[str]  # the architectures that this PyTorch binary has code for
     has_code_for_device: bool
-    kernels: list[str]  # this package's own: what compiles them, where they are kept, how fast they are
+    kernels: list[str]  # this package's own: their compiler, cache folder and tuning results
     settings: dict[str, str]  # the FLASH_ATTN_COMPAT_ variables that are set
 
 
 @dataclass(frozen=True)
 class TypicalCall:
-    """A call as models make it: who would serve it, and what speaks against each other backend."""
+    """A call as models make it: the backend that would serve it, and each backend's reasons to decline it."""
 
     name: str
     backend: str | None
@@ -61,7 +61,7 @@ class TypicalCall:
 
 @dataclass(frozen=True)
 class Name:
-    """What answers to flash_attn here, and what the ways of looking for it find."""
+    """The package that `import flash_attn` finds here, and the result of each way to look for it."""
 
     answered_by: str
     real_location: str | None
@@ -76,81 +76,83 @@ class Report:
     version: str
     machine: Machine
     calls: list[TypicalCall]
-    sdpa: dict[str, str]  # F.scaled_dot_product_attention: whether it is switched on, who would serve typical calls
+    sdpa: dict[str, str]  # F.scaled_dot_product_attention: whether it is switched on, and who would serve typical calls
     checks: list[Check]
-    faults: list[str]  # kernels that ended a process here, and so are refused
+    faults: list[str]  # kernels that ended a process here and are refused since
     name: Name
 
     @property
     def healthy(self) -> bool:
-        """Every backend that takes a call computes it right, and each typical call finds one."""
+        """Whether every check passed and each typical call has a backend."""
         return all(check.passed for check in self.checks) and all(call.backend for call in self.calls)
 
 
 def examine(tell: Callable[[Machine], None] = lambda machine: None) -> Report:
-    """Look at this machine; takes a few seconds. tell: gets the machine before anything runs on its GPU"""
-    device = _device()
-    machine = _machine(device)
+    """Examine this machine for a few seconds. tell: called with the machine before anything runs on its GPU"""
+    device = _choose_device()
+    machine = _examine_machine(device)
     tell(machine)
     calls: list[TypicalCall] = []
     sdpa: dict[str, str] = {}
     checks: list[Check] = []
-    labels = _labels(device)
-    results = in_children(len(labels), _steps, device) if may_break(device.type) else _steps(0, device)
-    for (asked, what), result in zip(labels, results):
+    labels = _list_labels(device)
+    results = run_in_children(len(labels), _run_steps, device) if may_break(device.type) else _run_steps(0, device)
+    for (backend, case), result in zip(labels, results):
         if isinstance(result, Ended):
-            checks.append(Check(asked, what, False, result.how))
+            checks.append(Check(backend, case, False, result.how))
         elif isinstance(result, list):
             calls = result
         elif isinstance(result, dict):
             sdpa = result
         elif result is not None:
             checks.append(result)
-    return Report(flash_attn_compat.__version__, machine, calls, sdpa, checks, faults.list_reasons(), _name())
+    return Report(flash_attn_compat.__version__, machine, calls, sdpa, checks, faults.list_reasons(), _examine_name())
 
 
 _Result = list[TypicalCall] | dict[str, str] | Check | None
 
 
-def _labels(device: torch.device) -> list[tuple[str, str]]:
-    """Of each of ``_steps``: who is asked, and what."""
-    whole = [("dispatch", "typical calls"), ("dispatch", "F.scaled_dot_product_attention")]
-    return [*whole, *((part.backend, part.name) for part in self_check.parts(device))]
+def _list_labels(device: torch.device) -> list[tuple[str, str]]:
+    """Return the backend and case of each step of ``_run_steps``, for the check of a step whose process ended."""
+    explained = [("dispatch", "typical calls"), ("dispatch", "F.scaled_dot_product_attention")]
+    return [*explained, *((part.backend, part.name) for part in self_check.list_parts(device))]
 
 
-def _steps(first: int, device: torch.device) -> Iterator[_Result]:
-    """What a report says that may take a GPU, from number ``first`` on."""
-    parts = [partial(self_check.check_part, part, device) for part in self_check.parts(device)]
-    steps: list[Callable[[], _Result]] = [partial(_typical_calls, device), partial(_sdpa, device), *parts]
+def _run_steps(first: int, device: torch.device) -> Iterator[_Result]:
+    """Yield the results of the steps that may break a GPU's context, from number ``first`` on."""
+    parts = [partial(self_check.check_part, part, device) for part in self_check.list_parts(device)]
+    steps: list[Callable[[], _Result]] = [partial(_explain_calls, device), partial(_explain_sdpa, device), *parts]
     yield from (step() for step in steps[first:])
 
 
 def to_json(report: Report) -> str:
+    """Return the report as one JSON object."""
     return json.dumps({**asdict(report), "healthy": report.healthy}, indent=2)
 
 
 def to_text(report: Report) -> str:
-    return f"{head(report.machine)}\n\n{rest(report)}"
+    """Return the report as text for a terminal."""
+    return f"{format_machine(report.machine)}\n\n{format_rest(report)}"
 
 
-def head(machine: Machine) -> str:
-    """The first part of the text."""
-    return _sections({f"flash-attn-compat {flash_attn_compat.__version__}": [], "Machine": _machine_lines(machine)})
+def format_machine(machine: Machine) -> str:
+    """Return the first part of the text, which needs no call on the GPU."""
+    return _sections({f"flash-attn-compat {flash_attn_compat.__version__}": [], "Machine": _format_facts(machine)})
 
 
-def rest(report: Report) -> str:
-    """The text behind ``head``."""
-    refused = {"Kernels that are refused here": [line for fault in report.faults for line in _wrapped("  ", fault)]}
+def format_rest(report: Report) -> str:
+    """Return the text after ``format_machine``."""
+    refused = {"Kernels that are refused here": [line for fault in report.faults for line in _wrap("  ", fault)]}
     return _sections(
         {
-            "What would serve": _columns({call.name: call.backend or "NOTHING" for call in report.calls}),
-            "Backends, in the order in which they are asked": _columns(_about_backends(report.calls)),
-            "F.scaled_dot_product_attention": _columns(report.sdpa),
-            "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _check_lines(
+            "What would serve": _format_columns({call.name: call.backend or "NOTHING" for call in report.calls}),
+            "Backends, in the order in which they are asked": _format_columns(_format_backends(report.calls)),
+            "F.scaled_dot_product_attention": _format_columns(report.sdpa),
+            "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _format_checks(
                 report.checks
             ),
             **(refused if report.faults else {}),
-            "The name flash_attn": _name_lines(report.name),
+            "The name flash_attn": _format_name(report.name),
             "All well." if report.healthy else f"Something is wrong: see NOTHING and FAIL above. {_ADVICE}": [],
         }
     )
@@ -160,7 +162,7 @@ def _sections(sections: dict[str, list[str]]) -> str:
     return "\n\n".join("\n".join([title, *lines]) for title, lines in sections.items())
 
 
-def _machine_lines(machine: Machine) -> list[str]:
+def _format_facts(machine: Machine) -> list[str]:
     code = "yes" if machine.has_code_for_device else "NO: this PyTorch cannot run on this GPU"
     without = "; no GPU or no driver found" if machine.built_for and machine.device == "cpu" else ""
     facts = {
@@ -172,51 +174,51 @@ def _machine_lines(machine: Machine) -> list[str]:
         "own kernels": machine.kernels[0],
         **machine.settings,
     }
-    return [*_columns(facts), *(f"    {line}" for line in machine.kernels[1:])]
+    return [*_format_columns(facts), *(f"    {line}" for line in machine.kernels[1:])]
 
 
-def _check_lines(checks: list[Check]) -> list[str]:
+def _format_checks(checks: list[Check]) -> list[str]:
     widths = [max((len(text) for text in column), default=0) for column in zip(*((c.backend, c.case) for c in checks))]
     return [
         f"  {'ok  ' if c.passed else 'FAIL'}  {c.backend:{widths[0]}}  {c.case:{widths[1]}}  {c.detail}" for c in checks
     ]
 
 
-def _name_lines(name: Name) -> list[str]:
+def _format_name(name: Name) -> list[str]:
     facts = {"answered by": name.answered_by}
     if name.real_location:
         state = f"cannot serve: {name.real_unusable_because}" if name.real_unusable_because else "works here"
         facts["real flash-attn"] = f"{name.real_version or 'version unknown'} in {name.real_location}; {state}"
     facts["installed in"] = ", ".join(name.installed_in) or "nowhere (flash-attn-compat install)"
-    return _columns({**facts, **name.looks})
+    return _format_columns({**facts, **name.looks})
 
 
-def _about_backends(calls: list[TypicalCall]) -> dict[str, str]:
-    """Of each backend how many of the calls it serves, and each reason against it once."""
-    found = {}
+def _format_backends(calls: list[TypicalCall]) -> dict[str, str]:
+    """Return by backend: how many of the calls it serves, and each of its reasons to decline once."""
+    rows = {}
     for name in dict.fromkeys(name for call in calls for name in call.reasons):
         reasons = dict.fromkeys(reason for call in calls for reason in call.reasons.get(name, []))
         served = sum(call.backend == name for call in calls)
         able = sum(not call.reasons.get(name, [""]) for call in calls)
-        does = [f"serves {served} of these calls"] if served else [f"could serve {able} of them"] if able else []
-        found[name] = "; ".join([*does, *reasons])
-    return found
+        counts = [f"serves {served} of these calls"] if served else [f"could serve {able} of them"] if able else []
+        rows[name] = "; ".join([*counts, *reasons])
+    return rows
 
 
-def _columns(rows: dict[str, str]) -> list[str]:
+def _format_columns(rows: dict[str, str]) -> list[str]:
     width = max(map(len, rows), default=0)
     lines = []
     for label, text in rows.items():
         head = f"  {label:{width}}  "
-        lines += _wrapped(head, text) or [head]
+        lines += _wrap(head, text) or [head]
     return lines
 
 
-def _wrapped(head: str, text: str) -> list[str]:
+def _wrap(head: str, text: str) -> list[str]:
     return textwrap.wrap(text, 110, initial_indent=head, subsequent_indent=" " * len(head))
 
 
-def _device() -> torch.device:
+def _choose_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if torch.backends.mps.is_available():
@@ -224,9 +226,9 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _machine(device: torch.device) -> Machine:
+def _examine_machine(device: torch.device) -> Machine:
     build = (torch.version.cuda and f"CUDA {torch.version.cuda}") or (torch.version.hip and f"ROCm {torch.version.hip}")
-    capability, built_for, has_code = None, _built_for(), True
+    capability, built_for, has_code = None, _find_architectures(), True
     device_name = platform.processor() or platform.machine()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -245,46 +247,45 @@ def _machine(device: torch.device) -> Machine:
         capability=capability,
         built_for=built_for,
         has_code_for_device=has_code,
-        kernels=kernels(device),
+        kernels=describe_kernels(device),
         settings={name: value for name, value in sorted(os.environ.items()) if name.startswith(settings.PREFIX)},
     )
 
 
-def _built_for() -> list[str]:
-    """The GPU architectures of this PyTorch build, with or without a driver here; empty for a build for CPUs."""
+def _find_architectures() -> list[str]:
+    """Return the GPU architectures of this PyTorch build, even without a driver; empty for a CPU build."""
     if torch.cuda.is_available():
         return torch.cuda.get_arch_list()
-    architectures = getattr(torch._C, "_cuda_getArchFlags", None)  # get_arch_list answers none without a driver
+    architectures = getattr(torch._C, "_cuda_getArchFlags", None)  # get_arch_list returns none without a driver
     if architectures is not None:
         return str(architectures() or "").split()
     return ["MPS"] if torch.backends.mps.is_built() else []
 
 
-def kernels(device: torch.device) -> list[str]:
-    """What compiles and keeps this package's kernels, or why there are none, and then what is known of their speed."""
+def describe_kernels(device: torch.device) -> list[str]:
+    """Return lines on our kernels' compiler and cache folder and the tuning results, or why they cannot run here."""
     if device.type != "cuda" or torch.version.hip is not None:
         return ["none: they are for NVIDIA GPUs"]
-    lacking = nvrtc.decline_reason()
-    if lacking is not None:
-        return [f"none: {lacking}"]
+    reason = nvrtc.decline_reason()
+    if reason is not None:
+        return [f"none: {reason}"]
     index = torch.cuda.current_device() if device.index is None else device.index
     version, driver = (".".join(map(str, each)) for each in (nvrtc.compiler().version, nvrtc.driver().version))
-    made = f"for {nvrtc.target(index).architecture} by NVRTC {version}, driver for CUDA {driver}"
-    without = (
-        [] if tensor_cores.stored_result(index) is not False else ["this GPU has no tensor cores: use float32 there"]
-    )
-    return [f"{made}, kept in {cache.describe_folder()}", *without, *tuned.summarize(str(settings.gpu(device)))]
+    compiler = f"for {nvrtc.target(index).architecture} by NVRTC {version}, driver for CUDA {driver}"
+    lacks_tensor_cores = tensor_cores.stored_result(index) is False
+    advice = ["this GPU has no tensor cores: use float32 there"] if lacks_tensor_cores else []
+    return [f"{compiler}, kept in {cache.describe_folder()}", *advice, *tuned.summarize(str(settings.gpu(device)))]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a binary built for these (sm_75, compute_90) runs on a GPU of this capability.
+    """Whether a binary built for these architectures (sm_75, compute_90) runs on a GPU of this capability.
 
-    Machine code runs within its major version from its minor on; compute_ is code that drivers translate for any
-    later GPU.
+    Machine code (sm) runs on capabilities of the same major version and at least its minor one. Drivers compile
+    compute code for any later GPU.
     """
     for architecture in built_for:
         kind, _, digits = architecture.partition("_")
-        digits = digits.rstrip("af")  # sm_90a: for that capability alone, which the comparison below allows too
+        digits = digits.rstrip("af")  # sm_90a runs on 9.0 only; the comparison below is the same for it
         if not digits.isdigit():
             continue
         major, minor = int(digits[:-1]), int(digits[-1])
@@ -295,7 +296,7 @@ def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:
     return False
 
 
-def _typical_calls(device: torch.device) -> list[TypicalCall]:
+def _explain_calls(device: torch.device) -> list[TypicalCall]:
     half = torch.float16 if device.type != "cpu" else torch.bfloat16
 
     def tensor(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -328,7 +329,7 @@ def _typical_calls(device: torch.device) -> list[TypicalCall]:
     return [TypicalCall(name, found.backend, found.reasons) for name, found in explained.items()]
 
 
-def _sdpa(device: torch.device) -> dict[str, str]:
+def _explain_sdpa(device: torch.device) -> dict[str, str]:
     def tensor(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float16, device=device)
 
@@ -342,42 +343,42 @@ def _sdpa(device: torch.device) -> dict[str, str]:
         "a mask": lambda: sdpa(q, q, q, attn_mask=seen),
     }
     policy = override.active_policy()
-    found = {"switched on": "no (patch(sdpa=True), run --sdpa, install --sdpa)" if policy is None else "yes"}
+    rows = {"switched on": "no (patch(sdpa=True), run --sdpa, install --sdpa)" if policy is None else "yes"}
     with override.sdpa():
         for name, call in calls.items():
             try:
                 explanation = flash_attn_compat.explain(call)
-            except ValueError:  # nobody was asked
-                return {**found, "here": "PyTorch's own: ours is for NVIDIA GPUs"}
-            because = "; ".join(explanation.reasons["fused"])
-            found[name] = f"PyTorch's own: {because}" if because else "our kernels, where it is switched on"
-    return found
+            except ValueError:  # the call did not reach our operator
+                return {**rows, "here": "PyTorch's own: ours is for NVIDIA GPUs"}
+            reasons = "; ".join(explanation.reasons["fused"])
+            rows[name] = f"PyTorch's own: {reasons}" if reasons else "our kernels, where it is switched on"
+    return rows
 
 
-def _name() -> Name:
-    found = installed_package.find_real()
+def _examine_name() -> Name:
+    real = installed_package.find_real()
     return Name(
-        answered_by=_who_answers(found),
-        real_location=found.location if found else None,
-        real_version=found.version if found else None,
-        real_unusable_because=found.unusable_because if found else None,
+        answered_by=_describe_answer(real),
+        real_location=real.location if real else None,
+        real_version=real.version if real else None,
+        real_unusable_because=real.unusable_because if real else None,
         installed_in=[str(dist_info.parent) for dist_info in install.installed()],
-        looks=_looks(),
+        looks=_collect_looks(),
     )
 
 
-def _who_answers(found: RealFlashAttn | None) -> str:
-    if installed.swapped() is not None:
+def _describe_answer(real: RealFlashAttn | None) -> str:
+    if installed.swapped_package() is not None:
         return "the real flash-attn, running on flash_attn_compat's functions (patched)"
-    spec = installed.first_spec()
+    spec = installed.find_first_spec()
     if is_stand_in_spec(spec):
         patched = spec is not None and Path(spec.origin or "").is_relative_to(SITE)
         return f"flash_attn_compat ({'patched, here or by the parent process' if patched else 'installed'})"
-    return "nothing: import flash_attn fails" if found is None else "the real flash-attn"
+    return "nothing: import flash_attn fails" if real is None else "the real flash-attn"
 
 
-def _looks() -> dict[str, str]:
-    """What each way of looking finds, named with clients that look that way."""
+def _collect_looks() -> dict[str, str]:
+    """Return the result of each way to look for flash_attn, named with clients that use it."""
     looks: dict[str, Callable[[], Any]] = {
         "find_spec (diffusers, axolotl)": lambda: getattr(importlib.util.find_spec("flash_attn"), "origin", "nothing"),
         "metadata (TransformerEngine, gpt-neox)": lambda: importlib.metadata.version("flash-attn"),
@@ -387,15 +388,15 @@ def _looks() -> dict[str, str]:
         "a child process (torchrun, accelerate)": _child_sees,
         "transformers": _transformers_sees,
     }
-    return {name: _answer(look) for name, look in looks.items()}
+    return {name: _describe_result(look) for name, look in looks.items()}
 
 
-def _answer(look: Callable[[], Any]) -> str:
+def _describe_result(look: Callable[[], Any]) -> str:
     try:
         return str(look())
     except importlib.metadata.PackageNotFoundError:
         return "nothing"
-    except Exception as error:  # noqa: BLE001  it is the answer
+    except Exception as error:  # noqa: BLE001  the error is the result
         return f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""Which flash_attn this environment holds: a real one, or this package's stand-in for the name. Nothing is imported."""
+"""Find out which flash_attn this environment has, a real one or our stand-in for the name, without importing it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ EXTENSION = "flash_attn_2_cuda"
 SITE = str(Path(__file__).resolve().parent / "dropin" / "site")
 # A sitecustomize, for child processes.
 SITE_START = str(Path(__file__).resolve().parent / "dropin" / "site_start")
-# Metadata of flash-attn 2.6.3 alone: it precedes SITE where that interface is asked for.
+# Only the metadata of flash-attn 2.6.3: it precedes SITE on the path under the interface of 2.6.
 SITE_2_6 = str(Path(__file__).resolve().parent / "dropin" / "site_2_6")
 # FlashAttention-3's name.
 SITE_FA3 = str(Path(__file__).resolve().parent / "dropin" / "site_fa3")
-# What the __init__ of a stand-in, and of no real flash_attn, names.
+# A word in the __init__ of every stand-in, and of no real flash_attn.
 _MARK = "flash_attn_compat"
 
 
 @dataclass(frozen=True)
 class RealFlashAttn:
-    """A flash-attn that is not ours: where it lies, its version, and why it cannot serve here (None: it can)."""
+    """A real flash-attn: its directory, its version, and why it cannot serve here (None if it can)."""
 
     location: str
     version: str | None
@@ -38,8 +38,8 @@ class RealFlashAttn:
 _swapped: RealFlashAttn | None = None
 
 
-def swapped() -> RealFlashAttn | None:
-    """The real package that runs on our functions at present: to call it would go in circles."""
+def swapped_package() -> RealFlashAttn | None:
+    """Return the real package that now calls our functions, or None. Calling it would recurse."""
     return _swapped
 
 
@@ -58,21 +58,24 @@ def is_stand_in_spec(spec: ModuleSpec | None) -> bool:
         return False
 
 
-def first_spec(path: list[str] | None = None) -> ModuleSpec | None:
-    """What the finders find for flash_attn, whatever sys.modules holds; `path` stands in for sys.path."""
+def find_first_spec(path: list[str] | None = None) -> ModuleSpec | None:
+    """Return the spec that the import system finds for flash_attn, or None. sys.modules does not matter.
+
+    path: used instead of sys.path
+    """
     for finder in sys.meta_path:
         leads_to_stand_in = path is not None and hasattr(finder, "stand_in")
         if hasattr(finder, "find_spec") and not leads_to_stand_in:
             spec = finder.find_spec("flash_attn", path if finder is PathFinder else None)
-            # A directory without __init__ (a stray folder, FlashAttention 4 by itself) is no flash-attn 2.
+            # A directory without __init__ (a stray folder, or FlashAttention 4 alone) is no flash-attn 2.
             if spec is not None and spec.origin is not None:
                 return spec
     return None
 
 
-def real_spec() -> ModuleSpec | None:
-    """The spec of a flash_attn that is not our stand-in, even where the stand-in comes first."""
-    spec = first_spec([entry for entry in sys.path if not _holds_stand_in(entry)])
+def find_real_spec() -> ModuleSpec | None:
+    """Return the spec of a real flash_attn, even if our stand-in comes before it; None if there is none."""
+    spec = find_first_spec([entry for entry in sys.path if not _holds_stand_in(entry)])
     return None if is_stand_in_spec(spec) else spec
 
 
@@ -80,24 +83,24 @@ def _holds_stand_in(entry: str) -> bool:
     return entry in (SITE, SITE_2_6) or is_stand_in_spec(PathFinder.find_spec("flash_attn", [entry]))
 
 
-def location() -> str | None:
-    """The directory of that package, or None."""
-    return _location_on(tuple(sys.path))
+def find_location() -> str | None:
+    """Return the directory of the real flash_attn, or None."""
+    return _find_location(tuple(sys.path))
 
 
-def error_line(error: BaseException) -> str:
-    """An error of somebody else's package in a line: its type, and the first line of what it says."""
+def format_error(error: BaseException) -> str:
+    """Return an error of another package in one line: its type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 @functools.lru_cache(maxsize=8)
-def _location_on(path: tuple[str, ...]) -> str | None:
-    spec = real_spec()
+def _find_location(path: tuple[str, ...]) -> str | None:
+    spec = find_real_spec()
     return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
 
 
-def stated_version(location: str) -> tuple[int, ...] | None:
-    """(major, minor) as the package's own file states it, read without importing it."""
+def read_version(location: str) -> tuple[int, ...] | None:
+    """Return (major, minor) from the package's __init__ file, without importing it; None if it states none."""
     try:
         text = (Path(location) / "__init__.py").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Work that may break the GPU's context, done in child processes: what breaks one is named, and another one goes on."""
+"""Run steps that may break the GPU's context in child processes: the breaking step is named, and the others go on."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ import torch
 
 Result = TypeVar("Result")
 
-# Child processes that may end before their work is done; each takes seconds to start.
+# The number of child processes that may end early; each takes seconds to start.
 MOST_ENDED = 12
 _SAFE_PATH = "PYTHONSAFEPATH"
 _START = "spawn"  # a copy of this process could not use its GPU
-_starting = threading.Lock()  # the environment that a child starts with is this process's own
+_starting = threading.Lock()  # a child inherits os.environ, which starting one changes for a moment
 
 
 class Ended:
-    """Instead of a step's result: the child process ended in the middle of the step. ``how``, in words"""
+    """Stands for the result of a step during which the child process ended. how: how it ended, in words"""
 
     def __init__(self, how: str) -> None:
         self.how = how
 
 
 class NotDone(Ended):
-    """Instead of the result of a step that no child process took, since too many had ended before."""
+    """Stands for the result of a step that was not run, since too many child processes had ended."""
 
 
 def may_break(device_type: str) -> bool:
-    """Whether a wrong kernel ends a process's use of such a device."""
+    """Whether a wrong kernel can make this type of device unusable for its process."""
     return device_type == "cuda"
 
 
-def in_children(count: int, steps: Callable[..., Iterable[Result]], *arguments: Any) -> Iterator[Result | Ended]:
-    """The results of ``steps(first, *arguments)``, which yields those of ``count`` steps from number ``first`` on.
+def run_in_children(count: int, steps: Callable[..., Iterable[Result]], *arguments: Any) -> Iterator[Result | Ended]:
+    """Yield the results of ``count`` steps, run in child processes; Ended for a step during which its child ended.
 
-    steps: a function that a new interpreter can import; with its arguments and results it must be picklable
-    A step that leaves the GPU unusable is the last of its child; another child takes the steps behind it. After
-    MOST_ENDED children the rest is NotDone. Raises what ``steps`` raises.
+    steps: ``steps(first, *arguments)`` yields the results from number ``first`` on. A new interpreter must be able to
+        import it, and it, its arguments and its results must be picklable.
+
+    A child ends after a step that leaves the GPU unusable, and another child goes on. After MOST_ENDED children the
+    remaining steps are NotDone. Raises the exceptions of ``steps``.
     """
     done = ended = 0
     while done < count and ended < MOST_ENDED:
-        for result in _of_one_child(steps, done, arguments):
+        for result in _run_one_child(steps, done, arguments):
             done += 1
             yield result
         ended += 1
@@ -59,8 +61,8 @@ def in_children(count: int, steps: Callable[..., Iterable[Result]], *arguments: 
         yield NotDone(f"not done: {MOST_ENDED} processes ended before")
 
 
-def side_by_side(iterators: Sequence[Iterator[Result]]) -> list[Iterator[Result]]:
-    """The same iterators, each advanced by a thread of its own, which runs ahead of its reader."""
+def read_concurrently(iterators: Sequence[Iterator[Result]]) -> list[Iterator[Result]]:
+    """Return the iterators, each advanced by its own thread ahead of its reader."""
 
     def advance(iterator: Iterator[Result], results: SimpleQueue[tuple[bool, Any]]) -> None:
         try:
@@ -87,27 +89,27 @@ def side_by_side(iterators: Sequence[Iterator[Result]]) -> list[Iterator[Result]
     return [read(results) for results in queues]
 
 
-def _of_one_child(
+def _run_one_child(
     steps: Callable[..., Iterable[Result]], first: int, arguments: tuple[Any, ...]
 ) -> Iterator[Result | Ended]:
     context: Any = multiprocessing.get_context(_START)
     receiver, sender = context.Pipe(duplex=False)
-    asked = pickle.dumps((steps, first, arguments))
-    child = context.Process(target=_serve, args=(sender, _home(steps), asked), daemon=True)
+    task = pickle.dumps((steps, first, arguments))
+    child = context.Process(target=_run_task, args=(sender, _find_import_folder(steps), task), daemon=True)
     with _starting, _without_current_folder():
         child.start()
     sender.close()
     try:
         while True:
-            said, value = receiver.recv()
-            if said == "over":
+            kind, value = receiver.recv()
+            if kind == "over":
                 return
-            if said == "raised":
+            if kind == "raised":
                 raise value
             yield value
     except (EOFError, ConnectionResetError):
         child.join()
-        yield Ended(_in_words(child.exitcode))
+        yield Ended(_describe_exit(child.exitcode))
     finally:
         receiver.close()
         child.terminate()
@@ -116,9 +118,9 @@ def _of_one_child(
 
 @contextlib.contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Interpreters that start inside import nothing from the current folder, until they have this one's sys.path.
+    """Keep interpreters that start in the block from importing the current folder's files (from Python 3.11 on).
 
-    From Python 3.11 on.
+    Later they get this process's sys.path.
     """
     before = os.environ.get(_SAFE_PATH)
     os.environ[_SAFE_PATH] = "1"
@@ -131,25 +133,28 @@ def _without_current_folder() -> Iterator[None]:
             os.environ[_SAFE_PATH] = before
 
 
-def _home(function: Callable[..., Any]) -> str:
-    """The folder from which its module was imported, which need not be on sys.path any more."""
+def _find_import_folder(function: Callable[..., Any]) -> str:
+    """Return the folder from which the function's module was imported: it may no longer be on sys.path."""
     file = Path(str(sys.modules[function.__module__.partition(".")[0]].__file__))
     return str(file.parents[file.name == "__init__.py"])
 
 
-def _serve(sender: Connection, folder: str, asked: bytes) -> None:
-    """In the child. folder: where to find what ``asked`` names, behind all others; asked: steps, first, arguments"""
+def _run_task(sender: Connection, folder: str, task: bytes) -> None:
+    """Run the steps in the child and send their results.
+
+    folder: appended to sys.path, so that unpickling can import ``steps``; task: the pickled (steps, first, arguments)
+    """
     sys.path.append(folder)
     try:
-        steps, first, arguments = pickle.loads(asked)
+        steps, first, arguments = pickle.loads(task)
         for result in steps(first, *arguments):
             sender.send(("result", result))
             if _gpu_is_lost():
                 sender.send(("over", None))
                 sender.close()
-                os._exit(1)  # what runs at exit would fail, or abort
+                os._exit(1)  # exit handlers would fail or abort
         sender.send(("over", None))
-    except (KeyboardInterrupt, BrokenPipeError):  # the parent is told as well, or has gone
+    except (KeyboardInterrupt, BrokenPipeError):  # the parent was interrupted too, or is gone
         pass
     except Exception as error:  # noqa: BLE001  the parent raises it
         sender.send(("raised", error))
@@ -165,7 +170,7 @@ def _gpu_is_lost() -> bool:
     return False
 
 
-def _in_words(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"its process ended by {signal.Signals(-code).name}"

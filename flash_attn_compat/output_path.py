@@ -1,4 +1,4 @@
-"""Files that a command will write at its end, tried before its work: minutes of it are not lost to a mistyped path."""
+"""Check a command's output file before its work, so that a mistyped path does not cost minutes."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from pathlib import Path
 
 
 def output_path(text: str) -> Path:
-    """The path of an option such as --json, for argparse's ``type``. Whatever is there stays as it is.
+    """Return the path of an option such as --json, for argparse's ``type``; an existing file is not changed.
 
-    Raises ArgumentTypeError where no file can be written there.
+    Raises ArgumentTypeError if no file can be written there.
     """
     path = Path(text)
     try:
-        reason = _folder_error(path)
+        reason = _check_folder(path)
         if reason is None:
-            _try(path)
+            _try_to_open(path)
     except OSError as error:
         reason = error.strerror
-    except ValueError as error:  # of a null byte
+    except ValueError as error:  # a null byte
         reason = str(error)
     if reason is not None:
         raise argparse.ArgumentTypeError(f"cannot write {text}: {reason}")
     return path
 
 
-def _folder_error(path: Path) -> str | None:
+def _check_folder(path: Path) -> str | None:
     if path.is_dir():
         return "it is a folder"
     parent = path.absolute().parent
     return None if parent.is_dir() else f"there is no folder {parent}"
 
 
-def _try(path: Path) -> None:
-    """Open the file as writing will, without changing it; raises OSError."""
+def _try_to_open(path: Path) -> None:
+    """Open the file for writing without changing it. Raises OSError."""
     is_new = not path.exists()
     if is_new or stat.S_ISREG(path.stat().st_mode):
         with open(path, "ab"):
             pass
         if is_new:
-            os.unlink(os.path.realpath(path))  # of a link to a file that is not there: the file
-    elif not os.access(path, os.W_OK):  # opening a pipe or a device would already be heard on its other side
+            os.unlink(os.path.realpath(path))  # a dangling link stays and its target goes
+    elif not os.access(path, os.W_OK):  # a pipe or a device: opening it would have an effect on its other side
         raise PermissionError(13, "Permission denied")

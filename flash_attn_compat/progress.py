@@ -1,4 +1,4 @@
-"""How far a command of some minutes is, on stderr."""
+"""The progress of a command that takes minutes, on stderr."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Item = TypeVar("Item")
 _LINES = 20
 
 
-def shown(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[Item]:
-    """The items, and a bar that moves as they are taken; about 20 lines where rich is missing or nobody looks on."""
+def show_progress(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[Item]:
+    """Yield the items and move a bar; without rich, or without a terminal, print about 20 lines instead."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
-        yield from _in_lines(items, label)
+        yield from _print_lines(items, label)
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield from _in_lines(items, label)
+        yield from _print_lines(items, label)
         return
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=console, transient=True) as progress:
@@ -32,11 +32,11 @@ def shown(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[Item]
             progress.advance(task)
 
 
-def _in_lines(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[Item]:
-    shown = -1
+def _print_lines(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[Item]:
+    printed = -1
     for number, item in enumerate(items, 1):
         share = number * _LINES // len(items)
-        if share != shown:
-            shown = share
+        if share != printed:
+            printed = share
             print(f"{number}/{len(items)} {label(item)}".rstrip(), file=sys.stderr, flush=True)
         yield item

@@ -1,7 +1,7 @@
-"""flash-attn-compat tune: times this GPU's candidates at usual calls, and keeps what it finds for all later ones.
+"""flash-attn-compat tune: times tiles and backends on this GPU at usual calls, and stores the result for later ones.
 
-First the tiles of our own kernels, each by the function that users call; then, with the fastest of them, our kernels
-beside the other backends. Whatever fails in between is left out and named.
+First the tiles of our kernels, through the public functions, then our kernels with the fastest tiles beside the other
+backends. A candidate that fails is left out and reported.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import candidates, nvrtc, tensor_cores, tuned, variants
 from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
 from flash_attn_compat.backends.fused.variants import Kind, Tile
-from flash_attn_compat.card import Limits, flops, measure
+from flash_attn_compat.card import Limits, count_flops, measure_limits
 from flash_attn_compat.core import prepared
 from flash_attn_compat.core.features import dtype_name
 
 _HEAD_DIMS = 64, 128
 _BATCH, _CHANNELS, _GROUP, _PAGE = 4, 1024, 4, 256
 _ROUNDS, _READING_MS = 3, 3.0
-# What another tile must be faster by, lest it is noise that decides.
+# Another tile replaces the default one if its time is below this share of the default's: more than noise.
 _GAIN = 0.98
 _WITH_GRADIENTS = "full", "causal", "window", "softcap", "ALiBi"
 
 Run = Callable[[], object]
-# What is entered while a run is timed.
-Way = Callable[[], contextlib.AbstractContextManager[None]]
+# Entered while a run is timed.
+Context = Callable[[], contextlib.AbstractContextManager[None]]
 _attend: Callable[..., Tensor] = flash_attn_compat.flash_attn_func
 
 
 class Shape(NamedTuple):
-    """Of usual problems; there are as many heads as fill 1024 channels."""
+    """The shape of a usual problem: as many heads as fill 1024 channels."""
 
     head_dim: int
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """That kernels are made for."""
+        """The head_dim of the kernels that serve this one."""
         return variants.size_of(self.head_dim)
 
     def __str__(self) -> str:
@@ -65,45 +65,44 @@ class Shape(NamedTuple):
 
 
 class CannotTune(RuntimeError):
-    """There is nothing to time here; the message says why."""
+    """Nothing can be timed here; the message says why."""
 
 
 @dataclass
 class Tuning:
-    """What is found on one GPU, question by question. failures: who could not be timed, and why"""
+    """The tuning of one GPU. failures: a line for each candidate that could not be timed, with its error"""
 
     device: torch.device
     head_dims: Sequence[int]
     dtypes: Sequence[torch.dtype]
     seqlen: int
-    all_cases: bool = False  # also those in which plain PyTorch alone is the alternative
+    all_cases: bool = False  # also time `chunked`, which matters if our kernels are slow, as without tensor cores
     batch: int = _BATCH
     failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         made_with = f"torch {torch.__version__}, flash_attn_compat {flash_attn_compat.__version__}"
         self.card = Card(str(settings.gpu(self.device)), made_with)
-
         self._index = self.device.index or 0
 
     @property
     def _number(self) -> int:
         return nvrtc.target(self._index).number
 
-    def ask_all(self) -> None:
-        """Time everything, and show how far it is."""
-        for label, ask in progress.shown(list(self._questions()), lambda question: question[0]):
+    def run_all(self) -> None:
+        """Run every step and show the progress."""
+        for label, step in progress.show_progress(list(self._list_steps()), lambda question: question[0]):
             try:
-                ask()
+                step()
             except nvrtc.ContextLost as error:
                 self.failures.append(f"{label}: {error}")
-                self.failures.append("what follows it. Run tune once more: the kernel that faulted is left out then")
+                self.failures.append("the remaining steps. Run tune once more: it then leaves out the faulty kernel")
                 return
-            except Exception as error:  # noqa: BLE001  whatever goes wrong, the rest is worth asking
+            except Exception as error:  # noqa: BLE001  the remaining steps are independent of this one
                 self._failed(label, error)
 
-    def _questions(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """What is to be found out, and how."""
+    def _list_steps(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield each step with its label."""
         for head_dim in self.head_dims:
             for dtype in self.dtypes:
                 shape = Shape(head_dim, dtype, self.seqlen, self.device, self.batch)
@@ -117,23 +116,23 @@ class Tuning:
                         yield label, partial(self._compare, case, shape, training)
 
     def summary(self) -> list[str]:
-        """A line for each verdict."""
+        """Return the GPU, the versions, and a line for each result."""
         return [f"{self.card.gpu}, {self.card.made_with}", *tuned.format_lines(self.card)]
 
     def _failed(self, label: str, error: Exception) -> None:
         torch.cuda.empty_cache()
         cause: BaseException = error
-        while cause.__context__ is not None:  # that others cannot serve either says nothing
+        while cause.__context__ is not None:  # the first error tells more than the refusals of the fallbacks
             cause = cause.__context__
         self.failures.append(f"{label}: {nvrtc.first_line(cause)[:200]}")
 
     def _tiles(self, entry: str, shape: Shape) -> tuple[Tile | None, ...]:
-        """None: the table's, which may be another one for each kind of call."""
+        """Return the tiles to time; None stands for the default ones, which may differ between kinds of calls."""
         kind = Kind(self._number, variants.FP16, shape.head_dim)
-        todays = getattr(variants, f"{entry}_tile")(kind)
-        return None, *(tile for tile in candidates.candidate_tiles(entry, self._number, kind.D) if tile != todays)
+        default = getattr(variants, f"{entry}_tile")(kind)
+        return None, *(tile for tile in candidates.candidate_tiles(entry, self._number, kind.D) if tile != default)
 
-    def _with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:
+    def _card_with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:
         if tile is None:
             return self.card
         return self.card.merge(
@@ -141,64 +140,64 @@ class Tuning:
         )
 
     def _compile(self, shape: Shape) -> None:
-        """Side by side: one takes a second."""
+        """Compile all candidates in parallel: each takes a second."""
         half = variants.BF16 if self._number >= 80 else variants.BF16_AS_FP16
         kind = Kind(self._number, variants.FP16 if shape.dtype == torch.float16 else half, shape.head_dim)
-        wanted = [
+        kernels = [
             getattr(variants, entry)(kind._replace(local=local, tiles=((entry, tile),) if tile else ()))
             for entry in candidates.ENTRIES
             for tile in self._tiles(entry, shape)
             for local in (False, True)
         ]
-        nvrtc.load_all(dict.fromkeys(wanted), self._index)
+        nvrtc.load_all(dict.fromkeys(kernels), self._index)
 
     def _choose_tile(self, entry: str, shape: Shape) -> None:
-        runs = problem if entry == "forward" else backward_alone
-        ways = {tile: partial(ours, self._with(entry, shape, tile)) for tile in self._tiles(entry, shape)}
-        found = [self._times(f"{entry}, {case}, {shape}", runs(case, shape), ways) for case in ("full", "causal")]
-        totals = {tile: sum(times[tile] for times in found) for tile in ways if all(tile in times for times in found)}
+        make = make_run if entry == "forward" else make_backward_run
+        contexts = {tile: partial(use_tiles, self._card_with(entry, shape, tile)) for tile in self._tiles(entry, shape)}
+        times = [self._time(f"{entry}, {case}, {shape}", make(case, shape), contexts) for case in ("full", "causal")]
+        totals = {tile: sum(each[tile] for each in times) for tile in contexts if all(tile in each for each in times)}
         best = min(totals, key=lambda tile: totals[tile])
         if totals[best] < _GAIN * totals.get(None, math.inf):
-            self.card = self._with(entry, shape, best)
+            self.card = self._card_with(entry, shape, best)
 
     def _compare(self, case: str, shape: Shape, training: bool) -> None:
-        run = problem(case, shape, training)
+        run = make_run(case, shape, training)
         reasons = flash_attn_compat.explain(run).reasons
         if reasons["fused"]:
             raise RuntimeError("; ".join(reasons["fused"]))
-        not_wanted = {"reference"} if self.all_cases else {"reference", "chunked"}
-        able = [name for name, against in reasons.items() if not against and name not in not_wanted]
-        if able == ["fused"]:
+        excluded = {"reference"} if self.all_cases else {"reference", "chunked"}
+        eligible = [name for name, own in reasons.items() if not own and name not in excluded]
+        if eligible == ["fused"]:
             return
-        ways: dict[str, Way] = {name: partial(flash_attn_compat.use_backend, name) for name in able}
-        ways["fused"] = partial(ours, self.card)
-        times = self._times(f"{case}, {shape}", run, ways)
+        contexts: dict[str, Context] = {name: partial(flash_attn_compat.use_backend, name) for name in eligible}
+        contexts["fused"] = partial(use_tiles, self.card)
+        times = self._time(f"{case}, {shape}", run, contexts)
         if "fused" in times and len(times) > 1:
-            found = Times(case, shape.size, dtype_name(shape.dtype), training, times)
-            self.card = self.card.merge(self.card._replace(times=(found,)))
+            result = Times(case, shape.size, dtype_name(shape.dtype), training, times)
+            self.card = self.card.merge(self.card._replace(times=(result,)))
 
-    def _times(self, label: str, run: Run, ways: Mapping[Any, Way]) -> dict[Any, float]:
-        """The fastest of some readings in each of the ways, taken in turns; without those that fail."""
+    def _time(self, label: str, run: Run, contexts: Mapping[Any, Context]) -> dict[Any, float]:
+        """Return the fastest of some readings in each context, taken in turns; a context that fails is left out."""
         times: dict[Any, float] = {}
-        left = dict(ways)
+        usable = dict(contexts)
         for _ in range(_ROUNDS):
-            for name, way in list(left.items()):
+            for name, context in list(usable.items()):
                 try:
-                    with way():
-                        times[name] = min(reading(run), times.get(name, math.inf))
+                    with context():
+                        times[name] = min(time_run(run), times.get(name, math.inf))
                 except nvrtc.ContextLost:
                     raise
-                except Exception as error:  # noqa: BLE001  it is out
-                    left.pop(name), times.pop(name, None)
+                except Exception as error:  # noqa: BLE001  any failure excludes the context
+                    usable.pop(name), times.pop(name, None)
                     self._failed(f"{label}, {name}", error)
         return times
 
 
-def problem(case: str, shape: Shape, training: bool = False) -> Run:
-    """A call of the public function."""
+def make_run(case: str, shape: Shape, training: bool = False) -> Run:
+    """Return a function that makes one call of ``case``, with its backward if training."""
     if case not in _WITH_GRADIENTS:
-        return decoding(shape, paged=case == "pages")
-    options = options_of(case, shape)
+        return make_decoding_run(shape, paged=case == "pages")
+    options = case_options(case, shape)
     q, k, v, dout = (shape.random(shape.seqlen, shape.heads) for _ in range(4))
     if not training:
         return lambda: _attend(q, k, v, **options)
@@ -206,8 +205,9 @@ def problem(case: str, shape: Shape, training: bool = False) -> Run:
     return lambda: torch.autograd.grad(_attend(*leaves, **options), leaves, dout)
 
 
-def backward_alone(case: str, shape: Shape) -> Run:
-    options = options_of(case, shape)
+def make_backward_run(case: str, shape: Shape) -> Run:
+    """Return a function that runs our backward of one call of ``case``."""
+    options = case_options(case, shape)
     *leaves, dout = (shape.random(shape.seqlen, shape.heads) for _ in range(4))
     leaves = [tensor.requires_grad_() for tensor in leaves]
     with flash_attn_compat.use_backend("fused"):
@@ -215,8 +215,8 @@ def backward_alone(case: str, shape: Shape) -> Run:
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def decoding(shape: Shape, paged: bool) -> Run:
-    """One row for each sequence, four query heads a key head."""
+def make_decoding_run(shape: Shape, paged: bool) -> Run:
+    """Return a function that decodes one row for each sequence, with four query heads per key head."""
     pages = max(1, shape.seqlen // _PAGE)
     q = shape.random(1, shape.heads)
     caches = [shape.random(pages * _PAGE, shape.heads // _GROUP) for _ in "kv"]
@@ -231,7 +231,8 @@ def decoding(shape: Shape, paged: bool) -> Run:
     )
 
 
-def options_of(case: str, shape: Shape) -> dict[str, Any]:
+def case_options(case: str, shape: Shape) -> dict[str, Any]:
+    """Return the options of flash_attn_func for ``case``."""
     options: dict[str, Any] = {"causal": case != "full"}
     if case == "window":
         options["window_size"] = shape.seqlen // 8, 0
@@ -243,8 +244,8 @@ def options_of(case: str, shape: Shape) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def ours(card: Card) -> Iterator[None]:
-    """Our kernels serve, with the tiles of ``card``."""
+def use_tiles(card: Card) -> Iterator[None]:
+    """Let only our kernels serve during a block, with the tiles of ``card``."""
     with tuned.override_card(card), flash_attn_compat.use_backend("fused"):
         _forget()
         try:
@@ -254,14 +255,14 @@ def ours(card: Card) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """What was decided with other tiles, and what failed with them."""
+    """Discard the prepared calls and the failures of other tiles."""
     prepared.forget()
     for backend in BACKENDS:
         backend.clear_failures()
 
 
-def reading(run: Run) -> float:
-    """Milliseconds of one run, by the GPU's clock; the first runs compile and warm up."""
+def time_run(run: Run) -> float:
+    """Return the milliseconds of one run by the GPU's clock. The first runs compile and warm up."""
     run()
     count = max(1, min(20, int(_READING_MS / max(_elapsed(run, 1), 1e-3))))
     return _elapsed(run, count) / count
@@ -278,27 +279,31 @@ def _elapsed(run: Run, count: int) -> float:
     return elapsed
 
 
-def of_this_gpu(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) -> Tuning:
-    """head_dims, dtypes: empty for usual ones. Raises CannotTune"""
-    lacking = "no GPU of CUDA is here" if not torch.cuda.is_available() or torch.version.hip else nvrtc.decline_reason()
-    if lacking is not None:
-        raise CannotTune(lacking)
+def plan_tuning(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) -> Tuning:
+    """Return the tuning of the current GPU, not yet run. Raises CannotTune if our kernels cannot run here.
+
+    head_dims, dtypes: empty for the usual ones
+    """
+    reason = "no CUDA GPU found" if not torch.cuda.is_available() or torch.version.hip else nvrtc.decline_reason()
+    if reason is not None:
+        raise CannotTune(reason)
     device = torch.device("cuda", torch.cuda.current_device())
     capability = settings.capability(device)
     if capability < (7, 5):
         raise CannotTune("our kernels need compute capability 7.5")
-    usual = [torch.bfloat16 if capability >= (8, 0) else torch.float16]
-    wanted = [getattr(torch, dtype) for dtype in dtypes]
+    usual = torch.bfloat16 if capability >= (8, 0) else torch.float16
+    timed = [getattr(torch, dtype) for dtype in dtypes] or [usual]
     all_cases = not tensor_cores.remeasure(device.index)
-    batch = fitting_batch(seqlen, measure(device, (wanted or usual)[0]))
-    return Tuning(device, list(head_dims) or list(_HEAD_DIMS), wanted or usual, seqlen, all_cases, batch)
+    batch = find_batch(seqlen, measure_limits(device, timed[0]))
+    return Tuning(device, list(head_dims) or list(_HEAD_DIMS), timed, seqlen, all_cases, batch)
 
 
-def fitting_batch(seqlen: int, limits: Limits) -> int:
-    """How many sequences a problem has on a GPU with these limits, ``_BATCH`` at most. Raises CannotTune"""
+def find_batch(seqlen: int, limits: Limits) -> int:
+    """Return how many sequences fit the limits, at most ``_BATCH``. Raises CannotTune if none does."""
     for batch in (_BATCH, _BATCH // 2, 1):
         numbers = batch * seqlen * _CHANNELS
-        takes = 3 * 8 * 2 * numbers, flops(1, _CHANNELS, float(numbers) / _CHANNELS * seqlen, training=True)
-        if takes[0] <= limits.memory and takes[1] <= limits.flops_of_launch:
+        memory = 3 * 8 * 2 * numbers
+        operations = count_flops(1, _CHANNELS, float(numbers) / _CHANNELS * seqlen, training=True)
+        if memory <= limits.memory and operations <= limits.flops_of_launch:
             return batch
     raise CannotTune(f"{seqlen} tokens take too much memory or time on this GPU: choose a smaller --seqlen")

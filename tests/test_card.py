@@ -41,7 +41,7 @@ def test_memory_is_capped_so_that_pytorch_raises_before_a_driver_uses_the_hosts(
 
 
 def test_a_cpu_has_no_limits(gpu: list[tuple[float, int]]) -> None:
-    limits = card.measure(torch.device("cpu"), torch.float32)
+    limits = card.measure_limits(torch.device("cpu"), torch.float32)
     assert limits == card.NO_LIMITS == Limits(math.inf, math.inf) and not gpu
 
 
@@ -70,7 +70,7 @@ def test_launches_stay_far_below_two_seconds_where_a_timer_runs(
 ) -> None:
     monkeypatch.setattr(card, "has_timer", lambda device: timer)
     monkeypatch.setattr(card, "_speed", lambda device, dtype: 1e12)
-    assert card.measure(torch.device("cuda"), torch.float16) == Limits(0.9 * 4 * GIB, seconds * 1e12)
+    assert card.measure_limits(torch.device("cuda"), torch.float16) == Limits(0.9 * 4 * GIB, seconds * 1e12)
 
 
 @pytest.mark.parametrize("name", [each.name for each in (*FULL, *DECODE)])
@@ -78,7 +78,7 @@ def test_launches_stay_far_below_two_seconds_where_a_timer_runs(
 def test_every_workload_fits_a_small_card_and_says_how_much_of_it_is_left(name: str, limits: Limits) -> None:
     given = next(each for each in (*FULL, *DECODE) if each.name == name)
     found = fitted(given, limits)
-    launch = card.flops(found.nheads, found.head_dim, visible_scores(found), not found.decode)
+    launch = card.count_flops(found.nheads, found.head_dim, visible_scores(found), not found.decode)
     assert bytes_of(found) <= limits.memory and launch <= limits.flops_of_launch
     label, _, share = found.name.partition(" (1/")
     assert label == name and (found == given) == (not share)
@@ -111,7 +111,7 @@ def test_bench_takes_workloads_that_fit_and_tells_a_device_that_gives_up_at_its_
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = Plan([replace(SMALL[0], name="given")], [], "cpu", torch.float32)
-    monkeypatch.setattr(bench, "measure", lambda device, dtype: Limits(bytes_of(SMALL[0]) / 2, math.inf))
+    monkeypatch.setattr(bench, "measure_limits", lambda device, dtype: Limits(bytes_of(SMALL[0]) / 2, math.inf))
     assert [each.name for each in bench.on_card(plan).workloads] == ["given (1/2)"]
 
     def give_up(plan: Plan) -> Plan:

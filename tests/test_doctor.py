@@ -61,7 +61,7 @@ def test_who_serves_pytorchs_attention_is_told(report, monkeypatch):
     if report.machine.device == "cpu":
         assert report.sdpa.keys() == {"switched on", "here"}
     with originals.stand_ins(), originals.served(monkeypatch):
-        told = doctor._sdpa(torch.device("cpu"))
+        told = doctor._explain_sdpa(torch.device("cpu"))
     calls = "causal", "grouped heads", "a new token", "a mask"
     assert told == {"switched on": "yes", **dict.fromkeys(calls, "our kernels, where it is switched on")}
 
@@ -71,7 +71,7 @@ def test_a_backend_that_computes_wrong_is_told(monkeypatch):
     original = flash_attn_compat.flash_attn_func
     wrong = lambda *inputs, **options: 1.01 * original(*inputs, **options)  # noqa: E731
     monkeypatch.setattr(flash_attn_compat, "flash_attn_func", wrong)
-    failed = [check for check in self_check.run(torch.device("cpu")) if not check.passed]
+    failed = [check for check in self_check.check_all(torch.device("cpu")) if not check.passed]
     assert served in {check.backend for check in failed}
 
 
@@ -80,7 +80,7 @@ def test_a_backend_that_raises_is_told(monkeypatch, report):
         raise MemoryError("no room")
 
     monkeypatch.setattr(flash_attn_compat, "flash_attn_func", broken)
-    checks = self_check.run(torch.device("cpu"))
+    checks = self_check.check_all(torch.device("cpu"))
     assert {check.detail for check in checks} == {"MemoryError: no room"}
     sick = dataclasses.replace(report, checks=checks)
     assert not sick.healthy and "FAIL" in doctor.to_text(sick)
@@ -90,8 +90,8 @@ def test_a_cuda_build_without_a_driver_is_told_with_the_gpus_that_it_is_built_fo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_75 sm_80", raising=False)
-    machine = doctor._machine(torch.device("cpu"))
-    (line,) = [line for line in doctor._machine_lines(machine) if "code for it" in line]
+    machine = doctor._examine_machine(torch.device("cpu"))
+    (line,) = [line for line in doctor._format_facts(machine) if "code for it" in line]
     assert line.endswith("yes (built for sm_75, sm_80; no GPU or no driver found)")
 
 
@@ -99,8 +99,8 @@ def test_a_cuda_build_without_a_driver_is_told_with_the_gpus_that_it_is_built_fo
 @pytest.mark.parametrize(("has_mps", "told"), [(False, "CPU only"), (True, "MPS; no GPU or no driver found")])
 def test_a_build_without_cuda_is_told_as_what_it_is(has_mps, told, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: has_mps)
-    machine = doctor._machine(torch.device("cpu"))
-    assert any(line.endswith(f"yes (built for {told})") for line in doctor._machine_lines(machine))
+    machine = doctor._examine_machine(torch.device("cpu"))
+    assert any(line.endswith(f"yes (built for {told})") for line in doctor._format_facts(machine))
 
 
 def test_without_a_home_directory_the_doctor_says_where_kernels_could_be_kept(monkeypatch):
@@ -112,7 +112,7 @@ def test_without_a_home_directory_the_doctor_says_where_kernels_could_be_kept(mo
         monkeypatch.setattr(nvrtc, name, lambda *device, value=value: value)
     monkeypatch.setattr(doctor.tensor_cores, "stored_result", lambda device: True)
     monkeypatch.setattr(settings, "gpu", lambda device: "Tesla T4")
-    (first, *_) = doctor.kernels(torch.device("cuda", 0))
+    (first, *_) = doctor.describe_kernels(torch.device("cuda", 0))
     assert first.endswith("kept in no folder: there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder")
 
 
@@ -154,10 +154,10 @@ def test_the_machine_is_told_before_anything_runs(monkeypatch):
 
     told = []
     monkeypatch.setattr(doctor, "may_break", lambda device_type: False)
-    monkeypatch.setattr(doctor, "_typical_calls", stop)
+    monkeypatch.setattr(doctor, "_explain_calls", stop)
     with pytest.raises(Stopped):
         doctor.examine(told.append)
-    assert [machine.device for machine in told] == [str(doctor._device())]
+    assert [machine.device for machine in told] == [str(doctor._choose_device())]
 
 
 def test_what_ended_a_process_is_forgotten_on_request(monkeypatch, capsys):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flash_attn_compat import isolation
-from flash_attn_compat.isolation import Ended, in_children, side_by_side
+from flash_attn_compat.isolation import Ended, read_concurrently, run_in_children
 from tests.interpreters import CAN_FORK
 
 needs_fork = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
@@ -45,7 +45,7 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(plan: list[str]) -> tuple[list[str], int]:
     """What came of each step, and how many processes took part."""
-    found: list[Any] = list(in_children(len(plan), steps, plan))
+    found: list[Any] = list(run_in_children(len(plan), steps, plan))
     processes = {one[1] for one in found if not isinstance(one, Ended)}
     return [one.how if isinstance(one, Ended) else one[0] for one in found], len(processes)
 
@@ -90,7 +90,7 @@ def test_an_error_of_a_step_is_raised_here() -> None:
 @needs_fork
 @pytest.mark.usefixtures("forking")
 def test_whoever_takes_no_more_results_leaves_no_process() -> None:
-    results = in_children(3, steps, ["right"] * 3)
+    results = run_in_children(3, steps, ["right"] * 3)
     _, child = next(results)  # type: ignore[misc]
     results.close()  # type: ignore[attr-defined]
     with pytest.raises(ProcessLookupError):
@@ -118,7 +118,7 @@ def test_children_are_new_interpreters_that_find_the_steps_module_where_it_was_i
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
         module = importlib.import_module("far_steps")
-    first, second = in_children(2, module.steps, os.getpid())
+    first, second = run_in_children(2, module.steps, os.getpid())
     assert first == (0, True) and isinstance(second, Ended) and second.how == EXITED
 
 
@@ -127,7 +127,7 @@ def test_children_are_new_interpreters_that_find_the_steps_module_where_it_was_i
     [(-signal.SIGTERM, "ended by SIGTERM"), (1, "exit code 1"), (-999, "exit code -999"), (None, "exit code None")],
 )
 def test_the_end_of_a_process_in_words(code: int | None, expected: str) -> None:
-    assert isolation._in_words(code).endswith(expected)
+    assert isolation._describe_exit(code).endswith(expected)
 
 
 @pytest.mark.parametrize(("error", "expected"), [(None, False), (RuntimeError("CUDA error"), True)])
@@ -151,7 +151,7 @@ def test_iterators_that_advance_side_by_side_give_their_own_results_and_errors_i
         if last == 2:
             raise ValueError("two")
 
-    first, second, third = side_by_side([counting(last) for last in (3, 2, 0)])
+    first, second, third = read_concurrently([counting(last) for last in (3, 2, 0)])
     assert [next(second), next(first), next(second), next(first)] == [0, 0, 1, 1]
     with pytest.raises(ValueError, match="two"):
         next(second)

@@ -220,19 +220,19 @@ def test_other_gpus_and_captures_are_not_asked(monkeypatch: pytest.MonkeyPatch) 
 def test_doctor_says_that_there_are_none_and_what_is_known_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "compiler", lambda: SimpleNamespace(version=(13, 0)))
     takes(monkeypatch, 64.0)
-    first, *others = doctor.kernels(torch.device("cuda", 0))
+    first, *others = doctor.describe_kernels(torch.device("cuda", 0))
     assert "for sm_75 by NVRTC 13.0" in first and len(others) == 1, "nothing is launched to find out"
     tensor_cores.has_tensor_cores(0)
-    _, *others = doctor.kernels(torch.device("cuda", 0))
+    _, *others = doctor.describe_kernels(torch.device("cuda", 0))
     assert "no tensor cores: use float32" in others[0] and "not tuned" in others[1] and len(others) == 2
     times = tuned.Times("causal", 64, "float16", True, {"fused": 2.0, "chunked": 1.0})
     tuned.store_card(Card(GPU, "torch 2.11", (times,)))
-    assert doctor.kernels(torch.device("cuda", 0))[2:] == [
+    assert doctor.describe_kernels(torch.device("cuda", 0))[2:] == [
         "tuned with torch 2.11",
         "causal, head_dim 64, float16, training  chunked 1 ms, fused 2 ms",
     ]
     monkeypatch.setattr(nvrtc, "decline_reason", lambda: "NVRTC cannot be used")
-    assert doctor.kernels(torch.device("cuda", 0)) == ["none: NVRTC cannot be used"]
+    assert doctor.describe_kernels(torch.device("cuda", 0)) == ["none: NVRTC cannot be used"]
 
 
 # ---- the kernel

@@ -59,12 +59,12 @@ def tell(monkeypatch: pytest.MonkeyPatch, launches: Launches, clock: Clock) -> N
         seen = [launch.variant for launch in launches.seen[before:]]
         return clock(next(iter(backend_counts()), "fused"), seen)
 
-    monkeypatch.setattr(tune, "reading", reading)
+    monkeypatch.setattr(tune, "time_run", reading)
 
 
 def tune_here(head_dim: int = 64, all_cases: bool = False) -> Tuning:
     found = Tuning(CPU, [head_dim], [HALF], 128, all_cases, batch=1)
-    found.ask_all()
+    found.run_all()
     return found
 
 
@@ -219,7 +219,7 @@ def test_turings_candidates_fit_its_registers() -> None:
 def command(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Launches:
     tell(monkeypatch, launches, by_warps)
     small = functools.partial(Tuning, batch=1)
-    monkeypatch.setattr(tune, "of_this_gpu", lambda dims, dtypes, seqlen: small(CPU, dims or [64], [HALF], seqlen))
+    monkeypatch.setattr(tune, "plan_tuning", lambda dims, dtypes, seqlen: small(CPU, dims or [64], [HALF], seqlen))
     return launches
 
 
@@ -255,8 +255,8 @@ def test_the_command_fails_where_nothing_could_be_timed_or_kept(
 def questions(command: Launches, monkeypatch: pytest.MonkeyPatch) -> list[Tuning]:
     """Of each tuning that began."""
     begun: list[Tuning] = []
-    ask_all = Tuning.ask_all
-    monkeypatch.setattr(Tuning, "ask_all", lambda tuning: begun.append(tuning) or ask_all(tuning))
+    run_all = Tuning.run_all
+    monkeypatch.setattr(Tuning, "run_all", lambda tuning: begun.append(tuning) or run_all(tuning))
     return begun
 
 
@@ -295,7 +295,7 @@ def test_a_file_that_becomes_unwritable_meanwhile_costs_nothing_of_what_was_foun
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tune"]) == 1 and "no GPU of CUDA is here" in capsys.readouterr().err
+    assert cli.main(["tune"]) == 1 and "no CUDA GPU found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--seqlen", "12"], ["--head-dim", "0"], ["--dtype", "float32"]])
@@ -314,11 +314,11 @@ def test_usual_shapes_are_those_of_the_gpus_models(
     monkeypatch.setattr(settings, "capability", lambda device: capability)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
     monkeypatch.setattr(tune, "tensor_cores", SimpleNamespace(remeasure=lambda device: capability > (7, 5)))
-    monkeypatch.setattr(tune, "measure", lambda device, dtype: NO_LIMITS)
-    found: Any = tune.of_this_gpu([], [], 2048)
+    monkeypatch.setattr(tune, "measure_limits", lambda device, dtype: NO_LIMITS)
+    found: Any = tune.plan_tuning([], [], 2048)
     assert (found.device.index, found.head_dims, found.dtypes) == (1, [64, 128], [dtype])
     assert found.all_cases == (capability == (7, 5))
-    assert tune.of_this_gpu([96], ["bfloat16"], 512).dtypes == [torch.bfloat16]
+    assert tune.plan_tuning([96], ["bfloat16"], 512).dtypes == [torch.bfloat16]
 
 
 @pytest.mark.parametrize(
@@ -340,9 +340,9 @@ def test_a_batch_fits_the_gpus_memory_and_no_launch_takes_longer_than_it_may(
     limits = Limits(gib * 2.0**30, teraflops * 1e12)
     if expected is None:
         with pytest.raises(tune.CannotTune, match="choose a smaller --seqlen"):
-            tune.fitting_batch(seqlen, limits)
+            tune.find_batch(seqlen, limits)
     else:
-        assert tune.fitting_batch(seqlen, limits) == expected
+        assert tune.find_batch(seqlen, limits) == expected
 
 
 def test_a_fault_ends_the_tuning_which_says_to_run_it_again(

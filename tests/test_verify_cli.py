@@ -200,7 +200,7 @@ def ends_its_process(q, k, v, causal=False):
 
 
 def test_rows_of_several_child_processes_come_in_the_order_of_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "in_children", lambda count, steps, asked: steps(0, asked))
+    monkeypatch.setattr(compare, "run_in_children", lambda count, steps, asked: steps(0, asked))
     found = []
     for count in (1, 3):
         monkeypatch.setattr(compare, "children_for", lambda devices, count=count: count)

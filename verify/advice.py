@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 
-from flash_attn_compat.isolation import Ended, in_children
+from flash_attn_compat.isolation import Ended, run_in_children
 
 from . import COMMAND, locate
 from .call import Call
@@ -38,7 +38,7 @@ def _of_one(wrong: Sequence[Row], isolated: bool) -> list[str]:
     commands = list(dict.fromkeys(filter(None, map(arguments_of, sorted(wrong, key=_size)))))[:MOST_TRIED]
     if not commands:
         return ["locate cannot show this: it calls flash_attn_func alone, without dropout and NaN, on dense inputs"]
-    found = in_children(1, try_each, commands) if isolated else try_each(0, commands)
+    found = run_in_children(1, try_each, commands) if isolated else try_each(0, commands)
     shows = next(iter(found))
     if isinstance(shows, Ended) or shows is None:
         return []

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.card import measure
-from flash_attn_compat.isolation import Ended, in_children
+from flash_attn_compat.card import measure_limits
+from flash_attn_compat.isolation import Ended, run_in_children
 
 from . import bench_pictures
 from . import bench_report as tables
@@ -144,7 +144,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def on_card(plan: Plan) -> Plan:
     """Return the plan with workloads cut to the device's memory and speed. Raises DeviceLost"""
-    limits = attempt(plan.device, measure, torch.device(plan.device), plan.dtype)
+    limits = attempt(plan.device, measure_limits, torch.device(plan.device), plan.dtype)
     if isinstance(limits, Failed):  # each workload then reports the reason
         return plan
     return replace(plan, workloads=[fitted(workload, limits) for workload in plan.workloads])
@@ -159,7 +159,7 @@ def problems(plan: Plan) -> list[Problem]:
 def isolated_problems(plan: Plan) -> list[Problem]:
     """Run the plan in child processes. If a process ends, our contestants have failed in that workload."""
     given = problems(plan)
-    results = in_children(len(given), steps, plan)
+    results = run_in_children(len(given), steps, plan)
 
     def of_next(each: Contestant, name: str, step: Step) -> list[Row]:
         step(name)

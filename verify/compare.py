@@ -16,7 +16,7 @@ import torch
 
 from flash_attn_compat.backends.fused import faults
 from flash_attn_compat.card import cap_memory
-from flash_attn_compat.isolation import Ended, NotDone, in_children, may_break, side_by_side
+from flash_attn_compat.isolation import Ended, NotDone, may_break, read_concurrently, run_in_children
 
 from . import implementations as impl
 from .advice import locate_words
@@ -112,7 +112,7 @@ def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row
     if count == 1:
         yield from _isolated_rows(*shares[0])
         return
-    rows = side_by_side([_isolated_rows(*share) for share in shares])
+    rows = read_concurrently([_isolated_rows(*share) for share in shares])
     for number in range(len(cases)):
         yield from itertools.islice(rows[number % count], len(asked.devices) * len(asked.names))
 
@@ -120,7 +120,7 @@ def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row
 def _isolated_rows(asked: Asked, cases: Sequence[Case]) -> Iterator[Row]:
     """Yield the rows of one child process after another."""
     places = [(case, name, device) for case in cases for device in asked.devices for name in asked.names]
-    for place, found in zip(places, in_children(len(places), steps, asked)):
+    for place, found in zip(places, run_in_children(len(places), steps, asked)):
         if not isinstance(found, Ended):
             yield Row(*place, *found)
             continue
@@ -130,7 +130,7 @@ def _isolated_rows(asked: Asked, cases: Sequence[Case]) -> Iterator[Row]:
 
 def _check_loads(path: str) -> None:
     """Raise UsageError if a child process cannot import the kernel, or ends in a call with four rows."""
-    (found,) = in_children(1, load, path)
+    (found,) = run_in_children(1, load, path)
     if isinstance(found, Ended):
         raise UsageError(f"{path!r} cannot be judged: where it was imported and called with four rows, {found.how}")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.isolation import Ended, in_children
+from flash_attn_compat.isolation import Ended, run_in_children
 
 from . import inputs
 from .call import SHORT, parameters
@@ -347,7 +347,7 @@ def main(arguments: argparse.Namespace) -> int:
     with progress_bar(terminal) as progress:
         progress.add_task("asking both kernels", total=None)
         asked = argparse.Namespace(**{name: value for name, value in vars(arguments).items() if name != "run"})
-        (found,) = in_children(1, steps, asked) if isolated else [measured(arguments)]
+        (found,) = run_in_children(1, steps, asked) if isolated else [measured(arguments)]
     environment = environment_of(arguments, device)
     if isinstance(found, Ended):
         said = f"FAIL: {found.how} as {arguments.a} and {arguments.b} ran this problem"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flash_attn_compat.card import Limits, flops
+from flash_attn_compat.card import Limits, count_flops
 
 from .call import Call
 from .problems import Problem
@@ -174,7 +174,7 @@ def fitted(workload: Workload, limits: Limits) -> Workload:
     share, given = 1, workload
     while (workload.batch > 1 or workload.max_seqlen_k > 1) and (
         bytes_of(workload) > limits.memory
-        or flops(workload.nheads, workload.head_dim, visible_scores(workload), not workload.decode)
+        or count_flops(workload.nheads, workload.head_dim, visible_scores(workload), not workload.decode)
         > limits.flops_of_launch
     ):
         share, workload = 2 * share, _halved(workload)

@@ -44,9 +44,9 @@ class Official(FlashBackend):
     def unavailable_reasons(self) -> list[str]:
         if settings.is_on(settings.DISABLE_OFFICIAL):
             return [f"{settings.DISABLE_OFFICIAL} is set"]
-        if installed.swapped() is not None:
+        if installed.swapped_package() is not None:
             return ["the installed flash-attn is patched to run on this package"]
-        return [] if installed.location() is not None else ["flash-attn is not installed"]
+        return [] if installed.find_location() is not None else ["flash-attn is not installed"]
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         reasons = super().extra_reasons(traits)
@@ -55,7 +55,7 @@ class Official(FlashBackend):
         return reasons
 
     def late_reasons(self, traits: Traits) -> list[str]:
-        loaded = _load_functions(installed.location())
+        loaded = _load_functions(installed.find_location())
         reason = loaded if isinstance(loaded, str) else smoke_test.decline_reason(self, loaded, traits)
         return [reason] if reason else []
 
@@ -106,7 +106,7 @@ class _ExtensionFunctions(NamedTuple):
 
 
 def _require_functions() -> _ExtensionFunctions:
-    loaded = _load_functions(installed.location())
+    loaded = _load_functions(installed.find_location())
     if isinstance(loaded, str):
         raise RuntimeError(loaded)
     return loaded
@@ -115,7 +115,7 @@ def _require_functions() -> _ExtensionFunctions:
 @functools.lru_cache(maxsize=8)
 def _load_functions(location: str) -> _ExtensionFunctions | str:
     """Return the extension's functions, or the reason why they cannot be loaded. A second attempt would fail alike."""
-    version = installed.stated_version(location)
+    version = installed.read_version(location)
     if version is None or not (2, 7) <= version < (3,):
         known = "of unknown version" if version is None else ".".join(map(str, version))
         return f"flash-attn {known} is installed, and versions 2.7 to 2.x are called here"
@@ -123,7 +123,7 @@ def _load_functions(location: str) -> _ExtensionFunctions | str:
         module = _import_extension(location)
         return _ExtensionFunctions(*(getattr(module, name) for name in _ExtensionFunctions._fields))
     except Exception as error:  # noqa: BLE001  a broken installation may raise any exception
-        return f"loading flash-attn raises {installed.error_line(error)}"
+        return f"loading flash-attn raises {installed.format_error(error)}"
 
 
 def _import_extension(location: str) -> Any:

@@ -46,7 +46,7 @@ def _run_once(backend: Backend, binary: object, kind: Traits, lengths: Lengths) 
             if _matches_reference(backend, kind, lengths):
                 return None
     except Exception as error:  # noqa: BLE001  a build for other GPUs may raise any exception
-        return f"calling it raises {installed.error_line(error)}"
+        return f"calling it raises {installed.format_error(error)}"
     return f"its build gives a wrong answer for head_dim {kind.head_dim} with these features on this GPU"
 
 

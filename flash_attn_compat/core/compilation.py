@@ -41,7 +41,7 @@ class OptionallyCompiled(Generic[P, R]):
             self._has_failed = True
             warnings.warn(
                 f"{self._function.__name__} could not be compiled and runs uncompiled from now on: "
-                + installed.error_line(error),
+                + installed.format_error(error),
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 
 from flash_attn_compat import settings
 from flash_attn_compat.dropin import installed_package
-from flash_attn_compat.installed import EXTENSION, SITE, SITE_2_6, real_spec
+from flash_attn_compat.installed import EXTENSION, SITE, SITE_2_6, find_real_spec
 
 INSTALLER = "flash-attn-compat"
 _STARTUP = "_flash_attn_compat_startup"
@@ -103,7 +103,7 @@ def _check_place(directory: str | Path | None) -> Path:
 
 
 def _refuse_if_real(place: Path) -> None:
-    spec = real_spec()
+    spec = find_real_spec()
     if spec is not None and not spec.submodule_search_locations:
         raise InstallError(
             f"{spec.origin} answers to the name flash_attn and is a single file, not the package: rename or move it"

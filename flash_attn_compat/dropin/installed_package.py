@@ -21,10 +21,10 @@ from flash_attn_compat.dropin.undo import set_attribute
 from flash_attn_compat.installed import (
     EXTENSION,
     RealFlashAttn,
-    error_line,
+    find_real_spec,
+    format_error,
     is_stand_in_spec,
-    real_spec,
-    stated_version,
+    read_version,
 )
 
 _PACKAGES = ("flash_attn", EXTENSION)
@@ -39,9 +39,9 @@ def find_real() -> RealFlashAttn | None:
 
     If it does not work here, its import is undone.
     """
-    spec = real_spec()
-    if installed.swapped() is not None or spec is None:
-        return installed.swapped()
+    spec = find_real_spec()
+    if installed.swapped_package() is not None or spec is None:
+        return installed.swapped_package()
     package = Path(spec.origin or "").parent
     found = importlib.metadata.distributions(name="flash-attn", path=[str(package.parent)])
     version = next((distribution.version for distribution in found), None)
@@ -84,14 +84,14 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
     Its wrappers look the extension up at each call. Returns False and undoes everything if that does not help: for
     versions before 2.7, and for a package that fails for other reasons or refuses in Python.
     """
-    if (stated_version(real.location) or (0, 0)) < _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS:
+    if (read_version(real.location) or (0, 0)) < _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS:
         return False
     ours = importlib.import_module(f"flash_attn_compat.{EXTENSION}")
     with ExitStack() as attempt:
         remember_modules(attempt)
         _replace_raw_functions(ours, attempt)
         try:
-            package = _import_real(real_spec())
+            package = _import_real(find_real_spec())
             interface = importlib.import_module("flash_attn.flash_attn_interface")
             if not hasattr(interface, "flash_attn_gpu"):
                 return False
@@ -116,7 +116,7 @@ def _find_fault(spec: ModuleSpec, undo: ExitStack) -> str | None:
     try:
         package = _import_real(spec)
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
-        return f"importing it raises {error_line(error)}"
+        return f"importing it raises {format_error(error)}"
     if not torch.cuda.is_available():
         return "it needs a CUDA device, and PyTorch sees none"
     forced = settings.forced_capability()
@@ -125,7 +125,7 @@ def _find_fault(spec: ModuleSpec, undo: ExitStack) -> str | None:
     try:
         _try_a_call(package, f"cuda:{_local_device(torch.cuda.device_count())}")
     except Exception as error:  # noqa: BLE001  a build for other GPUs raises anything
-        return f"calling it raises {error_line(error)}"
+        return f"calling it raises {format_error(error)}"
     return None
 
 

@@ -83,7 +83,7 @@ def switch_on(requests: Mapping[str, bool | str | None], undo: ExitStack) -> Non
 
 def prepare(package: str) -> None:
     """Apply the requested changes to ``package``, whose import begins in an interpreter that has not called patch()."""
-    if package == "transformers" and installed.is_stand_in_spec(installed.first_spec()):
+    if package == "transformers" and installed.is_stand_in_spec(installed.find_first_spec()):
         transformers.allow_flash_attention_2(_for_good)
     for variable, extra in EXTRAS.items():
         value = requested_value(variable) if extra.package == package else None

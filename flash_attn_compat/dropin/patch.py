@@ -149,7 +149,7 @@ def _forget_decisions() -> None:
 
 def _provide_name(undo: ExitStack, api: str | None) -> bool:
     """Make the name import our package; return False if a working real flash-attn keeps it."""
-    first = installed.first_spec()
+    first = installed.find_first_spec()
     is_ours = installed.is_stand_in_spec(first)
     if not is_ours and api != "2.6":  # a real one is replaced by the interface of 2.6, whether or not it works
         found = installed_package.find_real()
@@ -165,7 +165,7 @@ def _provide_name(undo: ExitStack, api: str | None) -> bool:
         mirror.take_names_back()
     if is_ours and api is None:
         return True  # installed, or inherited from a patched parent: the path already leads to the right package
-    replaced = first if is_ours else installed.real_spec()
+    replaced = first if is_ours else installed.find_real_spec()
     site_directory.put_on_path(undo, site_directory.entries(api), installed_package.path_entry(replaced))
     if not is_ours and finder.add_to_meta_path():
         undo.callback(finder.remove_from_meta_path)

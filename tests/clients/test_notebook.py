@@ -100,7 +100,7 @@ def test_in_a_notebook_commands_print_few_lines_of_progress_and_no_escapes(tmp_p
     """A kernel sets FORCE_COLOR, by which rich takes a pipe for a terminal."""
     command = (
         "import time; from flash_attn_compat import progress\n"
-        "for _ in progress.shown(range(60), str): time.sleep(0.02)\n"
+        "for _ in progress.show_progress(range(60), str): time.sleep(0.02)\n"
         "from rich.console import Console; print(Console().width)"
     )
     look = "print(os.environ.get('FORCE_COLOR'))"

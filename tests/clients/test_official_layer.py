@@ -22,7 +22,7 @@ def official(monkeypatch):
     with flash_attn_compat.patched():
         import flash_attn
 
-        assert Path(flash_attn.__file__).is_relative_to(SOURCE) and installed.swapped()
+        assert Path(flash_attn.__file__).is_relative_to(SOURCE) and installed.swapped_package()
         yield flash_attn
     assert "flash_attn" not in sys.modules
 
