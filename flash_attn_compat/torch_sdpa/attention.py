@@ -1,8 +1,8 @@
-"""aten::scaled_dot_product_attention: what F.scaled_dot_product_attention calls.
+"""aten::scaled_dot_product_attention, the operator below F.scaled_dot_product_attention.
 
-PyTorch composes it of other operators, behind a choice that on Turing takes the plain formula for grouped heads and for
-bfloat16. Where ours compute it, it is one call of the engine, recorded by the engine's own autograd function. Modes,
-traces and transforms see PyTorch's operators; efficient.py takes those that they execute.
+PyTorch composes it of other operators; on Turing, of the plain formula for grouped heads and for bfloat16. A call that
+our kernels serve is one call of dispatch, recorded by dispatch's autograd function. Dispatch modes, traces and transforms
+see PyTorch's operators; efficient.py serves the efficient ones that they execute.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from flash_attn_compat.torch_sdpa.policy import (
     HALF,
     Override,
     Policy,
-    against_mask,
-    against_size,
-    against_tensors,
-    not_half,
+    check_mask,
+    check_size,
+    check_tensors,
+    dtype_reason,
 )
 
 NAME = "scaled_dot_product_attention"
-# How many keys are left is rounded, and what makes up for the others is not: at 0.9 answers are 1.6 % too large on
-# average, at 0.999 four times as large.
+# The kernels round the probability to keep a key to 1/256 but not the scale of the kept ones: at 0.9, answers are 1.6 %
+# too large on average, at 0.999 four times too large.
 MOST_DROPOUT = 0.9
 BROADCAST = "batches or heads are broadcast"
 _is_deterministic = torch._C._get_deterministic_algorithms
@@ -42,19 +42,19 @@ _has_formula = torch._C._get_math_sdp_enabled
 _FORMULA, _FLASH, _EFFICIENT = (
     int(getattr(torch._C._SDPBackend, name)) for name in ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 )
-# Before PyTorch 2.6 programs have no say in it.
+# Before PyTorch 2.6 programs cannot set the order.
 _order: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", lambda: [_FLASH, _EFFICIENT, _FORMULA])
 
 
 def implementation(override: Override) -> Callable[..., Tensor]:
-    """The operator for the keys of the override's device. The dispatcher leaves out arguments that are the default."""
+    """Return the operator for the override's device. PyTorch's dispatcher leaves out arguments with default values."""
 
     def attention(*arguments: Any, **named: Any) -> Any:
         policy = override.policy
         if policy is None:
             return graphs.trace(*arguments, **named)
         q, k, v = arguments[:3]
-        if (  # somebody must see PyTorch's own operators: a tensor's class, a mode, a trace, a transform
+        if (  # a tensor subclass, a dispatch mode, a trace or a transform must see PyTorch's own operators
             type(q) not in PLAIN
             or type(k) not in PLAIN
             or type(v) not in PLAIN
@@ -63,16 +63,16 @@ def implementation(override: Override) -> Callable[..., Tensor]:
             or transforms_are_on()
             or forward_ad._current_level >= 0
         ):
-            return graphs.trace(*_ungrouped(policy, *arguments, **named), **named)
-        against, given = decline_reason(policy, *arguments, **named), arguments
-        if against is BROADCAST:
-            against, given = None, (*_broadcast(q, k, v, **named), *arguments[3:])
-        if against is None or is_explaining():
-            out = _run_fused(against, *given, **named)
+            return graphs.trace(*_repeat_keys_in_graphs(policy, *arguments, **named), **named)
+        reason = decline_reason(policy, *arguments, **named)
+        if reason is BROADCAST:
+            reason, arguments = None, (*_broadcast(q, k, v, **named), *arguments[3:])
+        if reason is None or is_explaining():
+            out = _run_fused(reason, *arguments, **named)
             if out is not None:
                 return out
         served[bridge.PYTORCH] += 1
-        before, DECIDED.yet = DECIDED.yet, True  # as_decided, without the time that its frame takes
+        before, DECIDED.yet = DECIDED.yet, True  # as_decided, inlined to save the time of its frame
         try:
             return graphs.compose(*arguments, **named)
         finally:
@@ -85,34 +85,34 @@ def decline_reason(
     policy: Policy, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> str | None:  # fmt: skip
-    """What keeps our kernels from such a call, besides their own reasons; None for nothing. Shapes as in PyTorch.
+    """Return the reason to leave a call to PyTorch, or None; the kernels' own reasons come later. Shapes as PyTorch's.
 
-    BROADCAST where the same call is ours once its tensors are of one batch and of heads that fit.
+    BROADCAST means: to be served once ``_broadcast`` has expanded its tensors.
 
-    A call that is left pays for each look that is taken at it, so what decides most calls comes first. What autograd
-    records decides about no call with dropout: its recomputation under a checkpoint has to drop the same.
+    A declined call pays for every check, so the checks that decide most calls come first. With dropout, every call
+    counts as recorded: its recomputation under a checkpoint must drop the same.
     """
     dtype = q.dtype
     if dtype not in HALF:
-        return not_half(dtype)
+        return dtype_reason(dtype)
     if not q.dim() == k.dim() == v.dim() == 4:
         return "our kernels compute four axes: (batch, heads, rows, channels)"
     (batch, heads, rows, width), (batch_k, heads_k, keys, width_k) = q.shape, k.shape
-    # These would go to the plain formula, which is slower at any size.
+    # PyTorch has no fused kernel for these before 8.0, so ours is faster at any size.
     goes_to_formula = heads != heads_k or batch != batch_k or dtype is torch.bfloat16
-    at_any_size = goes_to_formula and not (policy.always and bridge.has_flash(q.device))
+    is_always_faster = goes_to_formula and not (policy.always and bridge.has_flash(q.device))
     drops = dropout_p != 0.0
     is_recorded = drops or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
-    against = against_size(policy, q, rows, keys, batch * heads * width, attn_mask, is_recorded, at_any_size)
-    if against is not None:
-        return against
+    reason = check_size(policy, q, rows, keys, batch * heads * width, attn_mask, is_recorded, is_always_faster)
+    if reason is not None:
+        return reason
     if attn_mask is not None and is_causal:
         return "it has a mask, and is causal besides"
     if not 0.0 <= dropout_p <= MOST_DROPOUT:
         return "its dropout leaves too little for a probability that is rounded to 1/256"
-    against = against_tensors(policy, q, k, v)
-    if against is not None:
-        return against
+    reason = check_tensors(policy, q, k, v)
+    if reason is not None:
+        return reason
     batch_v, heads_v, keys_v, width_v = v.shape
     if keys != keys_v or width != width_k or not width_v:
         return "shapes differ, or values have no channels"
@@ -125,12 +125,12 @@ def decline_reason(
             return "batches or heads differ"
         batch, heads = max(batch, batch_k, batch_v), heads if enable_gqa else max(heads, heads_k, heads_v)
     if attn_mask is not None:
-        against = against_mask(attn_mask, q, (batch, heads, rows, keys), drops)
-    return against or (None if fits else BROADCAST)
+        reason = check_mask(attn_mask, q, (batch, heads, rows, keys), drops)
+    return reason or (None if fits else BROADCAST)
 
 
 def _allows_fused() -> bool:
-    """Whether the program, by torch.nn.attention.sdpa_kernel, prefers a fused kernel to the plain formula."""
+    """Whether the program prefers a fused kernel to the plain formula (torch.nn.attention.sdpa_kernel)."""
     if not _has_formula():
         return _has_efficient() or _has_flash()
     for backend in _order():
@@ -142,7 +142,7 @@ def _allows_fused() -> bool:
 
 
 def _can_broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
-    """Whether the plain formula would compute it: sizes are equal but for those of 1, or heads are grouped."""
+    """Whether the plain formula would broadcast the tensors: sizes are equal or 1, or heads are grouped."""
     batches, heads = {x.shape[0] for x in (q, k, v)} - {1}, {x.shape[1] for x in (q, k, v)} - {1}
     if enable_gqa:
         heads_k = k.shape[1]
@@ -153,7 +153,7 @@ def _can_broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
 def _broadcast(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, enable_gqa: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All with as many sequences, keys with as many heads as values, queries with a multiple of that."""
+    """Expand q, k and v to one batch size, k and v to the same heads, and q to a multiple of these."""
     batch = max(x.shape[0] for x in (q, k, v))
     heads = q.shape[1] if enable_gqa else max(x.shape[1] for x in (q, k, v))
     heads_k = k.shape[1] if enable_gqa or k.shape[1] == v.shape[1] else heads
@@ -161,12 +161,15 @@ def _broadcast(
 
 
 def _run_fused(
-    against: str | None, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    reason: str | None, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """The answer of our kernels, or what speaks against them where only that is asked; None if others would compute."""
-    if against is not None:
-        bridge.explain([against])
+    """Compute the call by our kernels; None if another backend would serve it. Under ``explain``, explain it instead.
+
+    reason: to decline the call; given under ``explain`` only
+    """
+    if reason is not None:
+        bridge.explain([reason])
     bias = None
     if attn_mask is not None:
         (batch, heads, rows, _), keys = q.shape, k.shape[2]
@@ -174,56 +177,51 @@ def _run_fused(
     call = _as_flash(q, k, v, dropout_p, is_causal, scale)
     if is_explaining():
         q, k, v, options = call
-        bridge.explain(bridge.against(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options, bias=bias))
+        reasons = bridge.decline_reasons(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options, bias=bias)
+        bridge.explain(reasons)
     return _attend(*call, bias)
 
 
 def _as_flash(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Options]:
-    """The same call with flash-attn's options, whose causal mask stands at the last key instead of the first."""
+    """Return the call's tensors and options in flash-attn's terms, which align a causal mask with the last key."""
     window = -1, -1
     if is_causal:
-        rows, keys = q.shape[2], k.shape[2]
-        if rows < keys:  # nobody sees the others
-            k, v = k[:, :, :rows], v[:, :, :rows]
-        elif rows > keys:
-            window, is_causal = (-1, rows - keys), False
+        k, v, is_causal, window = bridge.align_with_last_key(q, k, v, 2)
     return q, k, v, Options(dropout_p, scale, is_causal, window, deterministic=_is_deterministic())
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None) -> Tensor | None:
-    """door.attend. A group's heads of one row are rows where one mask is for all: so their keys are read once.
+    """Run bridge.attend. A group's heads of one row under one mask become rows, so that their keys are read once.
 
-    But not with dropout or gradients: a forward and its recomputation have to drop the same.
+    Not with dropout or gradients: a forward and its recomputation must drop the same.
     """
-    if bias is None or options.dropout_p:
+    if bias is None or options.dropout_p or q.shape[2] > 1 or q.shape[1] == k.shape[1] or bias.stride(1) or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ):  # fmt: skip
         return bridge.attend(q, k, v, options, bias)
-    (_, heads, rows, _), heads_k = q.shape, k.shape[1]
-    if rows > 1 or heads == heads_k or bias.stride(1):
-        return bridge.attend(q, k, v, options, bias)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return bridge.attend(q, k, v, options, bias)
+    heads, heads_k = q.shape[1], k.shape[1]
     grouped = q[:, :, 0].unflatten(1, (heads_k, -1))
     out = bridge.attend(grouped, k, v, options, bias[:, :heads_k].expand(-1, -1, heads // heads_k, -1))
     return None if out is None else bridge.as_own(out.flatten(1, 2)[:, None])
 
 
-def _ungrouped(
+def _repeat_keys_in_graphs(
     policy: Policy, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
 ) -> tuple[Any, ...]:
-    """The arguments by position. In a graph that is compiled, keys and values are repeated for the heads of a group.
+    """Return the arguments by position; in a compiled graph of grouped heads, with k and v repeated for each group.
 
-    The graph then holds an operator that efficient.py takes, instead of the plain formula.
+    The graph then holds an operator that efficient.py serves, instead of the plain formula.
     """
-    given = q, k, v, attn_mask, *rest
+    arguments = q, k, v, attn_mask, *rest
     if attn_mask is not None or not named.get("enable_gqa") or not q.dim() == k.dim() == v.dim() == 4:
-        return given
+        return arguments
     heads, heads_k = q.shape[1], k.shape[1]
     if q.dtype is not torch.float16 or heads == heads_k or heads_k != v.shape[1] or not heads_k or heads % heads_k:
-        return given
+        return arguments
     if q.device.type != policy.device or bridge.has_flash(q.device) or not _allows_fused():
-        return given
+        return arguments
     if torch._guards.TracingContext.try_get() is None:
-        return given
+        return arguments
     return q, *(x.repeat_interleave(heads // heads_k, 1) for x in (k, v)), attn_mask, *rest

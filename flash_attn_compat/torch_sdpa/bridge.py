@@ -1,4 +1,4 @@
-"""The only file of aten that calls the engine: a call is built, and computed if our kernels are chosen for it."""
+"""The only file of torch_sdpa that calls dispatch: it builds a request and runs it if our kernels are chosen for it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ as_own = heads_first.as_own
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None = None) -> Tensor | None:
-    """out of dense attention, recorded for autograd; None where others would compute. (batch, heads, rows, channels)
+    """Compute dense attention, recorded by autograd; None if another backend would serve the call.
 
-    The memory behind out is that of (batch, rows, heads, channels), contiguous.
+    q, k, v and out: (batch, heads, rows, channels); out's memory is contiguous as (batch, rows, heads, channels)
     """
     purpose = autograd.purpose((q, k, v))
     rows_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    request = request_of(*rows_first, options, _decisive(purpose, options), bias=bias)
-    known = _ours(request)
+    request = request_of(*rows_first, options, _deciding_purpose(purpose, options), bias=bias)
+    known = _find_fused(request)
     if known is None:
         return None
     if purpose.needs_grad:
@@ -33,10 +33,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | Non
     return heads_first.as_own(serve.run(known, request)[1].out)
 
 
-def _decisive(purpose: Purpose, options: Options) -> Purpose:
-    """Dropout's calls are decided about as if they were recorded.
+def _deciding_purpose(purpose: Purpose, options: Options) -> Purpose:
+    """Return the purpose that decides on the backend: with dropout always that of a recorded call.
 
-    The forward under a reentrant checkpoint is not recorded, and its recomputation, which must drop the same, is.
+    Under a reentrant checkpoint the forward is not recorded and its recomputation is; both must drop the same.
     """
     return RECORDED if options.dropout_p else purpose
 
@@ -44,9 +44,9 @@ def _decisive(purpose: Purpose, options: Options) -> Purpose:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, bias: Tensor | None, return_lse: bool
 ) -> Result | None:
-    """out and the LSE outside of autograd, dense or packed; None where others would compute."""
+    """Compute dense or packed attention outside of autograd; None if another backend would serve the call."""
     request = request_of(q, k, v, options, Purpose(return_lse=return_lse), packing, bias)
-    known = _ours(request)
+    known = _find_fused(request)
     return None if known is None else serve.run(known, request)[1]
 
 
@@ -54,35 +54,46 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, bias: Tensor | None,
     upstream: BackwardInputs, into: Gradients | None,
 ) -> Gradients | None:  # fmt: skip
-    """Gradients from whoever's out and LSE, outside of autograd; None where others would compute."""
+    """Compute gradients from any kernel's out and LSE, outside of autograd; None if another backend would do so."""
     request = request_of(q, k, v, options, Purpose(given_lse=True), packing, bias)
-    known = _ours(request)
+    known = _find_fused(request)
     if known is None:
         return None
     return serve.gradients(known, serve.backward_tensors(request.tensors, None), upstream, into)[1].gradients
 
 
-def against(
+def decline_reasons(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None, bias: Tensor | None = None
 ) -> list[str]:
-    """What speaks against our kernels for such a call. Shapes as in flash_attn_func."""
-    request = request_of(q, k, v, options, _decisive(autograd.purpose((q, k, v)), options), packing, bias)
+    """Return our kernels' reasons to decline the call. Shapes as in flash_attn_func."""
+    request = request_of(q, k, v, options, _deciding_purpose(autograd.purpose((q, k, v)), options), packing, bias)
     return choice.reasons_against(KERNELS, request.kind.build(request).call)
 
 
 def explain(reasons: list[str]) -> NoReturn:
-    """End the call in progress, which is only to be explained: what speaks against our kernels, if anything."""
+    """End the call under ``explain`` with our kernels' reasons to decline it; without reasons they would serve it."""
     computed_by = PYTORCH if reasons else KERNELS
     raise choice.Explained(choice.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
 
 
-def _ours(request: Request) -> Known | None:
-    """What is known of a request that our kernels compute."""
+def _find_fused(request: Request) -> Known | None:
+    """Return the prepared call if our kernels serve the request, else None."""
     try:
         known = serve.find(request)
-    except choice.BackendNotSupported:  # of a backend that the user named
+    except choice.BackendNotSupported:  # the user forces another backend
         return None
     return known if known.backend is not None and known.backend.name == KERNELS else None
+
+
+def align_with_last_key(q: Tensor, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor, bool, tuple[int, int]]:
+    """Express a causal mask aligned with the first key in flash-attn's terms, which align it with the last key.
+
+    Returns k and v without the keys that no row sees, causal, and window_size. axis: of rows and keys
+    """
+    rows, keys = q.shape[axis], k.shape[axis]
+    if rows < keys:
+        k, v = k.narrow(axis, 0, rows), v.narrow(axis, 0, rows)
+    return (k, v, False, (-1, rows - keys)) if rows > keys else (k, v, True, (-1, -1))
 
 
 def has_flash(device: torch.device) -> bool:

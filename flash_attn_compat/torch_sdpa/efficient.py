@@ -1,8 +1,8 @@
-"""aten::_efficient_attention_forward and _backward: PyTorch's memory-efficient kernel, and what calls it.
+"""aten::_efficient_attention_forward and _backward, the operators of PyTorch's memory-efficient kernel.
 
-Those are aten::_scaled_dot_product_efficient_attention, which compiled graphs and DTensors hold, nested tensors, and
-xformers. A call reaches us below autograd and modes, above the device's own kernel, which gets what we leave.
-Dropout stays there: its mask could not be drawn by whoever computes the backward.
+Their callers are aten::_scaled_dot_product_efficient_attention (in compiled graphs and DTensors), nested tensors and
+xformers. A call reaches us below autograd and modes, above the device's own kernel, which serves declined calls. Calls
+with dropout are declined: forward and backward may be served by different kernels, which draw different masks.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ from flash_attn_compat.torch_sdpa.policy import (
     HALF,
     Override,
     Policy,
-    against_mask,
-    against_size,
-    against_tensors,
-    not_half,
+    check_mask,
+    check_size,
+    check_tensors,
+    dtype_reason,
 )
 
 FORWARD, BACKWARD = "_efficient_attention_forward", "_efficient_attention_backward"
 KEY = "BackendSelect"
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 NO_MASK, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
-# An LSE is padded with +inf to a multiple of so many rows.
-_LSE_ROWS = 32
+_LSE_ROWS = 32  # The operators' LSE is padded with +inf to a multiple of these rows.
 
 
 class Problem(NamedTuple):
-    """What both operators are given, by their names there: q (batch, rows, heads, channels), k and v likewise.
+    """The arguments that both operators share, by the operators' names.
 
-    With cu_seqlens the batch is 1 and holds packed sequences.
+    query, key, value: (batch, rows or keys, heads, channels); with cu_seqlens the batch is 1 and holds packed sequences
     """
 
     query: Tensor
@@ -74,7 +73,7 @@ class Problem(NamedTuple):
 
     @property
     def has_equal_lengths(self) -> bool:
-        """Whether each sequence is known to have as many rows as keys, so that both causal masks are one."""
+        """Whether each sequence is known to have as many rows as keys, so that both causal masks are the same."""
         starts_q, starts_k = self.cu_seqlens_q, self.cu_seqlens_k
         if starts_q is None or starts_k is None:
             return self.query.shape[1] == self.key.shape[1]
@@ -86,54 +85,50 @@ class Problem(NamedTuple):
 
     @property
     def expanded_bias(self) -> Tensor | None:
-        """The bias as the engine takes it."""
         batch, rows, heads, _ = self.query.shape
         return None if self.bias is None else self.bias.expand(batch, heads, rows, self.key.shape[1])
 
     @property
-    def may_see_nothing(self) -> bool:
-        """Whether there may be rows without keys."""
-        if self.bias is not None:
-            return True
-        if self.is_packed:
-            return not self.has_equal_lengths
+    def may_have_rows_without_keys(self) -> bool:
+        if self.bias is not None or self.is_packed:
+            return self.bias is not None or not self.has_equal_lengths
         return self.custom_mask_type == BOTTOM_RIGHT and self.query.shape[1] > self.key.shape[1]
 
 
 def implementation(override: Override, name: str) -> Callable[..., Any]:
-    """One of the operators for the dispatcher, which hands its keys over first: those below get what we leave."""
-    ours = forward if name == FORWARD else backward
+    """Return an operator for PyTorch's dispatcher, which passes its keys first: declined calls go on to lower keys."""
+    compute = forward if name == FORWARD else backward
     redispatch = getattr(torch.ops.aten, name).default._handle.redispatch_boxed
 
     def attention(keys: Any, *arguments: Any, **named: Any) -> Any:
         policy, first = override.policy, arguments[0]
-        # Not of fake tensors, or of those on another device: the operator's key is one for all of them.
+        # Fake tensors and tensors on other devices come here too: all of them share the operator's key.
         if policy is not None and not DECIDED.yet and type(first) in PLAIN and first.device.type == policy.device:
-            found = ours(policy, *arguments, **named)
-            if found is not None:
-                return found
+            results = compute(policy, *arguments, **named)
+            if results is not None:
+                return results
         return redispatch(keys & _BELOW, *arguments, **named)
 
     return attention
 
 
 def forward(
-    policy: Policy,
-    *given: Any,
-    scale: float | None = None,
-    seqlen_k: Tensor | None = None,
+    policy: Policy, *arguments: Any, scale: float | None = None, seqlen_k: Tensor | None = None,
     window_size: int | None = None,
-) -> Any:
-    """The forward, given what ``Problem`` begins with and, where that is True, compute_log_sumexp."""
-    problem = Problem._make((*given[:10], scale, seqlen_k, window_size))
-    return_lse = given[10] if len(given) > 10 else False
-    against = decline_reason(policy, problem, return_lse)
+) -> Any:  # fmt: skip
+    """Compute the forward operator, or return None to decline it.
+
+    arguments: the first ten fields of ``Problem``, then compute_log_sumexp unless it is False
+    """
+    problem = Problem._make((*arguments[:10], scale, seqlen_k, window_size))
+    return_lse = arguments[10] if len(arguments) > 10 else False
+    reason = decline_reason(policy, problem, return_lse)
     if settings.is_explaining():
-        bridge.explain([against] if against else bridge.against(*_as_flash(problem), problem.expanded_bias))
-    found = None if against else _forward(problem, return_lse)
-    if found is None:
+        bridge.explain([reason] if reason else bridge.decline_reasons(*_as_flash(problem), problem.expanded_bias))
+    results = None if reason else _forward(problem, return_lse)
+    if results is None:
         choice.served[bridge.PYTORCH] += 1
-    return found
+    return results
 
 
 def backward(
@@ -143,52 +138,52 @@ def backward(
     *, scale: float | None = None, num_splits_key: int | None = None, window_size: int | None = None,
     shared_storage_dqdkdv: bool = False,
 ) -> Any:  # fmt: skip
-    """The backward: of forwards that were ours and of others."""
+    """Compute the backward operator, of our forward or of another kernel's; None to decline it."""
     if shared_storage_dqdkdv or bias_requires_grad:
         return None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     problem = Problem(q, k, v, bias, *lengths, dropout_p, custom_mask_type, scale, None, window_size)
-    if decline_reason(policy, problem, True) or not _is_of_a_forward(problem, dout, out, lse):
+    if decline_reason(policy, problem, True) or not _fits_forward(problem, dout, out, lse):
         return None
-    found = _backward(problem, dout, out, lse)
-    return None if found is None else (*found, None)
+    gradients = _backward(problem, dout, out, lse)
+    return None if gradients is None else (*gradients, None)
 
 
-def _is_of_a_forward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> bool:
-    """Whether these are a forward's results and the gradient of one: no kernel looks where they end."""
+def _fits_forward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> bool:
+    """Whether dout, out and lse have the shapes and dtypes of the problem's forward: no kernel checks their ends."""
     q, heads = problem.query, problem.query.shape[2]
     shape = (*q.shape[:3], problem.value.shape[3])
-    is_right = dout.shape == out.shape == shape and dout.dtype is out.dtype is q.dtype and lse.dtype is torch.float32
-    return is_right and lse.dim() == 3 and lse.shape[:2] == (problem.sequences, heads) and lse.shape[2] >= problem.rows
+    fits = dout.shape == out.shape == shape and dout.dtype is out.dtype is q.dtype and lse.dtype is torch.float32
+    return fits and lse.dim() == 3 and lse.shape[:2] == (problem.sequences, heads) and lse.shape[2] >= problem.rows
 
 
 def decline_reason(policy: Policy, problem: Problem, is_recorded: bool) -> str | None:
-    """What keeps our kernels from a problem, besides their own reasons; None for nothing. is_recorded: as in policy"""
+    """Return the reason to decline a problem, or None; the kernels' own reasons come later. is_recorded: see policy"""
     q, k, v, bias = problem[:4]
     if q.dtype not in HALF:
-        return not_half(q.dtype)
+        return dtype_reason(q.dtype)
     if not q.dim() == k.dim() == v.dim() == 4:
         return "shapes or heads differ"
     (batch, _, heads, width), rows = q.shape, problem.rows
-    against = against_size(policy, q, rows, problem.keys, problem.sequences * heads * width, bias, is_recorded)
-    if against is not None:
-        return against
+    reason = check_size(policy, q, rows, problem.keys, problem.sequences * heads * width, bias, is_recorded)
+    if reason is not None:
+        return reason
     if bias is not None and (problem.is_packed or problem.seqlen_k is not None or problem.custom_mask_type != NO_MASK):
         return "it has a mask, and is causal or packed besides"
     if problem.dropout_p != 0.0:
         return "its dropout mask is PyTorch's"
-    against = against_tensors(policy, q, k, v)
-    if against is not None:
-        return against
+    reason = check_tensors(policy, q, k, v)
+    if reason is not None:
+        return reason
     if k.shape[2:] != (heads, width) or k.shape[:3] != v.shape[:3] or k.shape[0] != batch or not v.shape[3]:
         return "shapes or heads differ, or values have no channels"
     if problem.custom_mask_type not in (NO_MASK, TOP_LEFT, BOTTOM_RIGHT):
         return "its mask is unknown"
-    against = None if bias is None else against_mask(bias, q, (batch, heads, rows, k.shape[1]))
-    return against or _against_lengths(problem)
+    reason = None if bias is None else check_mask(bias, q, (batch, heads, rows, k.shape[1]))
+    return reason or _check_lengths(problem)
 
 
-def _against_lengths(problem: Problem) -> str | None:
+def _check_lengths(problem: Problem) -> str | None:
     starts_q, starts_k = problem.cu_seqlens_q, problem.cu_seqlens_k
     if starts_q is None and starts_k is None:
         if problem.seqlen_k is not None:
@@ -215,17 +210,13 @@ def _against_lengths(problem: Problem) -> str | None:
 
 
 def _as_flash(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Options, Packing | None]:
-    """The same in flash-attn's arguments, whose causal mask stands at the last key."""
+    """Return the problem in flash-attn's arguments, which align a causal mask with the last key."""
     q, k, v = problem.query, problem.key, problem.value
     is_causal, window = problem.custom_mask_type != NO_MASK, (-1, -1)
     if problem.window_size is not None:
         window = (problem.window_size - 1, 0)
     elif problem.custom_mask_type == TOP_LEFT and not problem.is_packed:
-        rows, keys = q.shape[1], k.shape[1]
-        if rows < keys:  # nobody sees the others
-            k, v = k[:, :rows], v[:, :rows]
-        elif rows > keys:
-            window, is_causal = (-1, rows - keys), False
+        k, v, is_causal, window = bridge.align_with_last_key(q, k, v, 1)
     options = Options(0.0, problem.scale, is_causal, window, deterministic=torch._C._get_deterministic_algorithms())
     if problem.cu_seqlens_q is None or problem.cu_seqlens_k is None:
         return q, k, v, options, None
@@ -241,16 +232,16 @@ def _forward(problem: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor
         return None
     out = result.out.contiguous()
     no_rows = problem.sequences, q.shape[-2], 0
-    lse = _padded(problem, result.lse) if return_lse else q.new_empty(no_rows, dtype=torch.float32)
-    # Where PyTorch leaves them when nothing is dropped: a graph's results are all on the GPU.
+    lse = _pad_lse(problem, result.lse) if return_lse else q.new_empty(no_rows, dtype=torch.float32)
+    # PyTorch's place for them without dropout; during a capture all results are on the GPU.
     place = q.device if cuda_capture.is_capturing(q.get_device()) else "cpu"
     seed, offset = (torch.empty((), dtype=torch.int64, device=place) for _ in range(2))
     return out if packing is None else out[None], lse, seed, offset, problem.rows, problem.keys
 
 
-def _padded(problem: Problem, lse: Tensor) -> Tensor:
-    """The LSE (sequences, heads, padded rows): 0 in rows that see nothing, +inf behind the last one of a sequence."""
-    if problem.may_see_nothing:
+def _pad_lse(problem: Problem, lse: Tensor) -> Tensor:
+    """Return the LSE (sequences, heads, padded rows): 0 in rows without keys, +inf after a sequence's last row."""
+    if problem.may_have_rows_without_keys:
         lse = lse.masked_fill(lse == torch.inf, 0.0)
     if problem.cu_seqlens_q is None:
         return F.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
@@ -264,16 +255,15 @@ def _backward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple
     else:
         dout, out, lse = dout[0], out[0], unwritten.packed_lse(lse, problem.cu_seqlens_q, q.shape[0])
     into = None
-    if k.shape != problem.key.shape and packing is None:  # of keys that nobody sees
+    if k.shape != problem.key.shape and packing is None:  # keys that no row sees get gradients of 0
         dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (problem.key, problem.value))
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         into = Gradients(dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]])
-    found = bridge.backward(
-        q, k, v, options, packing, problem.expanded_bias, BackwardInputs(dout, out, lse, None), into
-    )
-    if found is None:
+    upstream = BackwardInputs(dout, out, lse, None)
+    gradients = bridge.backward(q, k, v, options, packing, problem.expanded_bias, upstream, into)
+    if gradients is None:
         return None
     if into is not None:
         return dq, dk, dv
-    dq, dk, dv = (gradient.contiguous() for gradient in found)
+    dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     return (dq, dk, dv) if packing is None else (dq[None], dk[None], dv[None])

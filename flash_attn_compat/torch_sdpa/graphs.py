@@ -1,7 +1,7 @@
-"""Tells compilers of the switch: a graph of grouped heads that is traced under it holds another operator.
+"""Makes compiled graphs depend on the override, which changes the operator of calls with grouped heads.
 
-A trace of such a call puts the switch into Dynamo's guards, so that a graph with the switch and one without lie side by
-side, and into the key of PyTorch's caches on disk, so that no process takes the graph of one that had it otherwise.
+A trace of such a call adds a guard to Dynamo, so that graphs with and without the override coexist, and a mark to the key
+of PyTorch's caches on disk, so that processes with and without it do not share graphs.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _NOWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 _MARK = "|flash_attn_compat.sdpa="
 
-# PyTorch's composition is what the operator has where no device is known; this way of calling it parses the least.
+# Call PyTorch's composition, the operator's kernel for no device; redispatch_boxed parses fewer arguments than a call.
 compose = functools.partial(_OPERATOR._handle.redispatch_boxed, _NOWHERE)
 
 
 class _State:
-    """switch: the type of device whose calls are ours, None for no switch; is_watched: as _watch has it"""
+    """switch: the device type of the active override, or None; is_watching: whether _watch_traces has run"""
 
     switch: str | None = None
-    is_watched = False
+    is_watching = False
 
 
 def trace(*arguments: Any, **named: Any) -> Any:
-    """PyTorch's composition, of a call that may be traced."""
+    """Run PyTorch's composition of a call that may be traced."""
     if named.get("enable_gqa") and type(arguments[0]) not in PLAIN:
-        _note()
+        _add_guard()
     return compose(*arguments, **named)
 
 
-def turn(policy: Policy | None) -> None:
-    """Graphs that are traced from now on belong to this policy; None for no switch."""
+def follow(policy: Policy | None) -> None:
+    """Make later traces depend on this active policy; None for no override."""
     _State.switch = None if policy is None else policy.device
     if policy is not None:
-        _watch()
+        _watch_traces()
 
 
-def _watch() -> None:
-    """From the first switch on, PyTorch's composition notes itself where it is traced, with ours in front or not.
+def _watch_traces() -> None:
+    """From the first override on, let traces of PyTorch's composition add the guard, with the override active or not.
 
-    Only tracing asks the operator's table in Python. Graphs that are older have no guard, and are compiled anew.
+    Only tracing reads the operator's table in Python. Older graphs have no guard and are compiled again.
     """
-    if _State.is_watched:
+    if _State.is_watching:
         return
-    _State.is_watched = True
+    _State.is_watching = True
     if _COMPOSED not in _OPERATOR.py_kernels:
         _OPERATOR.py_impl(_COMPOSED)(trace)
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
@@ -61,7 +61,7 @@ def _watch() -> None:
         torch._dynamo.reset_code_caches()
 
 
-def _note() -> None:
+def _add_guard() -> None:
     context = torch._guards.TracingContext.try_get()
     if context is None:
         return
@@ -73,27 +73,27 @@ def _note() -> None:
 
 @functools.cache
 def _guard_of(then: str | None) -> functools.partial[None]:
-    """One for each state of the switch: guards are compared by it."""
+    """Return the same guard for the same state of the switch, since Dynamo compares guards."""
     return functools.partial(SDPA_SWITCH, then=then)
 
 
 def SDPA_SWITCH(builder: Any, guard: Any, then: str | None) -> None:
-    """A guard for Dynamo, which names guards like this: the switch is as it was."""
+    """A guard, named as Dynamo names guards: the switch is unchanged."""
     words = [f"flash_attn_compat.sdpa is {then or 'off'}"]
-    add, is_as_then = builder.guard_manager.root.add_lambda_guard, lambda _: _State.switch == then
+    add, is_unchanged = builder.guard_manager.root.add_lambda_guard, lambda _: _State.switch == then
     try:
-        add(is_as_then, words, guard.user_stack)
-    except TypeError:  # of older PyTorch, which takes no stack
-        add(is_as_then, words)
+        add(is_unchanged, words, guard.user_stack)
+    except TypeError:  # older versions of PyTorch take no stack
+        add(is_unchanged, words)
 
 
 def _tag_caches() -> None:
-    """Mark the keys of caches on disk while the switch is on, in this thread, and leave them as they were while not."""
+    """Mark the keys of caches on disk in this thread while the override is active; remove the mark otherwise."""
     config: Any = getattr(torch.compiler, "config", None)
     tag = getattr(config, "cache_key_tag", None)
-    if not isinstance(tag, str):  # before PyTorch 2.7, which kept no such graphs on disk
+    if not isinstance(tag, str):  # before PyTorch 2.7, which stored no such graphs on disk
         return
     mark = "" if _State.switch is None else f"{_MARK}{_State.switch}{settings.forced_capability() or ''}"
-    wanted = tag.partition(_MARK)[0] + mark
-    if tag != wanted:
-        config.cache_key_tag = wanted
+    new_tag = tag.partition(_MARK)[0] + mark
+    if tag != new_tag:
+        config.cache_key_tag = new_tag

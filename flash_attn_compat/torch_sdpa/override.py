@@ -1,6 +1,6 @@
-"""Overrides PyTorch's attention operators by ours, as long as a policy is acquired.
+"""Overrides PyTorch's attention operators while at least one policy is acquired.
 
-PyTorch's dispatcher belongs to the whole process, so a policy holds for every thread.
+PyTorch's dispatcher belongs to the process, so a policy applies to every thread.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ HOOK = "flash_attn_compat"
 
 _lock = threading.RLock()
 _holders: list[Policy] = []
-_in_front: tuple[Override, Library] | None = None
+_active: tuple[Override, Library] | None = None
 
 
 def sdpa(always: bool = False) -> AbstractContextManager[None]:
-    """PyTorch's attention operators run on our kernels during a block, in all threads; blocks may nest and overlap.
+    """Run PyTorch's attention operators on our kernels during a block, in all threads; blocks may nest and overlap.
 
-    always: on GPUs of compute capability 8.0 and newer too
+    always: also on GPUs of compute capability 8.0 and newer
     """
     return applied(Policy(always=always))
 
 
 @contextlib.contextmanager
 def applied(policy: Policy) -> Iterator[None]:
-    """Acquire a policy for a block."""
+    """Acquire a policy during a block."""
     acquire(policy)
     try:
         yield
@@ -45,9 +45,9 @@ def applied(policy: Policy) -> Iterator[None]:
 
 
 def acquire(policy: Policy) -> None:
-    """Serve PyTorch's operators from now on. Of several policies, the one that serves most calls decides.
+    """Override PyTorch's operators from now on. Of several policies, the one that serves most calls is active.
 
-    Before PyTorch 2.5, whose operators know no grouped heads yet, this warns and nothing changes.
+    Before PyTorch 2.5, which has no enable_gqa, this warns and changes nothing.
     """
     if "enable_gqa" not in str(torch.ops.aten.scaled_dot_product_attention.default._schema):
         message = f"sdpa needs PyTorch 2.5, and this is {torch.__version__}: its own attention stays"
@@ -56,8 +56,8 @@ def acquire(policy: Policy) -> None:
     with _lock:
         _holders.append(policy)
         try:
-            _renew()
-        except BaseException:  # nobody would ever release it
+            _apply_policy()
+        except BaseException:  # the caller cannot release it
             _holders.remove(policy)
             raise
 
@@ -67,46 +67,46 @@ def release(policy: Policy) -> None:
     with _lock:
         if policy in _holders:
             _holders.remove(policy)
-        _renew()
+        _apply_policy()
 
 
 def active_policy() -> Policy | None:
-    """Return the policy in force, or None where PyTorch's operators are not overridden."""
-    return _in_front[0].policy if _in_front else None
+    """Return the active policy, or None if PyTorch's operators are not overridden."""
+    return _active[0].policy if _active else None
 
 
-def _renew() -> None:
+def _apply_policy() -> None:
     try:
-        _place()
+        _register_or_remove()
     finally:
-        graphs.turn(active_policy())
+        graphs.follow(active_policy())
 
 
-def _place() -> None:
-    global _in_front
-    wanted = max(_holders, key=lambda policy: (policy.always, -policy.least_products), default=None)
-    if _in_front is not None:
-        override, library = _in_front
-        if wanted is not None and wanted.device == override.device:
-            override.policy = wanted
+def _register_or_remove() -> None:
+    global _active
+    policy = max(_holders, key=lambda policy: (policy.always, -policy.least_products), default=None)
+    if _active is not None:
+        override, library = _active
+        if policy is not None and policy.device == override.device:
+            override.policy = policy
             return
         override.policy = None
-        if wanted is None and _others_may_call():
+        if policy is None and _other_threads_run():
             return
         library._destroy()
-        _in_front = None
-    if wanted is not None:
-        override = Override(wanted)
-        _in_front = override, _register(override)
+        _active = None
+    if policy is not None:
+        override = Override(policy)
+        _active = override, _register(override)
     for name in (attention.NAME, efficient.FORWARD, efficient.BACKWARD):
         # Tracing caches the kernel behind each key; only registrations from C++ would clear that cache.
         getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
-def _others_may_call() -> bool:
-    """Whether a thread may be about to run an implementation: if it waits for the GIL, it would run a destroyed one.
+def _other_threads_run() -> bool:
+    """Whether another thread may be about to run an implementation: waiting for the GIL, it would run a destroyed one.
 
-    The override then stays and passes every call on to PyTorch, until a single thread releases a later policy.
+    The override then stays and passes every call on to PyTorch, until a process of one thread releases a later policy.
     """
     return threading.active_count() > 1
 
@@ -121,7 +121,7 @@ def _register(override: Override) -> Library:
 
 
 class Activated:
-    """The handle that torch.nn.attention keeps of an activated implementation."""
+    """The handle of an activated implementation that torch.nn.attention keeps."""
 
     def __init__(self) -> None:
         self._policy = Policy(always=True)
@@ -132,9 +132,9 @@ class Activated:
 
 
 def register_with_torch() -> None:
-    """Make ``torch.nn.attention.activate_flash_attention_impl("flash_attn_compat")`` switch the operators on.
+    """Make ``torch.nn.attention.activate_flash_attention_impl("flash_attn_compat")`` override the operators.
 
-    As ``flash_attn_compat.sdpa(always=True)`` does; restore_flash_attention_impl() switches them off. Raises
+    It does the same as ``flash_attn_compat.sdpa(always=True)``; restore_flash_attention_impl() ends it. Raises
     RuntimeError before PyTorch 2.11, which has no such hook.
     """
     import torch.nn.attention

@@ -1,4 +1,4 @@
-"""Which of PyTorch's attention calls we serve: the policy that a program asked for, and reasons to decline a call."""
+"""Which of PyTorch's attention calls we serve: the policy that a program requested, and reasons to decline a call."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from flash_attn_compat.core.prepared import PLAIN
 from flash_attn_compat.torch_sdpa import bridge
 
 HALF = frozenset({torch.float16, torch.bfloat16})
-# Smaller calls wait for the host, and our call takes the host longer than PyTorch's. Measured on an H200 as 7.5,
-# with 132 multiprocessors: forwards of 7e8 products were even and of 1e9 faster; with the backward, 2e9 slower and 6e9
-# faster; one row over 1,024 keys slower, over 8,192 six times as fast.
+# Small calls take only host time, and ours take more of it than PyTorch's. Measured on an H200 as 7.5, with 132
+# multiprocessors: forwards of 7e8 products as fast, of 1e9 faster; with the backward, of 2e9 slower and of 6e9 faster;
+# one row over 1,024 keys slower, over 8,192 keys six times as fast.
 LEAST_PRODUCTS = 3 * 2**21
 RECORDED = 4
 # Biases are read from memory: at twice the least products, 0.95 of the speed of PyTorch's kernel.
 BIASED = 2
 LEAST_KEYS = 2048
-# By the same H200, of the GPU's time alone. With gradients, sequences of 49 to 64 tokens took 1.1 to 1.5 times as long,
-# of 100 as long; under masks those of 16 and 32 as well, which are faster without. Biases that differ in each sequence
-# and head took up to 1.4 times as long, and 1.7 with gradients: PyTorch's kernel reads them once.
+# GPU time on the same H200. With gradients, sequences of 49 to 64 tokens took 1.1 to 1.5 times as long as PyTorch's
+# kernel, of 100 tokens as long; of 16 and 32 tokens longer under masks, shorter without. Biases that differ in each
+# sequence and head took up to 1.4 times as long, 1.7 with gradients: PyTorch's kernel reads them once.
 SHORT, FEW_TOKENS = 32, 96
 
 
 class Policy(NamedTuple):
     """Which calls a program asked us to serve.
 
-    device: the device type whose operators are overridden
-    always: serve GPUs for which PyTorch has flash kernels of its own, too
-    least_products: of rows, keys, heads and channels, for each multiprocessor, in a call that is worth serving without
-        gradients; with gradients, RECORDED times as many, with biases BIASED times; 0 serves calls of any shape
-    least_keys: of one row
+    device: the device type of the overridden operators
+    always: also serve GPUs for which PyTorch has its own flash kernels
+    least_products: the least rows * keys * heads * channels, per multiprocessor, of a call without gradients; RECORDED
+        times as many with gradients, BIASED times with a bias; 0 serves calls of any shape
+    least_keys: the least keys of a single row
     """
 
     device: str = "cuda"
@@ -51,8 +51,8 @@ class Override:
         self.policy: Policy | None = policy
 
 
-def against_tensors(policy: Policy, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return why plain (batch, ..., head_dim) tensors are declined, or None. q's dtype is in HALF."""
+def check_tensors(policy: Policy, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return the reason to decline plain (batch, ..., head_dim) tensors, or None. q's dtype is in HALF."""
     dtype, device = q.dtype, q.device
     if device.type != policy.device:
         return f"it is on {device.type}, not on {policy.device}"
@@ -64,15 +64,15 @@ def against_tensors(policy: Policy, q: Tensor, k: Tensor, v: Tensor) -> str | No
 
 
 @functools.cache
-def not_half(dtype: torch.dtype) -> str:
-    """Why a call in another dtype cannot be ours."""
+def dtype_reason(dtype: torch.dtype) -> str:
+    """Return the reason to decline a dtype that is not in HALF."""
     return f"our kernels compute float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
 
 
-def against_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int], drops: bool = False) -> str | None:
-    """Why a dense mask cannot be ours. shape: (batch, heads, rows, keys), to which it is broadcast
+def check_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int], drops: bool = False) -> str | None:
+    """Return the reason to decline a dense mask, or None. shape: (batch, heads, rows, keys), to which it is broadcast
 
-    drops: whether there is dropout. The answer is then one for calls that are recorded and for those that are not.
+    drops: whether there is dropout. The result is then the same for recorded and unrecorded calls.
     """
     if drops and mask.dtype is not torch.bool:
         return "its dropout must be drawn alike where a checkpoint makes its mask anew, which may want a gradient then"
@@ -85,45 +85,49 @@ def against_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int], drop
     if not 2 <= mask.dim() <= 4 or any(own not in (1, size) for own, size in zip(mask.shape[::-1], shape[::-1])):
         return "its mask has another shape"
     batch, heads, rows, keys = shape
-    if max(*mask.stride(), batch * heads * rows, rows * keys) < 2**31:  # at most; most are far below
+    if max(*mask.stride(), batch * heads * rows, rows * keys) < 2**31:  # an upper bound; most masks are far below it
         return None
-    return "its mask is too large" if _largest(mask, rows * keys) >= 2**31 else None
+    return "its mask is too large" if _largest_index(mask, rows * keys) >= 2**31 else None
 
 
-def _largest(mask: Tensor, of_a_copy: int) -> int:
-    """Of what kernels hold in an int: strides of heads and rows, in the mask or in a copy of it, and how many rows."""
+def _largest_index(mask: Tensor, copy_stride: int) -> int:
+    """Return the largest number that kernels hold in an int: strides of the mask or of its copy, or its row count."""
     strides = [stride for size, stride in zip(mask.shape[-3:], mask.stride()[-3:]) if size > 1]
     is_copied = mask.stride(-1) != 1 and mask.dtype is not torch.bool
-    return max(*strides, mask.shape[:-1].numel(), of_a_copy * is_copied)
+    return max(*strides, mask.shape[:-1].numel(), copy_stride * is_copied)
 
 
-def against_size(
+def check_size(
     policy: Policy, q: Tensor, rows: int, keys: int, channels: int, mask: Tensor | None, is_recorded: bool,
-    at_any_size: bool = False,
+    is_always_faster: bool = False,
 ) -> str | None:  # fmt: skip
-    """Why a call is not worth our while. channels: of all heads of the batch; is_recorded: if a backward may follow"""
+    """Return the reason to leave a call of this size to PyTorch, or None.
+
+    channels: of all heads of the batch; is_recorded: whether a backward may follow
+    is_always_faster: whether PyTorch has no fused kernel for the call, so that ours is faster at any size
+    """
     products = rows * keys * channels
     if products == 0:
         return "it has no elements"
-    if at_any_size or (rows == 1 and keys >= policy.least_keys):
+    if is_always_faster or (rows == 1 and keys >= policy.least_keys):
         return None
-    least = policy.least_products * processors(q.get_device()) * (RECORDED if is_recorded else 1)
+    least = policy.least_products * count_multiprocessors(q.get_device()) * (RECORDED if is_recorded else 1)
     bias = None if mask is None or mask.dtype is torch.bool else mask
     if products < least * (1 if bias is None else BIASED):
         return "it is so small that only the host's time counts"
     if is_recorded and (SHORT if mask is None else 0) < max(rows, keys) <= FEW_TOKENS and least:
         return "with gradients, PyTorch's kernel is faster for such short sequences"
-    if bias is not None and least and _numbers(bias) * q.shape[-1] == products:
+    if bias is not None and least and _count_stored(bias) * q.shape[-1] == products:
         return "each of its scores has a bias of its own, which PyTorch's kernel reads once and ours twice"
     return None
 
 
-def _numbers(mask: Tensor) -> int:
-    """Which are in memory: those of an expanded mask count once."""
+def _count_stored(mask: Tensor) -> int:
+    """Return the count of numbers in memory: expanded axes count once."""
     return math.prod(size for size, stride in zip(mask.shape, mask.stride()) if stride)
 
 
 @functools.cache
-def processors(index: int) -> int:
-    """Multiprocessors of a GPU, by which it takes longer or shorter; 1 of what is none, whose index is -1."""
+def count_multiprocessors(index: int) -> int:
+    """Return the number of a GPU's multiprocessors; 1 for index -1, which is another device's."""
     return torch.cuda.get_device_properties(index).multi_processor_count if index >= 0 else 1

@@ -62,8 +62,8 @@ def test_planted_mistakes_are_found(mistake: str, served: Launches, monkeypatch:
 
 
 def test_a_wrong_lse_is_found(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = efficient._padded
-    monkeypatch.setattr(efficient, "_padded", lambda p, lse: original(p, lse + torch.tensor(1e-2)))
+    original = efficient._pad_lse
+    monkeypatch.setattr(efficient, "_pad_lse", lambda p, lse: original(p, lse + torch.tensor(1e-2)))
     assert any(fuzz.examine(fuzz.draw(seed, longest=fuzz.SMALL)._replace(backward=False), "cpu") for seed in range(200))
 
 

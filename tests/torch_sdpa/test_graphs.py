@@ -68,7 +68,7 @@ def test_a_compiled_call_has_a_graph_for_each_state_of_the_switch(compiled: list
 def test_a_graph_from_before_the_first_switch_is_compiled_anew(
     compiled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs._State, "is_watched", False)
+    monkeypatch.setattr(graphs._State, "is_watching", False)
     monkeypatch.delitem(graphs._OPERATOR.py_kernels, graphs._COMPOSED)
     graphs._OPERATOR._dispatch_cache.clear()
     call, inputs = compile_into(compiled), qkv()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_attn_compat import explain
 from flash_attn_compat.backends.fused import Fused, candidates, nvrtc, variants
-from flash_attn_compat.torch_sdpa.policy import against_mask
+from flash_attn_compat.torch_sdpa.policy import check_mask
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.plain import pairwise, some, some_of
@@ -277,7 +277,7 @@ LARGE = {
 def test_what_an_int_cannot_hold_is_left(name: str) -> None:
     shape, strides, why = LARGE[name]
     large = torch.empty_strided(shape, strides, dtype=HALF, device="meta")
-    reason = against_mask(large, large, shape)
+    reason = check_mask(large, large, shape)
     assert reason is None if why is None else why in str(reason)
 
 

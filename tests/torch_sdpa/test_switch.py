@@ -35,7 +35,7 @@ def ours() -> list[int]:
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process of one thread: pytest-xdist has others, which call nothing."""
-    monkeypatch.setattr(override, "_others_may_call", lambda: False)
+    monkeypatch.setattr(override, "_other_threads_run", lambda: False)
     with originals.on():  # what earlier tests may have left goes
         pass
     before = tables()
@@ -79,9 +79,9 @@ def test_where_other_threads_may_call_ours_stays_and_lets_everything_pass(
     """A thread that waits for the GIL in front of an implementation would run freed memory."""
     q = randn(1, 2, 20, 32, dtype=torch.float16)
     efficient_before = torch.ops.aten._efficient_attention_forward(q, q, q, *(None,) * 5, 0.0, 0)[0]
-    monkeypatch.setattr(override, "_others_may_call", lambda: True)
+    monkeypatch.setattr(override, "_other_threads_run", lambda: True)
     monkeypatch.setattr(override, "_holders", [])
-    override._renew()
+    override._apply_policy()
     assert override.active_policy() is None and ours() == [2, 1, 1]
     reset_backend_counts()
     F.scaled_dot_product_attention(q, q, q)
@@ -92,7 +92,7 @@ def test_where_other_threads_may_call_ours_stays_and_lets_everything_pass(
         F.scaled_dot_product_attention(q, q, q)
     assert counted() == {"fused": 1} and override.active_policy() is None and ours() == [2, 1, 1]
     monkeypatch.undo()
-    monkeypatch.setattr(override, "_others_may_call", lambda: False)
+    monkeypatch.setattr(override, "_other_threads_run", lambda: False)
     with originals.on():
         pass
 
@@ -103,11 +103,11 @@ def test_threads_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = threading.Thread(target=end.wait)
     thread.start()
     try:
-        assert override._others_may_call()
+        assert override._other_threads_run()
     finally:
         end.set()
         thread.join()
-    monkeypatch.setattr(override, "_others_may_call", lambda: False)
+    monkeypatch.setattr(override, "_other_threads_run", lambda: False)
 
 
 def test_an_error_in_a_block_ends_it() -> None:
