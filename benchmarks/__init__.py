@@ -1,8 +1,8 @@
-"""What the package costs, measured here and now: `python -m benchmarks` lists it, `python -m benchmarks NAME` runs one.
+"""Benchmarks of the package: `python -m benchmarks` lists them, `python -m benchmarks NAME` runs one.
 
-Workloads, contestants, timing and tables are verify's, whose bench is the largest of them.
+Workloads, contestants, timing and tables are verify's; its bench is the largest benchmark.
 """
 
 import os
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some PyTorch releases announce each profile on stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some PyTorch releases print a line on stderr for each profile

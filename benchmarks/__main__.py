@@ -1,4 +1,4 @@
-"""What can be timed: `python -m benchmarks` lists it, `... NAME` runs one, as `python -m benchmarks.NAME` does."""
+"""`python -m benchmarks` lists the benchmarks; `... NAME` runs one, as `python -m benchmarks.NAME` does."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 PROGRAMS = {
     "bench": "speed and memory beside flash-attn and PyTorch, each answer checked: `python -m verify bench`",
     "cpu": "speed on a CPU, as ratios to PyTorch's own attention",
-    "host_time": "what one small call costs the host, with our kernels; no GPU needed",
+    "host_time": "host time of one small call with our kernels; no GPU needed",
     "sdpa": "F.scaled_dot_product_attention without and with our kernels under it",
     "head_dims": "our kernels beside PyTorch's flash kernel, head dim by head dim",
     "turing_peer": "our kernels beside flash-attention-turing's",
     "end_to_end": "whole programs beside flash-attn and SDPA",
-    "fine_tuning": "whether a loss curve is eager attention's",
-    "kernel_tiles": "which tile of each kernel is the fastest on this GPU",
+    "fine_tuning": "loss curves of training, compared with eager attention's",
+    "kernel_tiles": "each kernel's tiles on this GPU, to find the fastest",
     "kernel_report": "registers, spills and instructions of each kernel; no GPU needed",
-    "machine_code": "which kernels a change of their sources compiles differently; no GPU needed",
+    "machine_code": "kernels whose machine code a change of their sources alters; no GPU needed",
 }
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         module = importlib.import_module("verify.__main__" if name == "bench" else f"benchmarks.{name}")
         code: int = module.main(argv if name == "bench" else options)
         return code
-    print("\n".join(f"{name:14} {what}" for name, what in PROGRAMS.items()))
+    print("\n".join(f"{name:14} {description}" for name, description in PROGRAMS.items()))
     return 0 if not argv or argv[0] in ("-h", "--help") else 2
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.runner import DTYPES, Contest, alone, on_workload, parser, run
+from benchmarks.runner import DTYPES, Contest, forward_only, make_contest, make_parser, run
 from flash_attn_compat import flash_attn_func
 from verify.bench_run import Jobs
 from verify.contestants import RIVALS, ours
@@ -26,7 +26,8 @@ from verify.workloads import workload
 SKEWED = (torch.randn(32, generator=torch.Generator().manual_seed(0)).exp() * 200).clamp(1, 2048).int().tolist()
 SKEWED[7] = 2048
 LENGTHS = {"skewed": SKEWED, "uniform": [256] * 16, "tiny": [1 + i % 16 for i in range(512)]}
-PACKING = "pad_sdpa", "sdpa_loop"  # whose time over ours must be at least
+PACKING = "pad_sdpa", "sdpa_loop"
+# The least ratio of the rivals' time to ours, in PACKING's order.
 REQUIRED = {"skewed": (3.0, 0.85), "uniform": (0.9, 0.85), "tiny": (0.9, 0.85)}
 ENOUGH_S = 10.0
 
@@ -38,27 +39,27 @@ def tiny_call(dtype: torch.dtype, causal: bool) -> Mapping[str, Jobs]:
         "ours": Job(lambda: flash_attn_func(q, k, v, causal=causal)),
         "SDPA": Job(lambda: F.scaled_dot_product_attention(*by_head, is_causal=causal).transpose(1, 2)),
     }
-    return alone(jobs)
+    return forward_only(jobs)
 
 
 def contests() -> Iterator[Contest]:
     for (name, lengths), dtype in itertools.product(LENGTHS.items(), DTYPES):
         problem = workload(f"{name} {dtype}", tuple(lengths), (8, 8), 64, "varlen")
         contestants = [ours(), *(RIVALS[rival] for rival in PACKING)]
-        yield on_workload(problem, contestants, "cpu", DTYPES[dtype], at_least=dict(zip(PACKING, REQUIRED[name])))
+        yield make_contest(problem, contestants, "cpu", DTYPES[dtype], at_least=dict(zip(PACKING, REQUIRED[name])))
     for causal in (False, True):
         problem = workload(f"4096 tokens{' causal' * causal}, chunked", (4096,), (8, 8), 64, causal=causal)
         contestants = [ours("chunked"), RIVALS["pad_sdpa"]]
-        yield on_workload(problem, contestants, "cpu", torch.float32, at_least={"pad_sdpa": 1 / 3})
+        yield make_contest(problem, contestants, "cpu", torch.float32, at_least={"pad_sdpa": 1 / 3})
     for causal, (name, dtype) in itertools.product((False, True), DTYPES.items()):
         label = f"host time of a tiny call {name}{' causal' * causal}"
         yield Contest(label, partial(tiny_call, dtype, causal), dtype, {"SDPA": 1 / 4})
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser("cpu", __doc__)
-    what = "1 measures CPU time: the choice for a busy machine"
-    arguments.add_argument("--threads", type=int, default=torch.get_num_threads(), help=what)
+    arguments = make_parser("cpu", __doc__)
+    advice = "1 measures CPU time: the choice for a busy machine"
+    arguments.add_argument("--threads", type=int, default=torch.get_num_threads(), help=advice)
     options = arguments.parse_args(argv)
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter

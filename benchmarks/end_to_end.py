@@ -1,8 +1,8 @@
-"""Whole programs by each implementation of attention: `python -m benchmarks.end_to_end`. Random weights, real shapes.
+"""Whole programs with each implementation of attention: `python -m benchmarks.end_to_end`. Random weights, real shapes.
 
-Language models of transformers (a prefill, generation of one and of padded prompts, a packed training step) and one
-step of a diffusion model of diffusers. Nothing is downloaded. With FLASH_ATTN_COMPAT_CAPABILITY=7.5, ours and
-PyTorch's own attention get what a Turing GPU has.
+Language models of transformers (a prefill, generation from one and from padded prompts, a packed training step) and one
+step of a diffusion model of diffusers. Nothing is downloaded. With FLASH_ATTN_COMPAT_CAPABILITY=7.5, ours and PyTorch's
+own attention use only kernels that a Turing GPU has.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
-from benchmarks.runner import DTYPES, Contest, alone, parser, run
-from benchmarks.sdpa import without_flash_kernels
+from benchmarks.runner import DTYPES, Contest, forward_only, make_parser, run
+from benchmarks.sdpa import disable_flash_kernels
 from flash_attn_compat import settings
 from verify.bench_run import Jobs
 from verify.errors import NotSupported
@@ -29,13 +29,13 @@ from verify.timing import Job
 
 
 class Attention(NamedTuple):
-    """An implementation: its name in transformers, and what else must hold while it serves."""
+    """An implementation: its name in transformers, and the context in which it serves."""
 
     in_transformers: str
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-# Ours first; what the answers are held against last.
+# Ours first; the last one is the reference for results.
 ATTENTIONS = {
     "ours": Attention("fa2_compat"),
     "switched": Attention("sdpa", partial(flash_attn_compat.sdpa, always=True)),  # SDPA on our kernels
@@ -78,13 +78,13 @@ class Setting(NamedTuple):
 
 
 def language_model(family: str, options: Options, device: str, dtype: torch.dtype) -> Any:
-    """The same random weights each time, large enough that attention shows in the outputs."""
+    """Return a model with the same random weights each time, large enough for attention to show in the outputs."""
     if importlib.util.find_spec("transformers") is None:
         raise NotSupported("transformers is not installed")
     import transformers
 
     flash_attn_compat.register_with_transformers()
-    # Tied embeddings of random weights repeat one token for ever.
+    # With tied embeddings, a model of random weights repeats one token for ever.
     options = options | dict(tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
     with torch.device(device):
@@ -100,14 +100,15 @@ def language_model(family: str, options: Options, device: str, dtype: torch.dtyp
 
 
 @contextmanager
-def attending(model: Any, attention: Attention) -> Iterator[None]:
+def use_attention(model: Any, attention: Attention) -> Iterator[None]:
+    """Let the model use this implementation during a block."""
     model.set_attn_implementation(attention.in_transformers)
     with attention.around():
         yield
 
 
-def by_each(model: Any, call: Callable[[], object], names: Sequence[str]) -> Mapping[str, Jobs]:
-    return alone({name: Job(call, partial(attending, model, ATTENTIONS[name])) for name in names})
+def jobs_by_attention(model: Any, call: Callable[[], object], names: Sequence[str]) -> Mapping[str, Jobs]:
+    return forward_only({name: Job(call, partial(use_attention, model, ATTENTIONS[name])) for name in names})
 
 
 def token_ids(model: Any, *shape: int) -> Tensor:
@@ -119,15 +120,18 @@ def token_ids(model: Any, *shape: int) -> Tensor:
 
 
 def prefill(setting: Setting) -> Mapping[str, Jobs]:
-    """One prompt of 8k tokens up to the logits of its last token."""
+    """Compute the last token's logits of one prompt of 8k tokens."""
     model = language_model("Qwen3", TINY if setting.tiny else QWEN3_06B, setting.device, setting.dtype)
     ids = token_ids(model, 1, setting.size(8192))
-    return by_each(model, torch.inference_mode()(lambda: model(input_ids=ids, logits_to_keep=1).logits), setting.names)
+    return jobs_by_attention(
+        model, torch.inference_mode()(lambda: model(input_ids=ids, logits_to_keep=1).logits), setting.names
+    )
 
 
 def generation(setting: Setting, prompts: Sequence[int]) -> Mapping[str, Jobs]:
-    """Greedy decoding behind left-padded prompts of these lengths. What is compared are the first logits: behind two
-    that are as good as equal the texts are others.
+    """Decode greedily after left-padded prompts of these lengths.
+
+    Only the first logits are compared: where two logits are almost equal, the texts differ from there on.
     """
     model = language_model("Qwen3", TINY if setting.tiny else QWEN3_06B, setting.device, setting.dtype)
     lengths = torch.tensor([*map(setting.size, prompts)])
@@ -135,12 +139,13 @@ def generation(setting: Setting, prompts: Sequence[int]) -> Mapping[str, Jobs]:
     inputs = {"input_ids": token_ids(model, *mask.shape) * mask, "attention_mask": mask.long()}
     options = dict(max_new_tokens=setting.size(NEW_TOKENS) + 1, do_sample=False, pad_token_id=0)
     options |= dict(output_logits=True, return_dict_in_generate=True)
-    return by_each(model, lambda: model.generate(**inputs, **options).logits[0], setting.names)
+    return jobs_by_attention(model, lambda: model.generate(**inputs, **options).logits[0], setting.names)
 
 
 def packed_step(setting: Setting) -> Mapping[str, Jobs]:
-    """Forward and backward of Llama over packed texts, told apart by their position_ids; the optimizer, which has no
-    attention, is left out. SDPA has a dense mask made of them.
+    """Run forward and backward of Llama over texts packed by position_ids, of which SDPA makes a dense mask.
+
+    The optimizer is left out: it has no attention.
     """
     model = language_model("Llama", TINY if setting.tiny else LLAMA, setting.device, setting.dtype).train()
     lengths = [*map(setting.size, PACKED)]
@@ -150,14 +155,14 @@ def packed_step(setting: Setting) -> Mapping[str, Jobs]:
     def call() -> tuple[Tensor, Tensor]:
         model.zero_grad(set_to_none=True)
         loss = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
-        (loss * 1024.0).backward()  # so that gradients in half precision do not vanish, as a GradScaler has it
+        (loss * 1024.0).backward()  # keeps gradients in half precision from vanishing, as a GradScaler does
         return loss.detach(), weight.grad
 
-    return by_each(model, call, setting.names)
+    return jobs_by_attention(model, call, setting.names)
 
 
 def diffusion_step(setting: Setting) -> Mapping[str, Jobs]:
-    """One step of a UNet as Stable Diffusion 1.5's: 64 x 64 latents, 77 words. diffusers calls SDPA."""
+    """Run one step of a UNet like Stable Diffusion 1.5's: 64 x 64 latents, 77 words. diffusers calls SDPA."""
     if importlib.util.find_spec("diffusers") is None:
         raise NotSupported("diffusers is not installed")
     from diffusers import UNet2DConditionModel
@@ -174,7 +179,7 @@ def diffusion_step(setting: Setting) -> Mapping[str, Jobs]:
         return sample
 
     there = {name: ATTENTIONS[name] for name in setting.names if ATTENTIONS[name].in_transformers == "sdpa"}
-    return alone({name: Job(torch.inference_mode()(call), each.around) for name, each in there.items()})
+    return forward_only({name: Job(torch.inference_mode()(call), each.around) for name, each in there.items()})
 
 
 PROGRAMS: dict[str, Callable[[Setting], Mapping[str, Jobs]]] = {
@@ -187,17 +192,17 @@ PROGRAMS: dict[str, Callable[[Setting], Mapping[str, Jobs]]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments, on_gpu = parser("end_to_end", __doc__), torch.cuda.is_available()
+    arguments, on_gpu = make_parser("end_to_end", __doc__), torch.cuda.is_available()
     arguments.add_argument("--device", default="cuda" if on_gpu else "cpu")
     arguments.add_argument("--dtype", choices=DTYPES, default="float16" if on_gpu else "float32")
     arguments.add_argument("--tiny", action="store_true", help="tiny shapes: does everything run?")
     arguments.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     arguments.add_argument("--implementations", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     options = arguments.parse_args(argv)
-    # flash-attn, where it is installed, stands beside ours and not behind it.
+    # An installed flash-attn is a contestant of its own and must not serve ours.
     os.environ.setdefault(settings.DISABLE_OFFICIAL, "1")
     if (settings.forced_capability() or (8, 0)) < (8, 0):
-        without_flash_kernels()
+        disable_flash_kernels()
     there = [name for name in options.implementations if name != "flash-attn" or official()[0]]
     setting = Setting(options.device, DTYPES[options.dtype], options.tiny, there)
     contests = [Contest(name, partial(PROGRAMS[name], setting), setting.dtype) for name in options.programs]

@@ -1,7 +1,7 @@
 """Our kernels beside PyTorch's flash kernel over head dims: `python -m benchmarks.head_dims`, on a GPU of 8.0 or newer.
 
-Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets; PyTorch's kernel is the same either way. With
-`--dtype float16 bfloat16` it also says how long ours takes in bf16 beside fp16.
+Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets; PyTorch's kernel is the same either way.
+`--dtype float16 bfloat16` also prints the ratio of our times in bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.runner import DTYPES, Contest, on_workload, parser, run
+from benchmarks.runner import DTYPES, Contest, make_contest, make_parser, run
 from verify.bench_report import MODES
 from verify.bench_run import Row
 from verify.call import Call
@@ -23,7 +23,7 @@ from verify.contestants import Contestant, Prepared, ours, pad_sdpa
 from verify.workloads import Workload, workload
 
 HEAD_DIMS = 40, 80, 96, 112, 160, 192, 256
-TOKENS, CHANNELS = 16384, 2048  # in all, and of all heads together
+TOKENS, CHANNELS = 16384, 2048  # of the batch, and of all heads
 
 
 def flash_of_torch(workload: Workload, given: Call) -> Prepared:
@@ -39,28 +39,28 @@ def contests(head_dims: Sequence[int], dtypes: Sequence[str], seqlens: Sequence[
         for dtype in dtypes:
             name = f"d{head_dim} {dtype} {batch} x {seqlen}, {heads} heads {'causal' if causal else 'full'}"
             problem = workload(name, (seqlen,) * batch, (heads, heads), head_dim, causal=causal)
-            yield on_workload(problem, CONTESTANTS, device, DTYPES[dtype])
+            yield make_contest(problem, CONTESTANTS, device, DTYPES[dtype])
 
 
-def bf16_beside_fp16(rows: Sequence[Row]) -> Iterator[str]:
-    """Geometric means of our own times, of the problems that there are in both."""
+def compare_bf16(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield geometric means of our time in bf16 over fp16, over the problems that were timed in both."""
     mine = {row.workload: row for row in rows if row.ours}
-    for mode, what in MODES.items():
+    for mode, label in MODES.items():
         pairs = [(row.milliseconds(mode), mine[bf16].milliseconds(mode)) for name, row in mine.items()
                  if (bf16 := name.replace(" float16 ", " bfloat16 ")) in mine and bf16 != name]  # fmt: skip
         ratios = [bf16 / fp16 for fp16, bf16 in pairs if fp16 and bf16]
         if ratios:
-            yield f"{what}, bf16 / fp16: {statistics.geometric_mean(ratios):.3f}, worst {max(ratios):.3f}"
+            yield f"{label}, bf16 / fp16: {statistics.geometric_mean(ratios):.3f}, worst {max(ratios):.3f}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser("head_dims", __doc__)
+    arguments = make_parser("head_dims", __doc__)
     arguments.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
     arguments.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16"), default=["float16"])
     arguments.add_argument("--seqlen", type=int, nargs="+", default=[1024, 4096])
     options = arguments.parse_args(argv)
     given = contests(options.head_dims, options.dtype, options.seqlen, "cuda")
-    return run("head_dims", given, options, "cuda", closing=bf16_beside_fp16)
+    return run("head_dims", given, options, "cuda", closing=compare_bf16)
 
 
 if __name__ == "__main__":

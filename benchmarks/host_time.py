@@ -1,9 +1,9 @@
-"""What one small call costs the host, with this package's own kernels.
+"""The host time of one small call with this package's own kernels.
 
 `python -m benchmarks.host_time [--only TEXT] [--profile NAME]`
 
-On a CUDA device calls are real. Without one the fused backend serves CPU tensors and its launches do nothing, so that
-what is left is Python and the allocation of results: a figure to hold against another of the same machine.
+On a CUDA device calls are real. Without one, the fused backend serves CPU tensors and its launches do nothing: the time
+is Python's and the allocator's, to be compared with another time of the same machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner import Contest, alone, one_by_one, parser, run
+from benchmarks.runner import Contest, forward_only, make_parser, run, time_one_by_one
 from flash_attn_compat import flash_attn_interface, use_backend
 from verify.timing import Job, synchronize
 
@@ -27,8 +27,8 @@ Call = Callable[[], object]
 BATCHES, CALLS = 600, 10
 
 
-def calls(device: str, interface: Any) -> dict[str, Call]:
-    """Calls of so few tokens that a GPU has next to nothing to do; interface: ours or flash-attn's own."""
+def make_calls(device: str, interface: Any) -> dict[str, Call]:
+    """Return calls of so few tokens that the GPU's time is negligible. interface: our module or flash-attn's"""
     flash_attn_func, flash_attn_varlen_func = interface.flash_attn_func, interface.flash_attn_varlen_func
     flash_attn_with_kvcache, _flash_attn_forward = interface.flash_attn_with_kvcache, interface._flash_attn_forward
     _flash_attn_backward = interface._flash_attn_backward
@@ -73,19 +73,19 @@ def calls(device: str, interface: Any) -> dict[str, Call]:
 
 
 def contests(device: str) -> Iterator[Contest]:
-    """Ours, and where flash-attn is installed its own, and ours through it."""
-    ours = calls(device, flash_attn_interface)
+    """Yield contests of our calls and, if flash-attn is installed, of its own calls and of ours served by it."""
+    ours = make_calls(device, flash_attn_interface)
     own: dict[str, Call] = {}
     if device == "cuda" and importlib.util.find_spec("flash_attn"):
-        own = calls(device, importlib.import_module("flash_attn.flash_attn_interface"))
+        own = make_calls(device, importlib.import_module("flash_attn.flash_attn_interface"))
     for name, call in ours.items():
         jobs = {"ours": Job(call, partial(use_backend, "fused"))}
         jobs |= {"flash-attn": Job(own[name]), "ours by flash-attn": Job(call)} if own else {}
-        yield Contest(name, partial(alone, jobs))
+        yield Contest(name, partial(forward_only, jobs))
 
 
 def milliseconds(job: Job, device: str) -> float:
-    """Of one call, in the fastest batch: the others met somebody else on the machine."""
+    """Return the milliseconds of one call in the fastest batch: other programs disturbed the slower ones."""
     fastest = float("inf")
     job.run()
     for _ in range(BATCHES):
@@ -97,8 +97,8 @@ def milliseconds(job: Job, device: str) -> float:
     return fastest / CALLS * 1e3
 
 
-def without_gpu() -> None:
-    """Let the fused backend serve CPU tensors for the rest of this process, with launches that do nothing."""
+def serve_without_gpu() -> None:
+    """Make the fused backend serve CPU tensors for the rest of this process, with launches that do nothing."""
     import pytest
 
     from flash_attn_compat.backends.fused import nvrtc
@@ -109,7 +109,7 @@ def without_gpu() -> None:
     patch.setattr(nvrtc.driver(), "launch", lambda kernel, blocks, device, arguments: None)
 
 
-def profiled(call: Call) -> None:
+def print_profile(call: Call) -> None:
     profile = cProfile.Profile()
     with use_backend("fused"):
         call()
@@ -121,17 +121,17 @@ def profiled(call: Call) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser("host_time", __doc__)
-    arguments.add_argument("--profile", metavar="NAME", help="where one call's time goes, function by function")
+    arguments = make_parser("host_time", __doc__)
+    arguments.add_argument("--profile", metavar="NAME", help="profile one call by functions instead")
     options = arguments.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        without_gpu()
+        serve_without_gpu()
     torch.set_grad_enabled(True)
     if options.profile:
-        profiled(calls(device, flash_attn_interface)[options.profile])
+        print_profile(make_calls(device, flash_attn_interface)[options.profile])
         return 0
-    clock = one_by_one(device, partial(milliseconds, device=device))
+    clock = time_one_by_one(device, partial(milliseconds, device=device))
     return run("host_time", contests(device), options, device, clock)
 
 

@@ -1,9 +1,12 @@
-"""What each kernel becomes, without a GPU: `python -m benchmarks.kernel_report`, with --every for all variants (hours).
+"""Registers, spills and instructions of each kernel, without a GPU: `python -m benchmarks.kernel_report`.
 
---table prints the table of docs/kernels.md, --bf16 what conversions add to main loops.
+--every compiles all variants, which takes hours.
 
-Registers, spills and shared memory by the assembler, the main loop's instructions by pipe, and what a T4 would be
-bound by (cycles of a multiprocessor for 64 rows times 64 keys). Needs NVRTC and cuobjdump, which the test extra brings.
+--table prints the table of docs/kernels.md, --bf16 the cost of conversions in main loops.
+
+The assembler gives registers, spills and shared memory, the disassembly the main loop's instructions; a model says
+which pipe bounds a T4 (cycles of a multiprocessor for 64 rows times 64 keys). Needs NVRTC and cuobjdump, of the test
+extra.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ _SHOWN = (
 
 
 class Pipes(NamedTuple):
-    """Cycles of a multiprocessor of sm_75 for 64 rows times 64 keys, by pipe; the largest is what bounds the kernel.
+    """Cycles of a multiprocessor of sm_75 for 64 rows times 64 keys, by pipe; the largest one bounds the kernel.
 
-    Assumed: HMMA.1688.F32 8 cycles of a quarter, MUFU and F2F 8, FMA and ALU 2, issue 1; of the whole multiprocessor
-    LDSM.x4, LDS.128 and STS.128 8, smaller shared accesses 2. Every instruction of the loop counts, masks among them.
+    Assumed cycles: of a quarter, 8 for HMMA.1688.F32, MUFU and F2F, 2 for FMA and ALU, 1 for issue; of the whole
+    multiprocessor, 8 for LDSM.x4, LDS.128 and STS.128, 2 for smaller shared accesses. Masks' instructions count too.
     """
 
     tensor: float
@@ -42,22 +45,22 @@ class Pipes(NamedTuple):
 
     @property
     def tensor_share(self) -> float:
-        """Of the tensor cores' peak, if everything overlaps."""
+        """The share of the tensor cores' peak, if everything overlaps."""
         return self.tensor / max(self)
 
 
-# Products that a kernel cannot do without, in channels of q and k and in channels of v.
+# The products that each kernel needs, over the channels of q and k and over those of v.
 _PRODUCTS = {"forward": (1, 1), "dkdv": (2, 2), "dq": (2, 1)}
 
 
-def useful(pipes: Pipes, variant: Variant, head_dim: int, head_dim_v: int) -> float:
-    """Cycles of the products that are needed, of the true head dims, in those of the busiest pipe."""
+def useful_share(pipes: Pipes, variant: Variant, head_dim: int, head_dim_v: int) -> float:
+    """Return the cycles of the needed products, with the true head dims, over the cycles of the busiest pipe."""
     of_d, of_dv = _PRODUCTS[variant.entry]
     return 8 * (of_d * head_dim + of_dv * head_dim_v) / max(pipes)
 
 
-def turing_pipes(loop: Counter[str], variant: Variant) -> Pipes:
-    """loop: the main one"""
+def model_turing(loop: Counter[str], variant: Variant) -> Pipes:
+    """Return the cycles by pipe. loop: the instructions of the main loop"""
 
     def count(*names: str) -> int:
         return sum(number for name, number in loop.items() if name.startswith(names))
@@ -78,8 +81,8 @@ def turing_pipes(loop: Counter[str], variant: Variant) -> Pipes:
     )
 
 
-def chosen(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
-    """every: all there are, rather than each feature alone and all together"""
+def choose_variants(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
+    """Return the variants to compile and their kinds. every: all, not only each feature alone and all together"""
     masked = (
         kind for kind in variants.kinds(number) if kind.bias and kind.vec == 8 and not kind.dropout + kind.few_rows
     )
@@ -89,13 +92,13 @@ def chosen(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
 
 
 def step(variant: Variant) -> int:
-    """Keys (rows for dkdv) of one turn of the main loop."""
+    """Return the keys (rows for dkdv) of one iteration of the main loop."""
     macros = dict(variant.macros)
     return macros.get("STREAMED_ROWS", 64)
 
 
-def line(variant: Variant, number: int, compiler: str) -> tuple[str, bool]:
-    """What is said of one variant, and whether it fits."""
+def report_variant(variant: Variant, number: int, compiler: str) -> tuple[str, bool]:
+    """Return the report on one variant, and whether it fits."""
     name = " ".join(f"{macro}={value}" for macro, value in variant.macros)
     try:
         found = offline.compiled(offline.compilers()[compiler], variant, f"sm_{number}")
@@ -106,21 +109,21 @@ def line(variant: Variant, number: int, compiler: str) -> tuple[str, bool]:
     said = f"{variant.entry} {name}: {found.registers} registers, {found.spilled} bytes spilled, {shared} shared"
     if number == 75 and variant.entry in ("forward", "dkdv", "dq"):
         loop = offline.main_loop(offline.instructions(found.cubin))
-        said += f"\n    {mix(loop)}\n    {model(loop, variant)}"
+        said += f"\n    {format_instructions(loop)}\n    {format_model(loop, variant)}"
     if number == 75 and found.spilled > offline.allowed_spills(variant):
         complaints.append(f"spills more than {offline.allowed_spills(variant)} bytes")
     return said + "".join(f"\n    DOES NOT FIT: {complaint}" for complaint in complaints), not complaints
 
 
-def mix(loop: Counter[str]) -> str:
+def format_instructions(loop: Counter[str]) -> str:
     counts = {name: sum(count for full, count in loop.items() if full.split(".")[0] == name) for name in _SHOWN}
     return f"main loop of {sum(loop.values())}: " + ", ".join(
         f"{count} {name}" for name, count in counts.items() if count
     )
 
 
-def model(loop: Counter[str], variant: Variant) -> str:
-    pipes = turing_pipes(loop, variant)
+def format_model(loop: Counter[str], variant: Variant) -> str:
+    pipes = model_turing(loop, variant)
     cycles = ", ".join(f"{name} {value:.0f}" for name, value in pipes._asdict().items())
     return f"T4, cycles for 64 x 64: {cycles}; tensor cores at most {pipes.tensor_share:.0%} busy"
 
@@ -133,7 +136,7 @@ Loops = list[tuple[Variant, offline.Compiled, Counter[str]]]
 
 
 def main_loops(compiler: str, *kinds: Kind) -> Iterator[tuple[int, str, Loops]]:
-    """Each kernel and size of sm_75: its variant of each kind, compiled, with the main loop's instructions."""
+    """Yield each kernel and size of sm_75 with its compiled variant of each kind and the main loop's instructions."""
     nvrtc = offline.compilers()[compiler]
     for D, entry in itertools.product(variants.HEAD_DIMS, _PRODUCTS):
         made = [variants.MAKERS[entry](kind._replace(head_dim=D)) for kind in kinds]
@@ -141,10 +144,10 @@ def main_loops(compiler: str, *kinds: Kind) -> Iterator[tuple[int, str, Loops]]:
         yield D, entry, [(*each, offline.main_loop(offline.instructions(each[1].cubin))) for each in found]
 
 
-def table(compiler: str) -> Iterator[str]:
-    """What turing_pipes expects of each kernel and size of sm_75, as rows of Markdown.
+def make_table(compiler: str) -> Iterator[str]:
+    """Yield model_turing's figures of each kernel and size of sm_75 as rows of Markdown.
 
-    The share of useful cycles in fp16, causal, and in bf16; in brackets the loop's share of instructions that spill.
+    The last columns are the share of useful cycles, and in brackets the loop's share of instructions that spill.
     """
     yield "| head_dim | kernel | rows x step, warps | registers | tensor | shared | special | fp16 | causal | bf16 |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -152,15 +155,17 @@ def table(compiler: str) -> Iterator[str]:
         shares = []
         for variant, _, loop in found:
             local = offline.local_share(loop)
-            shares.append(f"{useful(turing_pipes(loop, variant), variant, D, D):.2f}" + f" ({local:.1%})" * (local > 0))
+            shares.append(
+                f"{useful_share(model_turing(loop, variant), variant, D, D):.2f}" + f" ({local:.1%})" * (local > 0)
+            )
         variant, compiled, loop = found[0]
         tile = f"{variant.rows} x {step(variant)}, {variant.threads // 32}"
-        cycles = " | ".join(f"{pipe:.0f}" for pipe in turing_pipes(loop, variant)[:3])
+        cycles = " | ".join(f"{pipe:.0f}" for pipe in model_turing(loop, variant)[:3])
         yield f"| {D} | {entry} | {tile} | {compiled.registers} | {cycles} | {' | '.join(shares)} |"
 
 
-def bf16(compiler: str) -> Iterator[str]:
-    """Instructions of main loops for sm_75: in fp16, and how many times as many in bf16, converted or copied before."""
+def make_bf16_table(compiler: str) -> Iterator[str]:
+    """Yield the instructions of main loops for sm_75 in fp16, and their ratios in bf16, converted or copied before."""
     yield "| head_dim | kernel | fp16 | bf16 | bf16, copied |\n|---|---|---|---|---|"
     for D, entry, found in main_loops(compiler, PLAIN, CONVERTED, CONVERTED._replace(copied=True)):
         counts = [sum(loop.values()) / variant.rows / step(variant) * variant.threads for variant, _, loop in found]
@@ -174,18 +179,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--entries", nargs="+", default=list(variants.MAKERS), choices=list(variants.MAKERS))
     parser.add_argument("--compiler", default=next(reversed(offline.compilers()), None), help="NVRTC's version")
     parser.add_argument("--table", action="store_true", help="each size's plain kernels for sm_75 as a table")
-    parser.add_argument("--bf16", action="store_true", help="what conversions cost each size's plain kernels for sm_75")
+    parser.add_argument(
+        "--bf16", action="store_true", help="the cost of conversions in each size's plain sm_75 kernels"
+    )
     options = parser.parse_args(argv)
     if options.compiler is None or offline.cuobjdump() is None:
         print("needs NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")
         return 1
     if options.table or options.bf16:
-        for line_of_table in (table if options.table else bf16)(options.compiler):
+        for line_of_table in (make_table if options.table else make_bf16_table)(options.compiler):
             print(line_of_table, flush=True)
         return 0
     total = misfits = 0
-    for variant in chosen(options.architecture, options.every, options.entries):
-        said, fits = line(variant, options.architecture, options.compiler)
+    for variant in choose_variants(options.architecture, options.every, options.entries):
+        said, fits = report_variant(variant, options.architecture, options.compiler)
         print(said, flush=True)
         total, misfits = total + 1, misfits + (not fits)
     print(f"{total} variants for sm_{options.architecture}, {misfits} do not fit")

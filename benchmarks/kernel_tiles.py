@@ -1,7 +1,7 @@
-"""Which tile each kernel should take: times candidates on this GPU, `python -m benchmarks.kernel_tiles`.
+"""Times each kernel's tiles on this GPU: `python -m benchmarks.kernel_tiles`.
 
-Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets. The candidates are those that `tune` tries
-(backends/fused/candidates.py), here under every mask; the first of each row is today's.
+Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets. The candidates are `tune`'s
+(backends/fused/candidates.py), here under every mask; the first of each row is the present tile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
-from benchmarks.runner import DTYPES, Contest, alone, one_by_one, parser, run
+from benchmarks.runner import DTYPES, Contest, forward_only, make_parser, run, time_one_by_one
 from flash_attn_compat.backends.fused import candidates, grids, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.core import prepared
@@ -29,8 +29,8 @@ from verify.graphs import in_graph
 from verify.timing import Job
 from verify.workloads import Workload, decoding, workload
 
-Tiles = tuple[Tile | None, ...]  # None: today's
-# head dim: batch, seqlen, heads of queries and of keys
+Tiles = tuple[Tile | None, ...]  # None: the present one
+# head dim: batch, seqlen, (query heads, key heads)
 SHAPES = {32: (16, 2048, (8, 8)), 64: (8, 4096, (8, 8)), 128: (4, 2048, (32, 8)), 256: (4, 2048, (16, 16))}
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -41,22 +41,22 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"causal": True, "softcap": 30.0},
     "dropout": {"causal": True, "dropout_p": 0.1},
 }
-BACKWARD = "full", "causal", "ALiBi", "causal ALiBi", "softcap"  # of these
+BACKWARD = "full", "causal", "ALiBi", "causal ALiBi", "softcap"  # the masks of the backward
 SPLITS = None, 1, 2, 3, 4, 6, 8, 16, 32
 DECODE = (*workloads.DECODE, *decoding(32, 4096, (16, 16), 64), *decoding(1, 8192, (16, 16), 64))
 
 
-def label(tile: Tile | None) -> str:
+def format_tile(tile: Tile | None) -> str:
     if tile is None:
         return "today"
     marks = ("" if tile.qk_in_regs else "s") + ("" if tile.vo_in_regs else "p") + ("a" if tile.cp_async else "")
-    marks += "h" * tile.split_n + f"+{tile.split_k}" * (tile.split_k > 0)  # what warps with the same rows share
+    marks += "h" * tile.split_n + f"+{tile.split_k}" * (tile.split_k > 0)  # how warps with the same rows share work
     return f"{tile.step}x{tile.warps}x{tile.mma_m}/{tile.min_blocks}{marks}"
 
 
 @contextmanager
-def chosen(module: ModuleType, function: str, result: Tile | int | None) -> Iterator[None]:
-    """A function of ``module`` returns this; what it returns by itself for None."""
+def replace_result(module: ModuleType, function: str, result: Tile | int | None) -> Iterator[None]:
+    """Make a function of ``module`` return ``result`` during a block, unless that is None."""
     before = getattr(module, function)
     if result is not None:
         setattr(module, function, lambda *given: result)
@@ -69,47 +69,49 @@ def chosen(module: ModuleType, function: str, result: Tile | int | None) -> Iter
         prepared.forget()
 
 
-def backward(attend: Attention, qkv: list[Tensor]) -> Callable[[], object]:
-    """The whole of it; the other kernels are today's."""
+def backward_job(attend: Attention, qkv: list[Tensor]) -> Callable[[], object]:
+    """Return a function that runs the whole backward; its other kernels have their present tiles."""
     leaves, held = [tensor.detach().requires_grad_() for tensor in qkv], list[Tensor]()
 
-    def alone() -> object:
+    def run_backward() -> object:
         held.extend([] if held else [attend(*leaves)])
         return torch.autograd.grad(held[0], leaves, held[0].detach(), retain_graph=True)
 
-    return alone
+    return run_backward
 
 
-def of_tiles(entry: str, tiles: Tiles, problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
+def tile_jobs(entry: str, tiles: Tiles, problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
     compile_all(entry, tiles, problem.head_dim, dtype)
     given = problem.call("cuda", dtype)
     attend = flash_attn_call(flash_attn_compat, given)
-    call = partial(attend, *given.qkv) if entry == "forward" else backward(attend, given.qkv)
-    return alone({label(tile): Job(call, partial(chosen, variants, f"{entry}_tile", tile)) for tile in tiles})
+    call = partial(attend, *given.qkv) if entry == "forward" else backward_job(attend, given.qkv)
+    return forward_only(
+        {format_tile(tile): Job(call, partial(replace_result, variants, f"{entry}_tile", tile)) for tile in tiles}
+    )
 
 
 @cache
 def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> None:
-    """Side by side, before anything is timed."""
+    """Compile all tiles in parallel, before any is timed."""
     target = nvrtc.target(0)
     converted = variants.BF16 if target.number >= 80 else variants.BF16_AS_FP16
     kind = variants.Kind(target.number, variants.FP16 if dtype == torch.float16 else converted, head_dim)
     masked = {"local": True}
-    wanted: list[variants.Variant] = []
+    compiled: list[variants.Variant] = []
     for tile in tiles:
-        with chosen(variants, f"{entry}_tile", tile):
+        with replace_result(variants, f"{entry}_tile", tile):
             for flags in ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True}):
-                wanted.append(getattr(variants, entry)(kind._replace(**flags)))
-    nvrtc.load_all(wanted, 0)  # a tile that does not fit is told when it is its turn
+                compiled.append(getattr(variants, entry)(kind._replace(**flags)))
+    nvrtc.load_all(compiled, 0)  # a tile that does not fit fails later, when it is timed
 
 
-def of_splits(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
-    """How many blocks should share the keys of a tile: replays of a CUDA graph."""
+def split_jobs(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
+    """Return jobs for each number of blocks that share a tile's keys, as replays of a CUDA graph."""
     given, jobs = problem.call("cuda", dtype), dict[str, Job]()
     for count in SPLITS:
-        with chosen(grids, "count_splits", count):
+        with replace_result(grids, "count_splits", count):
             jobs[f"{count or 'today'}"] = Job(partial(in_graph(ours(), problem, given).run, *given.qkv))
-    return alone(jobs)
+    return forward_only(jobs)
 
 
 def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> Iterator[Contest]:
@@ -118,21 +120,21 @@ def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> It
         batch, seqlen, heads = SHAPES[head_dim]
         for mask in () if entry not in kernels else MASKS if entry == "forward" else BACKWARD:
             problem = workload(f"{entry} d{head_dim} {mask}", (seqlen,) * batch, heads, head_dim, **MASKS[mask])
-            same = None if mask == "dropout" else dtype  # each call drops others
-            yield Contest(problem.name, partial(of_tiles, entry, tiles, problem, dtype), same)
+            compared = None if mask == "dropout" else dtype  # each call drops other probabilities
+            yield Contest(problem.name, partial(tile_jobs, entry, tiles, problem, dtype), compared)
     for each in DECODE if "decode" in kernels else ():
         if not each.new_keys:
-            yield Contest(f"{each.name} {each.nheads}/{each.nheads_k}", partial(of_splits, each, dtype), dtype)
+            yield Contest(f"{each.name} {each.nheads}/{each.nheads_k}", partial(split_jobs, each, dtype), dtype)
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments, kernels = parser("kernel_tiles", __doc__), [*candidates.ENTRIES, "decode"]
+    arguments, kernels = make_parser("kernel_tiles", __doc__), [*candidates.ENTRIES, "decode"]
     arguments.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
     arguments.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)
     arguments.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     options = arguments.parse_args(argv)
     given = contests(options.kernels, options.head_dims, DTYPES[options.dtype])
-    return run("kernel_tiles", given, options, "cuda", one_by_one("cuda"))
+    return run("kernel_tiles", given, options, "cuda", time_one_by_one("cuda"))
 
 
 if __name__ == "__main__":

@@ -27,16 +27,16 @@ ARCHITECTURES = 75, 80, 90
 
 
 class Measured(NamedTuple):
-    """Registers of a thread, and bytes that it stores and loads for lack of more."""
+    """Registers and spilled bytes of a thread."""
 
     registers: int
     spilled: int
 
 
-def chosen(number: int, entries: list[str], every: int = 1) -> Iterator[tuple[str, Variant]]:
-    """Every so many of the variants for sm_``number``, each under a name without its macros.
+def choose_variants(number: int, entries: list[str], every: int = 1) -> Iterator[tuple[str, Variant]]:
+    """Yield the variants for sm_``number``, or one of ``every``, with names that do not depend on macros.
 
-    First each feature alone, all together and dense masks, then shared grids and the tiles that ``tune`` may take.
+    Each feature alone, all features together, dense masks, shared grids, and the tiles that ``tune`` may choose.
     """
     kinds = [*fused_coverage.kinds(number), *fused_coverage.masked_kinds(number)]
     found = {f"{variant.entry} {_label(kind)}": variant for variant, kind in variants.made_for(kinds).items()}
@@ -54,7 +54,7 @@ def chosen(number: int, entries: list[str], every: int = 1) -> Iterator[tuple[st
 
 
 def _label(kind: Kind) -> str:
-    """What differs from the defaults."""
+    """Return the fields that differ from the defaults."""
     values = kind._asdict()
     values.pop("number")
     return " ".join(
@@ -63,7 +63,7 @@ def _label(kind: Kind) -> str:
 
 
 def compile_into(folder: Path, name: str, variant: Variant, compiler: str) -> Measured:
-    """Compile ``variant`` into a cubin of ``folder``, and note its registers and spills beside it."""
+    """Compile ``variant`` into ``folder`` as a cubin, and its registers and spills as JSON."""
     found = offline.compiled(offline.compilers()[compiler], variant, name.split()[0])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.cubin").write_bytes(found.cubin)
@@ -73,9 +73,9 @@ def compile_into(folder: Path, name: str, variant: Variant, compiler: str) -> Me
 
 
 def machine_code(cubin: bytes) -> dict[bytes, bytes]:
-    """The sections of an ELF file (64 bits, little-endian) that hold instructions and their literals, by name.
+    """Return the sections of an ELF file (64 bits, little-endian) with instructions and their literals, by name.
 
-    Symbols and the table of addresses of constexpr variables, .nv.constant4, follow the sources' names.
+    Without the symbols and the addresses of constexpr variables (.nv.constant4), which depend on the sources' names.
     """
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
@@ -89,8 +89,8 @@ def machine_code(cubin: bytes) -> dict[bytes, bytes]:
     return found
 
 
-def difference(name: str, before: Path, after: Path) -> str:
-    """How the machine code of ``name`` differs between two folders; "" if it does not."""
+def describe_difference(name: str, before: Path, after: Path) -> str:
+    """Return how the machine code of ``name`` differs between two folders; "" if it does not."""
     cubins = [(folder / f"{name}.cubin").read_bytes() for folder in (before, after)]
     if machine_code(cubins[0]) == machine_code(cubins[1]):
         return ""
@@ -117,12 +117,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     compared = differing = 0
     for number in options.architectures:
-        for name, variant in chosen(number, options.entries, options.every):
+        for name, variant in choose_variants(number, options.entries, options.every):
             compile_into(options.after or options.before, name, variant, options.compiler)
             if options.after is None or not (options.before / f"{name}.cubin").is_file():
                 continue
             compared += 1
-            if found := difference(name, options.before, options.after):
+            if found := describe_difference(name, options.before, options.after):
                 print(f"{name}: {found}", flush=True)
                 differing += 1
     print(f"{compared} variants compared, {differing} differ" if options.after else "compiled")

@@ -1,7 +1,7 @@
-"""What all benchmarks share: each declares contests between contestants; they are timed and shown as verify's bench is.
+"""Shared by all benchmarks: times contests between contestants and prints them as verify's bench does.
 
-The contestants of a contest take turns on one clock (verify.timing). Their results must agree, lest one of them wins by
-computing something else. `--json`, `--markdown` and `--html` write what verify's commands write.
+The contestants of a contest take turns on one clock (verify.timing). Their results must agree: a contestant must not
+win by computing something else. `--json`, `--markdown` and `--html` write the files of verify's commands.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from verify.timing import Failed, Job, Timing, attempt, fastest, free_memory, ti
 from verify.workloads import Workload
 
 Clock = Callable[[Jobs], Timings]
-ENOUGH_S = 3.0  # of readings of one contestant
-# Of the largest number of a result: what rounding makes of it, in many layers even. Wrong attention is off by more.
+ENOUGH_S = 3.0  # seconds of readings of one contestant
+# The largest difference from rounding, even over many layers, relative to the largest number. Wrong attention exceeds
+# it.
 ROUNDING = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-4}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What is timed: `jobs` makes the contestants when it is their turn, by name, ours first; of each its jobs by mode,
-    which is "forward" for what has no backward.
+    """Contestants that do the same work.
 
-    dtype: of the results, which are compared up to its rounding; None where there are none to compare
-    at_least: what a rival's time over ours must be, by the rival's name
+    jobs: makes the contestants' jobs, by contestant (ours first) and mode ("forward" if there is no backward)
+    dtype: of the results, which must agree up to its rounding; None to compare no results
+    at_least: the least ratio of a rival's time to ours, by rival
     """
 
     name: str
@@ -52,15 +53,15 @@ class Contest:
     at_least: Mapping[str, float] = field(default_factory=dict)
 
 
-def alone(jobs: Jobs) -> Mapping[str, Jobs]:
-    """Contestants of one job each."""
+def forward_only(jobs: Jobs) -> Mapping[str, Jobs]:
+    """Return contestants of one job each, in the mode "forward"."""
     return {name: {"forward": job} for name, job in jobs.items()}
 
 
-def on_workload(
+def make_contest(
     workload: Workload, contestants: Sequence[Contestant], device: str, dtype: torch.dtype, **more: Any
 ) -> Contest:
-    """verify's contestants on one of its workloads, the forward alone and with the backward."""
+    """Return a contest of verify's contestants on one of its workloads: the forward, and both with the backward."""
 
     def jobs() -> Mapping[str, Jobs]:
         call = workload.call(device, dtype)
@@ -70,10 +71,10 @@ def on_workload(
     return Contest(workload.name, jobs, dtype, **more)
 
 
-def one_by_one(device: str, read: Callable[[Job], float] | None = None) -> Clock:
-    """The fastest reading of each, within its context from first to last: for what must be set up anew in each.
+def time_one_by_one(device: str, read: Callable[[Job], float] | None = None) -> Clock:
+    """Return a clock that times one contestant after another, each within its job's context, by the fastest reading.
 
-    read: milliseconds of one call
+    read: measures the milliseconds of one call; by default verify's ``fastest``
     """
 
     def timing(job: Job) -> Timing:
@@ -87,9 +88,9 @@ def one_by_one(device: str, read: Callable[[Job], float] | None = None) -> Clock
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
-def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").partition("\n\n")[0])
-    made.add_argument("--only", default="", metavar="TEXT", help="those with this in their name")
+    made.add_argument("--only", default="", metavar="TEXT", help="run contests with this text in their name")
     made.add_argument("--repeats", type=int, default=7, metavar="N", help="readings of each figure (default 7)")
     add_output_arguments(made)
     return made
@@ -104,14 +105,14 @@ def run(
     weigh: bool = False,
     closing: Callable[[Sequence[Row]], Iterable[str]] = lambda rows: (),
 ) -> int:
-    """Each contest as it comes, then tables and means. The exit code: 1 if something failed, differs or is too slow.
+    """Run the contests and print tables and means. Returns the exit code: 1 if one failed, differs or is too slow.
 
-    clock: other than medians of readings that take turns; weigh: peak memory too; closing: lines beside the means
+    clock: by default medians of readings in turns; weigh: also measure peak memory; closing: more lines after the means
     """
     clock = clock or (lambda jobs: time_together(jobs, device, options.repeats, ENOUGH_S))
     terminal, environment = console(), describe([device])
     announce(environment, terminal)
-    chosen = [(each.name, partial(rows_of, each, device, clock, weigh))
+    chosen = [(each.name, partial(make_rows, each, device, clock, weigh))
               for each in contests if options.only in each.name]  # fmt: skip
     rows, lost = gathered(chosen, terminal)
     rivals = [*dict.fromkeys(row.contestant for row in rows if not row.ours)]
@@ -124,7 +125,8 @@ def run(
         return 2
 
 
-def rows_of(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step) -> list[Row]:
+def make_rows(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step) -> list[Row]:
+    """Compare and time the contestants of one contest; return a row for each. step: prints the progress"""
     free_memory()
     made = attempt(device, contest.jobs)
     if isinstance(made, Failed):
@@ -134,7 +136,7 @@ def rows_of(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step
     for name, jobs in made.items():
         step(f"{contest.name}: {name}")
         flash_attn_compat.reset_backend_counts()
-        results.append(attempt(device, _results, jobs) if contest.dtype else None)
+        results.append(attempt(device, _collect_results, jobs) if contest.dtype else None)
         served_by = ", ".join(flash_attn_compat.backend_counts())
         entries.append(Entry(Row(contest.name, name, not entries, served_by), jobs))
     if contest.dtype and results:
@@ -142,7 +144,7 @@ def rows_of(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step
         for index, (entry, result) in enumerate(zip(entries, results)):
             if isinstance(result, list) and isinstance(right, list):
                 is_alike = bool(right) and len(result) == len(right)
-                off = max(map(apart, result, right)) if is_alike else math.inf
+                off = max(map(relative_difference, result, right)) if is_alike else math.inf
                 check = Check("result", entries[-1].row.contestant, off, limit, "" if off <= limit else "another")
                 entries[index] = replace(entry, row=replace(entry.row, verdict=check))
     results.clear()
@@ -153,16 +155,16 @@ def rows_of(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step
     return [replace(rows[0], failed=True, reason="; ".join(slow)), *rows[1:]] if slow else rows
 
 
-def _results(jobs: Jobs) -> list[Tensor]:
-    found: list[Tensor] = []
+def _collect_results(jobs: Jobs) -> list[Tensor]:
+    results: list[Tensor] = []
     for job in jobs.values():
         with job.around():
             result = job.run()
         parts = result if isinstance(result, (tuple, list)) else (result,)
-        found += [part.detach() for part in parts if isinstance(part, Tensor)]
-    return found
+        results += [part.detach() for part in parts if isinstance(part, Tensor)]
+    return results
 
 
-def apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference, beside the largest number."""
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference divided by the largest number of ``b``."""
     return float(difference(a, b).max() / b.double().abs().nan_to_num(posinf=0.0).max().clamp(min=1e-30))

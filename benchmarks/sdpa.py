@@ -2,10 +2,9 @@
 
 `FLASH_ATTN_COMPAT_CAPABILITY=7.5 python -m benchmarks.sdpa [--only TEXT] [--dtype bfloat16] [--json FILE]`
 
-PyTorch's flash and cuDNN kernels are switched off, as they are on a Turing GPU. `--host` times small calls on the host
-instead: what the switch adds to a call that is left alone, and what a served call costs beside flash_attn_func.
-`--graphs` replays each call from a CUDA graph, served at any size: what the GPU alone takes, as where a slower GPU is
-never kept waiting by the host.
+PyTorch's flash and cuDNN kernels are disabled, since a Turing GPU has neither. `--host` measures the host time of small
+calls instead: the cost of a declined call, and of a served call beside flash_attn_func. `--graphs` replays each call
+from a CUDA graph, served at any size: the GPU's time alone, as on a slower GPU that never waits for the host.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from benchmarks import host_time
-from benchmarks.runner import DTYPES, Contest, alone, one_by_one, parser, run
+from benchmarks.runner import DTYPES, Contest, forward_only, make_parser, run, time_one_by_one
 from flash_attn_compat.torch_sdpa import override
 from flash_attn_compat.torch_sdpa.policy import Policy
 from verify.bench_run import Jobs
@@ -81,14 +80,14 @@ SHAPES = (
 )
 
 
-def both_ways(on: On, **calls: Callable[[], object]) -> Mapping[str, Jobs]:
-    """Calls by mode, with our kernels and without."""
+def with_and_without(on: On, **calls: Callable[[], object]) -> Mapping[str, Jobs]:
+    """Return jobs of the calls, by mode, with our kernels and without."""
     return {"with": {mode: Job(call, on) for mode, call in calls.items()},
             "without": {mode: Job(call) for mode, call in calls.items()}}  # fmt: skip
 
 
-def jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[str, Jobs]:
-    """The call, over tensors as projections leave them: rows before heads."""
+def make_jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[str, Jobs]:
+    """Return jobs of one shape's call. Its tensors have rows before heads in memory, as projections return them."""
 
     def made(length: int, heads: int) -> Tensor:
         return torch.randn(shape.batch, length, heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
@@ -98,7 +97,7 @@ def jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[str, 
     leaves = [x.detach().requires_grad_() for x in qkv]
     options: dict[str, Any] = {"is_causal": shape.causal}
     if shape.heads[0] != shape.heads[1]:
-        options["enable_gqa"] = True  # which PyTorch has from 2.5 on
+        options["enable_gqa"] = True  # from PyTorch 2.5 on
     if shape.mask:
         options["attn_mask"] = dense_mask(shape, dtype, device)
 
@@ -109,21 +108,23 @@ def jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[str, 
         return torch.autograd.grad(F.scaled_dot_product_attention(*leaves, **options), leaves, dout)
 
     if not shape.backward:
-        return both_ways(on, forward=forward)
+        return with_and_without(on, forward=forward)
     dout = made(rows, shape.heads[0])
-    return both_ways(on, forward=forward, both=training)
+    return with_and_without(on, forward=forward, both=training)
 
 
-def in_graphs(made: Mapping[str, Jobs], device: str) -> Mapping[str, Jobs]:
-    """The same calls, replayed. Raises NotSupported if ours did not serve what is captured as "with"."""
+def capture_all(made: Mapping[str, Jobs], device: str) -> Mapping[str, Jobs]:
+    """Return replays of the same calls. Raises NotSupported if our kernels did not serve the captures of "with"."""
     flash_attn_compat.reset_backend_counts()
-    replayed = {name: {mode: in_graph(job, device) for mode, job in by_mode.items()} for name, by_mode in made.items()}
+    replayed = {
+        name: {mode: capture_job(job, device) for mode, job in by_mode.items()} for name, by_mode in made.items()
+    }
     if not flash_attn_compat.backend_counts():
         raise NotSupported("left alone")
     return replayed
 
 
-def in_graph(job: Job, device: str) -> Job:
+def capture_job(job: Job, device: str) -> Job:
     replay, results = capture(job, device)
 
     def again(kept: Job = job) -> object:  # the graph reads the tensors of the job
@@ -133,17 +134,17 @@ def in_graph(job: Job, device: str) -> Job:
     return Job(again)
 
 
-# Lengths of sequences that are packed into 8192 tokens, as a collator does; and what of 8 prompts is padding.
+# The lengths of sequences packed into 8192 tokens, as a collator does; and the padding of each of 8 prompts.
 PACKED, PADDED = (2100, 1500, 900, 1300, 400, 700, 850, 442), (0, 500, 120, 800, 30, 300, 620, 900)
 
 
 def dense_mask(shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
-    """As programs make them: booleans, or biases in the dtype."""
+    """Return a mask as programs make it: booleans, or biases in the dtype."""
     rows, keys = shape.lengths
     row, key = torch.arange(keys - rows, keys, device=device)[:, None], torch.arange(keys, device=device)
     if shape.mask == "bias of heads":
         return torch.randn(1, shape.heads[0], rows, keys, dtype=dtype, device=device)
-    if shape.mask == "bias of windows":  # one for each of 64 windows, for each picture the same
+    if shape.mask == "bias of windows":  # one bias for each of 64 windows, the same in each picture
         windows = torch.randn(64, shape.heads[0], rows, keys, dtype=dtype, device=device)
         return windows.repeat(shape.batch // 64 or 1, 1, 1, 1)[: shape.batch]
     if shape.mask == "keys":
@@ -162,15 +163,15 @@ def dense_mask(shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
 def contests(dtype: torch.dtype, device: str, on: On, longest: int | None, graphs: bool) -> Iterator[Contest]:
     for shape in SHAPES:
         rows, keys = (min(length, longest or length) for length in shape.lengths)
-        made = partial(jobs, shape._replace(lengths=(rows, keys)), dtype, device, on)
-        yield Contest(shape.name, (lambda made=made: in_graphs(made(), device)) if graphs else made, dtype)
+        made = partial(make_jobs, shape._replace(lengths=(rows, keys)), dtype, device, on)
+        yield Contest(shape.name, (lambda made=made: capture_all(made(), device)) if graphs else made, dtype)
 
 
-def on_the_host(device: str) -> Iterator[Contest]:
-    """Small calls. On a CPU launches do nothing, and PyTorch's own calls compute."""
+def host_contests(device: str) -> Iterator[Contest]:
+    """Yield contests of small calls. On a CPU our launches do nothing, and PyTorch's own calls compute."""
     on: On = flash_attn_compat.sdpa
     if device == "cpu":
-        host_time.without_gpu()
+        host_time.serve_without_gpu()
         torch.set_num_threads(1)
         on = partial(override.applied, Policy(device="cpu"))
     half = torch.randn(2, 4, 16, 64, device=device).half()
@@ -178,7 +179,7 @@ def on_the_host(device: str) -> Iterator[Contest]:
     rows_first, seen = half.transpose(1, 2).contiguous(), torch.ones(16, 16, dtype=torch.bool, device=device).tril()
     attend, grouped = F.scaled_dot_product_attention, half[:, :2]
     ours = partial(flash_attn_compat.flash_attn_func, rows_first, rows_first, rows_first)
-    yield Contest("flash_attn_func", lambda: alone({"ours": Job(ours)}))
+    yield Contest("flash_attn_func", lambda: forward_only({"ours": Job(ours)}))
     for name, call in {
         "left: fp32": lambda: attend(wide, wide, wide),
         "left: a mask that wants a gradient": lambda: attend(half, half, half, attn_mask=mask),
@@ -186,11 +187,11 @@ def on_the_host(device: str) -> Iterator[Contest]:
         "served: grouped heads": lambda: attend(half, grouped, grouped, enable_gqa=True),
         "served: grouped heads and a mask": lambda: attend(half, grouped, grouped, attn_mask=seen, enable_gqa=True),
     }.items():
-        yield Contest(name, partial(both_ways, on, forward=call))
+        yield Contest(name, partial(with_and_without, on, forward=call))
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser("sdpa", __doc__)
+    arguments = make_parser("sdpa", __doc__)
     arguments.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments.add_argument("--always", action="store_true", help="on a GPU that PyTorch has flash kernels for, too")
@@ -200,18 +201,18 @@ def main(argv: list[str] | None = None) -> int:
     instead.add_argument("--graphs", action="store_true", help="the GPU's time alone, of calls of any size, instead")
     options = arguments.parse_args(argv)
     device = options.device
-    without_flash_kernels()
+    disable_flash_kernels()
     if options.host:
-        clock = one_by_one(device, partial(host_time.milliseconds, device=device))
-        return run("sdpa --host", on_the_host(device), options, device, clock)
+        clock = time_one_by_one(device, partial(host_time.milliseconds, device=device))
+        return run("sdpa --host", host_contests(device), options, device, clock)
     policy = Policy(always=options.always)
     on = partial(override.applied, policy._replace(least_products=0, least_keys=0) if options.graphs else policy)
     given = contests(DTYPES[options.dtype], device, on, options.longest, options.graphs)
     return run("sdpa", given, options, device, weigh=not options.graphs)
 
 
-def without_flash_kernels() -> None:
-    """PyTorch's flash and cuDNN kernels are off, as GPUs before 8.0 have neither."""
+def disable_flash_kernels() -> None:
+    """Disable PyTorch's flash and cuDNN kernels, which GPUs before 8.0 do not have."""
     torch.backends.cuda.enable_flash_sdp(False)
     if hasattr(torch.backends.cuda, "enable_cudnn_sdp"):
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.runner import Contest, alone, parser, run
+from benchmarks.runner import Contest, forward_only, make_parser, run
 from flash_attn_compat import use_backend
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from verify.bench_report import compared
@@ -28,7 +28,7 @@ SHAPES = {
 }
 
 
-def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: bool) -> Mapping[str, Jobs]:
+def make_jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: bool) -> Mapping[str, Jobs]:
     theirs = importlib.import_module("flash_attn_turing")
     generator = torch.Generator("cuda").manual_seed(0)
     size = (*shape, head_dim)
@@ -36,7 +36,7 @@ def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: boo
     mask = (0.0, head_dim**-0.5, causal, -1, -1, 0.0, None, False)
     fused = partial(use_backend, "fused")
     if not backward:
-        return alone({"ours": Job(lambda: _flash_attn_forward(q, k, v, *mask)[0], fused),
+        return forward_only({"ours": Job(lambda: _flash_attn_forward(q, k, v, *mask)[0], fused),
                       "peer": Job(lambda: theirs.fwd(q, k, v, causal)[0])})  # fmt: skip
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     with fused():
@@ -48,7 +48,7 @@ def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: boo
         return dq, dk, dv
 
     peer = Job(lambda: theirs.bwd(q, k, v, right, right_lse, dout, causal)[:3])
-    return alone({"ours": Job(ours, fused), "peer": peer})
+    return forward_only({"ours": Job(ours, fused), "peer": peer})
 
 
 def contests() -> Iterator[Contest]:
@@ -56,11 +56,11 @@ def contests() -> Iterator[Contest]:
         for shape, causal, backward in itertools.product(shapes, (False, True), (False, True)):
             name = f"d{head_dim} {' x '.join(map(str, shape))} {'causal' if causal else 'full'}"
             name += " backward" if backward else " forward"
-            yield Contest(name, partial(jobs, head_dim, shape, causal, backward), torch.half)
+            yield Contest(name, partial(make_jobs, head_dim, shape, causal, backward), torch.half)
 
 
-def means(rows: Sequence[Row]) -> Iterator[str]:
-    """Of the forward and of the backward alone: the peer's time over ours."""
+def geometric_means(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the geometric means of the peer's time over ours, of the forward and of the backward alone."""
     for way in ("forward", "backward"):
         ratios = [ratio for each in compared(rows) if each.mine.workload.endswith(way)
                   and (ratio := each.ratio(["peer"], "forward"))]  # fmt: skip
@@ -69,7 +69,9 @@ def means(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run("turing_peer", contests(), parser("turing_peer", __doc__).parse_args(argv), "cuda", closing=means)
+    return run(
+        "turing_peer", contests(), make_parser("turing_peer", __doc__).parse_args(argv), "cuda", closing=geometric_means
+    )
 
 
 if __name__ == "__main__":

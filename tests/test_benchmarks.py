@@ -12,8 +12,8 @@ import torch
 
 import benchmarks.__main__
 from benchmarks import cpu, end_to_end, head_dims, host_time, sdpa
-from benchmarks.fine_tuning import furthest_apart
-from benchmarks.runner import Contest, alone, apart, parser, run
+from benchmarks.fine_tuning import largest_distance
+from benchmarks.runner import Contest, forward_only, make_parser, relative_difference, run
 from flash_attn_compat import flash_attn_func
 from tests.torch_sdpa import originals
 from verify.bench_run import Row
@@ -45,13 +45,13 @@ def give(*values: float) -> Job:
 
 
 def two(ours: Job, theirs: Job):
-    return alone({"ours": ours, "theirs": theirs})
+    return forward_only({"ours": ours, "theirs": theirs})
 
 
 def ran(tmp_path, *contests: Contest, clock=None) -> tuple[int, list[dict]]:
     """The exit code, and the rows that are saved."""
     saved = tmp_path / "a.json"
-    options = parser("test", "A test.").parse_args(["--repeats", "1", "--json", str(saved)])
+    options = make_parser("test", "A test.").parse_args(["--repeats", "1", "--json", str(saved)])
     return run("test", contests, options, "cpu", clock), json.loads(saved.read_text())["rows"]
 
 
@@ -95,13 +95,16 @@ def test_no_other_thread_runs_beside_what_is_timed(tmp_path):
     threads = []
     watch = Job(lambda: threads.append(threading.active_count()))
     before = threading.active_count()
-    assert ran(tmp_path, Contest("watched", lambda: alone({"ours": watch})))[0] == 0
+    assert ran(tmp_path, Contest("watched", lambda: forward_only({"ours": watch})))[0] == 0
     assert {*threads} == {before}
 
 
 def test_a_nan_agrees_with_a_nan_alone():
     nan, one = torch.tensor([torch.nan, 1.0]), torch.tensor([1.0, 1.0])
-    assert apart(nan, nan) == 0 and apart(nan, one) == apart(one, nan) == math.inf
+    assert (
+        relative_difference(nan, nan) == 0
+        and relative_difference(nan, one) == relative_difference(one, nan) == math.inf
+    )
 
 
 # ---- the benchmarks --------------------------------------------------------------------------------------------------
@@ -144,12 +147,12 @@ def test_what_is_replayed_from_a_graph_was_captured_with_our_kernels(monkeypatch
     monkeypatch.setattr(sdpa, "capture", capture)
     q = torch.randn(1, 3, 2, 8)
     ours, other = Job(lambda: flash_attn_func(q, q, q)), Job(lambda: q * 0)
-    made = sdpa.in_graphs({"with": {"forward": ours}, "without": {"forward": other}}, "cpu")
+    made = sdpa.capture_all({"with": {"forward": ours}, "without": {"forward": other}}, "cpu")
     assert captured == [ours, other]
     assert torch.equal(made["without"]["forward"].run(), torch.ones_like(q))
     assert torch.equal(made["with"]["forward"].run(), flash_attn_func(q, q, q) + 1)
     with pytest.raises(NotSupported, match="left alone"):
-        sdpa.in_graphs({"with": {"forward": other}, "without": {"forward": other}}, "cpu")
+        sdpa.capture_all({"with": {"forward": other}, "without": {"forward": other}}, "cpu")
 
 
 def test_on_a_cpu_packing_chunked_and_the_hosts_time_have_bounds():
@@ -165,7 +168,7 @@ def test_head_dims_are_timed_in_each_dtype_and_compared_between_them():
     assert len(names) == 4 == len({*names})
     took = dict(zip([name for name in names if "full" in name], (1.0, 1.2)))
     rows = [Row(name, "fused", True, forward=Timing(ms, ms, ms, 1)) for name, ms in took.items()]
-    assert [*head_dims.bf16_beside_fp16(rows)] == ["forward, bf16 / fp16: 1.200, worst 1.200"]
+    assert [*head_dims.compare_bf16(rows)] == ["forward, bf16 / fp16: 1.200, worst 1.200"]
 
 
 def test_the_hosts_time_is_that_of_the_fastest_batch(monkeypatch):
@@ -176,5 +179,5 @@ def test_the_hosts_time_is_that_of_the_fastest_batch(monkeypatch):
 
 def test_loss_curves_are_held_against_each_other_in_means_of_ten_steps():
     one = [2.0] * 20
-    assert furthest_apart(one, one) == 0
-    assert furthest_apart(one, [*one[:10], 3.0, *one[11:]]) == pytest.approx(0.05)
+    assert largest_distance(one, one) == 0
+    assert largest_distance(one, [*one[:10], 3.0, *one[11:]]) == pytest.approx(0.05)

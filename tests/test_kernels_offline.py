@@ -163,8 +163,8 @@ def check_turings_loop(row: Row, loop: Counter[str], version: str) -> None:
     # Tensor cores without fp32 fused multiply-adds in their place; softcap and ALiBi have some of their own.
     assert count(loop, "FFMA") < 8 * products
     if row.share and version == VERSIONS[-1]:  # no pipe is much busier than needed products make one
-        pipes, D = kernel_report.turing_pipes(loop, row.variant), dict(row.variant.macros)["D"]
-        assert kernel_report.useful(pipes, row.variant, D, D) >= row.share, pipes
+        pipes, D = kernel_report.model_turing(loop, row.variant), dict(row.variant.macros)["D"]
+        assert kernel_report.useful_share(pipes, row.variant, D, D) >= row.share, pipes
 
 
 def count(loop: Counter[str], *names: str) -> int:
@@ -214,5 +214,5 @@ def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(
 
 
 def test_the_report_shows_fewer_variants_than_there_are() -> None:
-    some, every = (kernel_report.chosen(75, every, ["append", "delta"]) for every in (False, True))
+    some, every = (kernel_report.choose_variants(75, every, ["append", "delta"]) for every in (False, True))
     assert some and some.keys() <= every.keys()

@@ -1,8 +1,8 @@
 """aten::scaled_dot_product_attention, the operator below F.scaled_dot_product_attention.
 
 PyTorch composes it of other operators; on Turing, of the plain formula for grouped heads and for bfloat16. A call that
-our kernels serve is one call of dispatch, recorded by dispatch's autograd function. Dispatch modes, traces and transforms
-see PyTorch's operators; efficient.py serves the efficient ones that they execute.
+our kernels serve is one call of dispatch, recorded by dispatch's autograd function. Dispatch modes, traces and
+transforms see PyTorch's operators; efficient.py serves the efficient ones that they execute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes compiled graphs depend on the override, which changes the operator of calls with grouped heads.
 
-A trace of such a call adds a guard to Dynamo, so that graphs with and without the override coexist, and a mark to the key
-of PyTorch's caches on disk, so that processes with and without it do not share graphs.
+A trace of such a call adds a guard to Dynamo, so that graphs with and without the override coexist, and a mark to the
+key of PyTorch's caches on disk, so that processes with and without it do not share graphs.
 """
 
 from __future__ import annotations
