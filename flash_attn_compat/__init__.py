@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-# The release of flash-attn whose behaviour this package has, and reports when it answers to its name.
+# This package behaves like this release of flash-attn, and reports it as its version under flash-attn's name.
 FLASH_ATTN_VERSION = "2.8.3"
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from flash_attn_compat.torch_sdpa.override import register_with_torch, sdpa
 
-# Where each public name lives. Loading them on first use lets `patch` and the command line work without torch.
+# The module of each public name. Modules are imported at first use, so that `patch` and the command work without torch.
 _HOMES = {
     "flash_attn_func": "flash_attn_interface",
     "flash_attn_kvpacked_func": "flash_attn_interface",

@@ -1,7 +1,6 @@
-"""Moving between padded (batch, seqlen, ...) and packed (total, ...) tensors.
+"""Pack padded tensors (batch, seqlen, ...) into (total, ...), and pad them again.
 
-Pure index arithmetic with its gradients: nothing here knows about attention.
-`rearrange` and `repeat` stay importable from this module because clients take them from here.
+Only index arithmetic and its gradients. Clients import `rearrange` and `repeat` from this module.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class IndexFirstAxisResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor) -> tuple[Tensor, None]:
         (indices,) = ctx.saved_tensors
-        # Out of place: autograd may hand the same (or an expanded) gradient to others.
+        # Out of place: autograd may pass the same (or an expanded) gradient to other nodes.
         return grad_residual.index_add(0, indices, grad_output), None
 
 
@@ -80,8 +79,8 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         input: (n, ...) with at least two dimensions, any dtype.
-        indices: (z,) int64 or int32. Rows are expected once each: with duplicates the gradient
-            of one of them is kept and the others are dropped, as in flash-attn 2.8.
+        indices: (z,) int64 or int32, each row at most once: of a repeated row's gradients, only one is kept, as in
+            flash-attn 2.8.
     Returns:
         (z, ...), differentiable in `input`.
     Raises:
@@ -129,13 +128,12 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Drop the padding of a batch and pack what is left.
+    """Drop the padding of a batch and pack the other tokens.
 
     Args:
         hidden_states: (batch, seqlen, ...) with at least three dimensions, any dtype.
         attention_mask: (batch, seqlen), bool or a number; non-zero means the token is used.
-        unused_mask: (batch, seqlen), same meaning; tokens that are kept in the packed tensor
-            but not counted in `seqused`.
+        unused_mask: (batch, seqlen), non-zero for further tokens to pack that do not count in `seqused`.
     Returns:
         hidden_states: (total_nnz, ...), the tokens of attention_mask + unused_mask; differentiable.
         indices: (total_nnz,) int64, their positions in the flattened (batch * seqlen) axis.
@@ -187,7 +185,7 @@ def unpad_input_for_concatenated_sequences(
     longest_row, max_seqlen_in_batch = torch.stack([row_lengths.max().to(torch.int32), seqlens.max()]).tolist()
     if longest_row > seqlen:
         raise ValueError(
-            f"{name}: attention_mask_in_length has a row whose lengths add up to {longest_row}, "
+            f"{name}: the lengths in a row of attention_mask_in_length add up to {longest_row}, "
             f"expected at most seqlen = {seqlen}"
         )
     indices = torch.nonzero(kept.flatten(), as_tuple=False).flatten()
@@ -211,7 +209,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def _is_recorded(tensor: Tensor) -> bool:
-    """Whether autograd wants the function's own gradient; if not, applying it would cost more than the work."""
+    """Whether autograd records the function; if not, its `apply` would take longer than its work."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
@@ -219,7 +217,7 @@ def _put_rows(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     out = torch.zeros(first_axis_dim, *values.shape[1:], device=values.device, dtype=values.dtype)
     if indices.dtype == torch.int64:
         return out.index_copy_(0, indices, values)
-    out[indices] = values  # as transformers has it in decoding: int32
+    out[indices] = values  # int32, which transformers passes in decoding
     return out
 
 

@@ -1,7 +1,7 @@
-"""Attention with a bias on the scores, as flash-attn's first Triton kernel offered it (MPT and others use it).
+"""Attention with a bias on the scores, with the signatures of flash-attn's first Triton kernel (used by MPT).
 
-Causal here means that row i sees keys 0 to i, whatever the two lengths; see flash_attn_interface for the other
-alignment. Scores, softmax and bias are in fp32, a block of rows at a time, which the backward computes again.
+Causal here means that row i sees keys 0 to i for any lengths; see flash_attn_interface for the other alignment. Scores,
+softmax and bias are in fp32, one block of rows at a time; the backward computes them again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def flash_attn_func(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """softmax(q @ k.T * softmax_scale + bias) @ v.
+    """Return softmax(q @ k.T * softmax_scale + bias) @ v.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim).
         k, v: (batch, seqlen_k, nheads, headdim).
-        bias: (1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k), of q's dtype or fp32; unlike flash-attn's it may
-            want gradients.
+        bias: (1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k), of q's dtype or fp32. Unlike flash-attn's, it may
+            require gradients.
         softmax_scale: 1 / sqrt(headdim) by default.
     Returns:
         Tensor of q's shape and dtype.
@@ -61,7 +61,7 @@ def flash_attn_qkvpacked_func(
 
 
 class _Attention(torch.autograd.Function):
-    """Blocks of rows, whose scores are computed again in the backward."""
+    """Attention by blocks of rows; the backward computes the scores again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -70,22 +70,22 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         wide = upcast(k), upcast(v)
         with without_autocast(q.device):
-            for rows in _blocks(q.shape[1]):
-                out[:, rows] = _attend(upcast(q[:, rows]), *wide, _of_rows(bias, rows), rows, causal, scale)
+            for rows in _split_rows(q.shape[1]):
+                out[:, rows] = _attend(upcast(q[:, rows]), *wide, _slice_bias(bias, rows), rows, causal, scale)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
-        # Summed over the blocks in fp32, and rounded once.
+        # Gradients are summed over the blocks in fp32 and rounded once.
         inputs = [None if t is None else upcast(t.detach()) for t in (q, k, v, bias)]
         grads = [None if t is None else torch.zeros_like(t) for t in inputs]
         with without_autocast(q.device):
-            for rows in _blocks(q.shape[1]):
+            for rows in _split_rows(q.shape[1]):
                 _add_gradients(grads, inputs, dout, rows, *ctx.options)
-        found = [None if grad is None else cast(grad, t.dtype) for grad, t in zip(grads, (q, k, v, bias))]
-        return (*found, None, None)
+        results = [None if grad is None else cast(grad, t.dtype) for grad, t in zip(grads, (q, k, v, bias))]
+        return (*results, None, None)
 
 
 def _add_gradients(
@@ -96,27 +96,27 @@ def _add_gradients(
     assert q is not None and k is not None and v is not None
     assert dq is not None and dk is not None and dv is not None
     leaves = [t.detach().requires_grad_() for t in (q[:, rows], k, v)]
-    of_rows = _of_rows(bias, rows)
-    if of_rows is not None:
-        leaves.append(of_rows.detach().requires_grad_())
+    bias_rows = _slice_bias(bias, rows)
+    if bias_rows is not None:
+        leaves.append(bias_rows.detach().requires_grad_())
     with torch.enable_grad():
         out = _attend(leaves[0], leaves[1], leaves[2], leaves[3] if bias is not None else None, rows, causal, scale)
-    targets = (dq[:, rows], dk, dv, _of_rows(dbias, rows))
+    targets = (dq[:, rows], dk, dv, _slice_bias(dbias, rows))
     for target, grad in zip(targets, torch.autograd.grad(out, leaves, upcast(dout[:, rows]))):
         assert target is not None
         target += grad
 
 
-def _blocks(seqlen_q: int) -> list[slice]:
+def _split_rows(seqlen_q: int) -> list[slice]:
     return [slice(first, min(first + _ROWS, seqlen_q)) for first in range(0, seqlen_q, _ROWS)]
 
 
-def _of_rows(bias: Tensor | None, rows: slice) -> Tensor | None:
+def _slice_bias(bias: Tensor | None, rows: slice) -> Tensor | None:
     return bias if bias is None or bias.shape[2] == 1 else bias[:, :, rows]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rows: slice, causal: bool, scale: float) -> Tensor:
-    """The given rows of attention: q (batch, rows, nheads, headdim), and k, v and bias whole, in fp32."""
+    """Compute a block of rows in fp32: q (batch, rows, nheads, headdim); k, v and bias with all keys."""
     if causal:
         # No row of this block sees a later key.
         seen = min(rows.stop, k.shape[1])
@@ -125,8 +125,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rows: slice, c
     if bias is not None:
         scores = scores + bias
     if causal:
-        places = torch.arange(rows.start, rows.stop, device=q.device)
-        hidden = torch.arange(k.shape[1], device=q.device) > places[:, None]
+        indices = torch.arange(rows.start, rows.stop, device=q.device)
+        hidden = torch.arange(k.shape[1], device=q.device) > indices[:, None]
         scores = scores.masked_fill(hidden, -math.inf)
     return torch.einsum("bhts,bshd->bthd", torch.softmax(scores, dim=-1), v)
 

@@ -248,7 +248,7 @@ class RotaryEmbedding(torch.nn.Module):
             middle of the cached table, as in flash-attn 2.8.
         device: where the buffers live.
         pos_idx_in_fp32: kept for callers written for flash-attn < 2.8. Angles are always computed from
-            fp32 positions, which is what True meant and what 2.8 does.
+            fp32 positions, as True meant and as 2.8 does.
 
     Tables are rebuilt on demand in fp32 and stored in the dtype asked for, `(seqlen, dim / 2)`, as
     `_cos_cached` and `_sin_cached` (and `_cos_k_cached`, `_sin_k_cached` for xPos keys).
@@ -281,12 +281,12 @@ class RotaryEmbedding(torch.nn.Module):
         self._sin_k_cached: Tensor | None = None
 
     def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
-        """(dim / 2,) fp32: base^(-2i / dim)."""
+        """Return base^(-2i / dim), (dim / 2,) fp32."""
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
         return 1.0 / (self.base**exponents)
 
     def _compute_scale(self, device: torch.device | str | None = None) -> Tensor:
-        """(dim / 2,) fp32: what xPos raises to the power of the position."""
+        """Return (dim / 2,) fp32, the base that xPos raises to the power of the position."""
         channels = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         return (channels + 0.4 * self.dim) / (1.4 * self.dim)
 
@@ -304,7 +304,7 @@ class RotaryEmbedding(torch.nn.Module):
             and seqlen <= self._seq_len_cached
             and cached.device == torch.empty(0, dtype=dtype, device=device).device
             and cached.dtype == dtype
-            # Autograd cannot save inference tensors; torch.compile cannot ask, and makes none.
+            # Autograd cannot save inference tensors. torch.compile cannot check for them, and makes none.
             and (torch.compiler.is_compiling() or not (self.training and cached.is_inference()))
         )
         if usable:
@@ -411,6 +411,6 @@ def _save_tables(ctx: Any, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tenso
 
 
 def _saved_tables(ctx: Any) -> tuple[Any, ...]:
-    """cos, sin, seqlen_offsets and whatever else was saved, in order."""
+    """Return cos, sin, seqlen_offsets and the other saved tensors, in order."""
     cos, sin, offsets, *more = ctx.saved_tensors
     return (cos, sin, ctx.seqlen_offsets if offsets is None else offsets, *more)

@@ -1,4 +1,4 @@
-"""What MHA and ParallelMHA share: rotation, the inner attention, and the KV cache."""
+"""Shared by MHA and ParallelMHA: rotation, the inner attention, and the KV cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tenso
         kv: (batch, seqlen, 2, nheads_k, headdim).
         inference_params: see `flash_attn_compat.utils.generation.InferenceParams`.
     Returns:
-        (batch, seqlen_offset + seqlen, 2, nheads_k, headdim), a view of what the cache holds now.
+        (batch, seqlen_offset + seqlen, 2, nheads_k, headdim), a view of the cache's tokens so far.
     """
     caches: dict[int, Tensor] = inference_params.key_value_memory_dict
     if layer_idx not in caches:
@@ -38,7 +38,7 @@ def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tenso
 
 
 class CachedAttention(nn.Module):
-    """Attention between projections: the subclass sets the attributes named here, and projects."""
+    """Attention between projections. The subclass sets the attributes below and does the projections."""
 
     use_flash_attn: bool
     checkpointing: bool
@@ -58,7 +58,7 @@ class CachedAttention(nn.Module):
             qkv = self.rotary_emb(qkv, **_rotary_position(inference_params, max_seqlen, qkv.shape[0]))
         if inference_params is not None:
             return self._update_kvcache_attention(qkv[:, :, 0], qkv[:, :, 1:], inference_params)
-        context: Tensor = self._maybe_checkpointed(self.inner_attn, qkv, **kwargs)
+        context: Tensor = self._run_attention(self.inner_attn, qkv, **kwargs)
         return context
 
     def _cross_context(
@@ -71,10 +71,10 @@ class CachedAttention(nn.Module):
             q, kv = self.rotary_emb(q, kv, **_rotary_position(inference_params, max_seqlen, q.shape[0]))
         if inference_params is not None:
             return self._update_kvcache_attention(q, kv, inference_params)
-        context: Tensor = self._maybe_checkpointed(self.inner_cross_attn, q, kv, **kwargs)
+        context: Tensor = self._run_attention(self.inner_cross_attn, q, kv, **kwargs)
         return context
 
-    def _maybe_checkpointed(self, attention: nn.Module, *tensors: Tensor, **kwargs: Any) -> Any:
+    def _run_attention(self, attention: nn.Module, *tensors: Tensor, **kwargs: Any) -> Any:
         if not self.checkpointing:
             return attention(*tensors, **kwargs)
         return checkpoint(attention, *tensors, use_reentrant=False, **kwargs)
@@ -94,7 +94,7 @@ class CachedAttention(nn.Module):
     def _apply_rotary_update_kvcache_attention(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
         """A decoding step: rotate q (batch, seqlen, nheads, headdim) and kv (batch, seqlen, 2, nheads_k, headdim)."""
         assert self.layer_idx is not None, "Generation requires layer_idx in the constructor"
-        # A cache made for a longer generation wants tables of its own length.
+        # A cache for a longer generation needs tables of its own length.
         capacity = inference_params.key_value_memory_dict[self.layer_idx].shape[1]
         self.rotary_emb._update_cos_sin_cache(
             max(inference_params.max_seqlen, capacity), device=q.device, dtype=q.dtype
@@ -131,7 +131,7 @@ class CachedAttention(nn.Module):
             cache_seqlens=_cached_lengths(inference_params, q.shape[0]),
             softmax_scale=attention.softmax_scale,
             causal=attention.causal,
-            # flash-attn drops the window here; then a step would see more than the same token in a full pass.
+            # flash-attn ignores the window here, so that a step sees more keys than the same token in a full pass.
             window_size=attention.window_size,
             alibi_slopes=as_fp32(attention.alibi_slopes),
             **rotary,

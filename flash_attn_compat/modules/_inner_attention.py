@@ -24,17 +24,17 @@ Window = Sequence[int]
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
-    """ALiBi's slopes (Press et al. 2021), one per head, as Python floats.
+    """Return ALiBi's slopes (Press et al. 2021), one per head, as Python floats.
 
-    For a power of two n they are 2^(-8 (i + 1) / n); otherwise those of the power of two below, then every
-    other one of twice that power.
+    For a power of two n the slopes are 2^(-8 (i + 1) / n). Otherwise the list starts with the slopes of the next lower
+    power of two and continues with every other slope of twice that power.
     """
 
-    def of_power_of_two(n: int) -> list[float]:
+    def slopes_of_power_of_two(n: int) -> list[float]:
         return [2 ** (-8 * (i + 1) / n) for i in range(n)]
 
     below = 2 ** int(math.log2(nheads))
-    return of_power_of_two(below) + of_power_of_two(2 * below)[0::2][: nheads - below]
+    return slopes_of_power_of_two(below) + slopes_of_power_of_two(2 * below)[0::2][: nheads - below]
 
 
 class _Attention(nn.Module):
@@ -80,7 +80,7 @@ class FlashSelfAttention(_FlashAttention):
     """Attention over a packed qkv through `flash_attn_qkvpacked_func` and its varlen form.
 
     Args:
-        causal: default for calls that do not say.
+        causal: default for calls without `causal`.
         softmax_scale: 1 / sqrt(headdim) by default.
         attention_dropout: dropout of the probabilities, in training only.
         window_size: (left, right), -1 for unbounded.
@@ -166,7 +166,7 @@ class FlashCrossAttention(_FlashAttention):
 class SelfAttention(_Attention):
     """Attention over a packed qkv by plain matrix products, in the input's dtype.
 
-    Masks are an additive -10000, as in flash-attn: a row that sees nothing gets a uniform average.
+    Masks add -10000, as in flash-attn: a row that sees no key gets a uniform average.
     """
 
     def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -176,12 +176,12 @@ class SelfAttention(_Attention):
         """
         causal = self.causal if causal is None else causal
         q, k, v = qkv.unbind(dim=2)
-        scores = _scores(q, k, self.softmax_scale) + _padding_bias(key_padding_mask, qkv.dtype)
+        scores = _compute_scores(q, k, self.softmax_scale) + _make_padding_bias(key_padding_mask, qkv.dtype)
         if causal:
             seqlen = qkv.shape[1]
             above = torch.full((seqlen, seqlen), -10000.0, device=scores.device, dtype=scores.dtype).triu(1)
             scores = scores + above
-        return _weighted(self.drop(torch.softmax(scores, dim=-1, dtype=v.dtype)), v)
+        return _weight_values(self.drop(torch.softmax(scores, dim=-1, dtype=v.dtype)), v)
 
 
 class CrossAttention(_Attention):
@@ -193,14 +193,14 @@ class CrossAttention(_Attention):
         """q (batch, seqlen_q, nheads, headdim), kv (batch, seqlen_k, 2, nheads_k, headdim), key_padding_mask
         (batch, seqlen_k) bool, True = keep.
 
-        Causal masks align the last query with the last key that is kept. Returns q's shape.
+        A causal mask aligns the last query with the last unmasked key. Returns q's shape.
         """
         causal = self.causal if causal is None else causal
         seqlen_q, seqlen_k = q.shape[1], kv.shape[1]
         if kv.shape[3] != q.shape[2]:
             kv = repeat(kv, "... hkv d -> ... (hkv g) d", g=q.shape[2] // kv.shape[3])
         k, v = kv.unbind(dim=2)
-        scores = _scores(q, k, self.softmax_scale) + _padding_bias(key_padding_mask, q.dtype)
+        scores = _compute_scores(q, k, self.softmax_scale) + _make_padding_bias(key_padding_mask, q.dtype)
         if causal:
             rows = torch.arange(seqlen_q, device=q.device)[:, None]
             columns = torch.arange(seqlen_k, device=q.device)
@@ -208,24 +208,24 @@ class CrossAttention(_Attention):
             if key_padding_mask is not None:
                 kept = rearrange(key_padding_mask.sum(dim=-1), "b -> b 1 1 1")
             scores = scores.masked_fill(columns > rows + kept - seqlen_q, -10000.0)
-        return _weighted(self.drop(torch.softmax(scores, dim=-1, dtype=v.dtype)), v)
+        return _weight_values(self.drop(torch.softmax(scores, dim=-1, dtype=v.dtype)), v)
 
 
 def as_fp32(alibi_slopes: Tensor | None) -> Tensor | None:
-    # A module cast to half precision has cast its buffers too.
+    """Return slopes in fp32: a module cast to half precision has cast its buffers too."""
     return None if alibi_slopes is None else alibi_slopes.to(torch.float32)
 
 
-def _scores(q: Tensor, k: Tensor, softmax_scale: float | None) -> Tensor:
+def _compute_scores(q: Tensor, k: Tensor, softmax_scale: float | None) -> Tensor:
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     return torch.einsum("bthd,bshd->bhts", q, k * scale)
 
 
-def _weighted(probabilities: Tensor, v: Tensor) -> Tensor:
+def _weight_values(probabilities: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhts,bshd->bthd", probabilities, v)
 
 
-def _padding_bias(key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | float:
+def _make_padding_bias(key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | float:
     if key_padding_mask is None:
         return 0.0
     bias = torch.zeros(key_padding_mask.shape, dtype=dtype, device=key_padding_mask.device)

@@ -143,15 +143,15 @@ class Block(_WithMixer):
                 hidden_states = self.mlp(hidden_states)
             return hidden_states, residual
         assert residual is None, "residual is for prenorm=True"
-        out, hidden_states = self._branch(self.mixer, hidden_states, options)
+        out, hidden_states = self._run_branch(self.mixer, hidden_states, options)
         hidden_states, _ = self._add_and_norm(out, hidden_states, self.dropout1, self.drop_path1, self.norm1)
         if has_mlp:
-            out, hidden_states = self._branch(self.mlp, hidden_states, {})
+            out, hidden_states = self._run_branch(self.mlp, hidden_states, {})
             hidden_states, _ = self._add_and_norm(out, hidden_states, self.dropout2, self.drop_path2, self.norm2)
         return hidden_states
 
-    def _branch(self, branch: nn.Module, hidden_states: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The branch's output, and what it is added to."""
+    def _run_branch(self, branch: nn.Module, hidden_states: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the branch's output and the tensor to add it to."""
         out = branch(hidden_states, **options)
         return out if self.return_residual else (out, hidden_states)
 
@@ -161,7 +161,7 @@ class Block(_WithMixer):
         """(norm of the sum, the sum)."""
         if not self.fused_dropout_add_ln:
             total = drop_path(dropout(branch))
-            return _normed(norm, total if residual is None else total + residual, self.residual_in_fp32)
+            return _normalise(norm, total if residual is None else total + residual, self.residual_in_fp32)
         rowscale = None
         if self.training and drop_path.p != 0.0:
             rowscale = drop_path(branch.new_ones(branch.shape[:-1]))
@@ -231,19 +231,19 @@ class ParallelBlock(_WithMixer):
         Returns:
             (mixer's output, MLP's output, residual).
         """
-        # One launch has one dropout probability; flash-attn's would use the first for both branches.
+        # flash-attn's fused kernel has one dropout probability, and uses the first branch's for both.
         one_probability = hidden_states2 is None or self._dropout_p(self.dropout1) == self._dropout_p(self.dropout2)
         if self.fused_dropout_add_ln and one_probability:
-            normed1, normed2, residual = self._fused_norms(hidden_states1, hidden_states2, residual)
+            normed1, normed2, residual = self._normalise_fused(hidden_states1, hidden_states2, residual)
         else:
             total = self.dropout1(hidden_states1)
             total = total if residual is None else residual + total
             total = total if hidden_states2 is None else total + self.dropout2(hidden_states2)
-            normed1, residual = _normed(self.norm1, total, self.residual_in_fp32)
-            normed2 = normed1 if self.tied_norm else _normed(self.norm2, total, False)[0]
+            normed1, residual = _normalise(self.norm1, total, self.residual_in_fp32)
+            normed2 = normed1 if self.tied_norm else _normalise(self.norm2, total, False)[0]
         return self.mixer(normed1, **(mixer_kwargs or {})), self.mlp(normed2), residual
 
-    def _fused_norms(
+    def _normalise_fused(
         self, hidden_states1: Tensor, hidden_states2: Tensor | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         first: Any = self.norm1
@@ -273,7 +273,7 @@ def _default_mlp(dim: int) -> nn.Module:
     return Mlp(dim, hidden_features=4 * dim)
 
 
-def _normed(norm: Any, total: Tensor, residual_in_fp32: bool) -> tuple[Tensor, Tensor]:
+def _normalise(norm: Any, total: Tensor, residual_in_fp32: bool) -> tuple[Tensor, Tensor]:
     """(norm(total) in the norm's dtype, total)."""
     normed = norm(total.to(dtype=norm.weight.dtype))
     return normed, total.to(torch.float32) if residual_in_fp32 else total

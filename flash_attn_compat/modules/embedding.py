@@ -44,12 +44,12 @@ class GPT2Embeddings(nn.Module):
         if self.project_in is not None:
             embeddings = self.project_in(embeddings)
         if self.max_position_embeddings > 0:
-            embeddings = embeddings + self.position_embeddings(_positions(input_ids, position_ids))
+            embeddings = embeddings + self.position_embeddings(_default_positions(input_ids, position_ids))
         return embeddings
 
 
 class BertEmbeddings(nn.Module):
-    """Token, position and token type embeddings, summed; 0 or less of positions or types leaves those out."""
+    """The sum of token, position and token type embeddings; with 0 positions or types, without these."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class BertEmbeddings(nn.Module):
         """All ids (batch, seqlen), types 0 by default; (batch, seqlen, embed_dim)."""
         embeddings: Tensor = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
-            embeddings = embeddings + self.position_embeddings(_positions(input_ids, position_ids))
+            embeddings = embeddings + self.position_embeddings(_default_positions(input_ids, position_ids))
         if self.type_vocab_size > 0:
             types = input_ids.new_zeros(input_ids.shape[1]) if token_type_ids is None else token_type_ids
             embeddings = embeddings + self.token_type_embeddings(types)
@@ -172,7 +172,7 @@ class ParallelGPT2Embeddings(nn.Module):
         """
         embeddings: Tensor = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
-            positions = self.position_embeddings(_positions(input_ids, position_ids))
+            positions = self.position_embeddings(_default_positions(input_ids, position_ids))
             first = dist.get_rank(self.process_group) * positions.shape[-1]
             embeddings[..., first : first + positions.shape[-1]] += positions
         if combine_batch_seqlen_dim:
@@ -182,7 +182,7 @@ class ParallelGPT2Embeddings(nn.Module):
         return (reduce_scatter if self.sequence_parallel else all_reduce)(embeddings, self.process_group)
 
 
-def _positions(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+def _default_positions(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
     if position_ids is not None:
         return position_ids
     return torch.arange(input_ids.shape[1], dtype=torch.long, device=input_ids.device)

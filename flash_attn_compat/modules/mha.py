@@ -1,6 +1,6 @@
 """Multi-head attention with projections, rotary, ALiBi, windows and a KV cache.
 
-The inner attentions are in `modules/_inner_attention.py`, what surrounds them in `modules/_cached_attention.py`.
+The inner attentions are in `modules/_inner_attention.py`, rotation and cache in `modules/_cached_attention.py`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class MHA(CachedAttention):
                 device=device,
             )
 
-        # Plain layers, as in flash-attn 2.8: a pickled model then needs no other class than those of its modules.
+        # Plain layers, as in flash-attn 2.8, so that a pickled model needs only its modules' classes.
         if cross_attn:
             self.Wq = nn.Linear(embed_dim, embed_dim, bias=qkv_proj_bias, **where)
             self.Wkv = nn.Linear(embed_dim, kv_dim, bias=qkv_proj_bias, **where)
@@ -144,10 +144,10 @@ class MHA(CachedAttention):
             self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias, **where)
         if dwconv:
             if self.num_heads_kv == num_heads and not cross_attn:
-                self.dwconv_qkv = _depthwise(embed_dim + kv_dim, where)
+                self.dwconv_qkv = _make_depthwise(embed_dim + kv_dim, where)
             else:
-                self.dwconv_q = _depthwise(embed_dim, where)
-                self.dwconv_kv = _depthwise(kv_dim, where)
+                self.dwconv_q = _make_depthwise(embed_dim, where)
+                self.dwconv_kv = _make_depthwise(kv_dim, where)
         inner = _inner_options(num_heads, slice(None), use_alibi, window_size, use_flash_attn, device)
         inner |= {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout}
         self.inner_attn = FlashSelfAttention(**inner) if use_flash_attn else SelfAttention(**inner)
@@ -208,9 +208,9 @@ class MHA(CachedAttention):
             context = self._cross_context(q, kv, inference_params, max_seqlen, kwargs)
         else:
             assert x_kv is None and mixer_subset is None, "x_kv and mixer_subset are for cross-attention"
-            qkv = _projected(self.Wqkv(x))
+            qkv = _first_output(self.Wqkv(x))
             if self.dwconv:
-                qkv = _convolved(self.dwconv_qkv, qkv)
+                qkv = _convolve(self.dwconv_qkv, qkv)
             qkv = rearrange(qkv, "... (three h d) -> ... three h d", three=3, d=self.head_dim)
             context = self._self_context(qkv, inference_params, max_seqlen, kwargs)
         out = self.out_proj(rearrange(context, "... h d -> ... (h d)"))
@@ -220,13 +220,13 @@ class MHA(CachedAttention):
         """q (..., nheads, headdim) and kv (..., 2, nheads_k, headdim)."""
         if self.cross_attn:
             q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
-            kv = _projected(self.Wkv(x if x_kv is None else x_kv))
+            kv = _first_output(self.Wkv(x if x_kv is None else x_kv))
         else:
             assert x_kv is None and mixer_subset is None, "x_kv and mixer_subset are for cross-attention"
-            qkv = _projected(self.Wqkv(x))
+            qkv = _first_output(self.Wqkv(x))
             q, kv = qkv[..., : self.embed_dim], qkv[..., self.embed_dim :]
         if self.dwconv:
-            q, kv = _convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)
+            q, kv = _convolve(self.dwconv_q, q), _convolve(self.dwconv_kv, kv)
         q = rearrange(q, "... (h d) -> ... h d", d=self.head_dim)
         kv = rearrange(kv, "... (two hkv d) -> ... two hkv d", two=2, d=self.head_dim)
         return q, kv
@@ -363,17 +363,17 @@ def _inner_options(
     return {"alibi_slopes": slopes, "window_size": window_size}
 
 
-def _projected(result: Any) -> Tensor:
-    """Of a projection that may return its input too."""
+def _first_output(result: Any) -> Tensor:
+    """Return the output of a projection that may return its input too."""
     projected: Tensor = result[0] if isinstance(result, tuple) else result
     return projected
 
 
-def _depthwise(channels: int, where: dict[str, Any]) -> nn.Conv1d:
+def _make_depthwise(channels: int, where: dict[str, Any]) -> nn.Conv1d:
     return nn.Conv1d(channels, channels, kernel_size=3, padding=2, groups=channels, **where)
 
 
-def _convolved(convolution: nn.Conv1d, x: Tensor) -> Tensor:
+def _convolve(convolution: nn.Conv1d, x: Tensor) -> Tensor:
     """(batch, seqlen, channels) convolved causally: the two rows that look ahead are cut off."""
     y: Tensor = convolution(x.transpose(1, 2))[..., :-2]
     return y.transpose(1, 2).contiguous()

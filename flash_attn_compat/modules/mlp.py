@@ -126,7 +126,7 @@ class GatedMlp(nn.Module):
     ) -> None:
         super().__init__()
         out_features = in_features if out_features is None else out_features
-        hidden_features = _gated_features(in_features, hidden_features, multiple_of)
+        hidden_features = _count_gated_features(in_features, hidden_features, multiple_of)
         self.return_residual = return_residual
         self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias1, device=device, dtype=dtype)
         self.activation = activation
@@ -134,7 +134,7 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """(..., in_features) to (..., out_features)."""
-        y = self.fc2(_gated(self.fc1(x), self.activation))
+        y = self.fc2(_apply_gate(self.fc1(x), self.activation))
         return (y, x) if self.return_residual else y
 
 
@@ -162,8 +162,8 @@ class ParallelGatedMlp(nn.Module):
     ) -> None:
         super().__init__()
         out_features = in_features if out_features is None else out_features
-        hidden_features = _gated_features(in_features, hidden_features, multiple_of)
-        # In pairs, so that an uneven share has as many y as gates, and as many as fc2 takes.
+        hidden_features = _count_gated_features(in_features, hidden_features, multiple_of)
+        # In pairs: an uneven share must have as many features of y as of the gate, and as fc2 takes.
         self.fc1 = ColumnParallelLinear(
             in_features, 2 * hidden_features, process_group, bias1, sequence_parallel, 2, device=device, dtype=dtype
         )
@@ -174,16 +174,16 @@ class ParallelGatedMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, ..., in_features) to (n, ..., out_features)."""
-        y: Tensor = self.fc2(_gated(self.fc1(x), self.activation))
+        y: Tensor = self.fc2(_apply_gate(self.fc1(x), self.activation))
         return y
 
 
-def _gated_features(in_features: int, hidden_features: int | None, multiple_of: int) -> int:
+def _count_gated_features(in_features: int, hidden_features: int | None, multiple_of: int) -> int:
     hidden_features = int(8 * in_features / 3) if hidden_features is None else hidden_features
     return -(-hidden_features // multiple_of) * multiple_of
 
 
-def _gated(y: Tensor, activation: Activation) -> Tensor:
+def _apply_gate(y: Tensor, activation: Activation) -> Tensor:
     """(..., 2 * hidden) to (..., hidden): the first half times activation(second half)."""
     if activation is F.sigmoid:
         return F.glu(y, dim=-1)

@@ -21,7 +21,7 @@ from flash_attn_compat.ops._casting import cast
 
 @dataclass(frozen=True)
 class NormOptions:
-    """What is not a tensor. `residual_dtype` is None if h itself is not wanted back."""
+    """The options. residual_dtype: of h as a result; None if h is not returned"""
 
     eps: float
     is_rms_norm: bool
@@ -48,13 +48,13 @@ class NormInputs(NamedTuple):
 
 
 def add_norm(inputs: NormInputs, options: NormOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, y1 or None, h in residual_dtype or None), differentiable in every floating input."""
+    """Return (y, y1 or None, h in residual_dtype or None), differentiable in every floating input."""
     _check(inputs)
     added_to_x = (inputs.residual, inputs.x1, inputs.rowscale, inputs.colscale, inputs.mask)
     if options.residual_dtype == inputs.x.dtype and all(t is None for t in added_to_x):
         y, y1, _ = add_norm(inputs, replace(options, residual_dtype=None))
         return y, y1, inputs.x
-    # Only what exists is returned: torch 2.11's compiler mixes up the gradients around a None.
+    # No None among the results: torch 2.11's compiler mixes up the gradients around a None.
     outputs = iter(_AddNorm.apply(options, *inputs))
     y = next(outputs)
     y1 = None if inputs.weight1 is None else next(outputs)
@@ -62,7 +62,7 @@ def add_norm(inputs: NormInputs, options: NormOptions) -> tuple[Tensor, Tensor |
 
 
 def dropout_mask(x: Tensor, dropout_p: float) -> Tensor | None:
-    """Bool mask of x's shape, True = kept with probability 1 - dropout_p, from torch's default generator."""
+    """Return a bool mask of x's shape, True with probability 1 - dropout_p, drawn from torch's default generator."""
     if dropout_p <= 0.0:
         return None
     return torch.rand(x.shape, device=x.device, dtype=torch.float32) >= dropout_p
@@ -72,8 +72,8 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: NormOptions, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         inputs = NormInputs(*tensors)  # type: ignore[arg-type]  # x and weight are not None
-        h = _added(inputs, options)
-        normed, _ = _normed(h, options)
+        h = _add(inputs, options)
+        normed, _ = _normalise(h, options)
         outputs = [_affine(normed, inputs.weight, inputs.bias, options)]
         if inputs.weight1 is not None:
             outputs.append(_affine(normed, inputs.weight1, inputs.bias1, options))
@@ -92,7 +92,7 @@ class _AddNorm(torch.autograd.Function):
         dy = grads[0]
         dy1 = None if inputs.weight1 is None else grads[1]
         dh_out = None if options.residual_dtype is None else grads[-1]
-        normed, rstd = _normed(_added(inputs, options), options)
+        normed, rstd = _normalise(_add(inputs, options), options)
 
         weight_grads: list[Tensor | None] = []
         dnormed: Tensor | None = None
@@ -116,25 +116,25 @@ class _AddNorm(torch.autograd.Function):
             dh = normed.mul_(-along).add_(dnormed).sub_(offset).mul_(rstd)
         if dh_out is not None:
             dh.add_(dh_out)
-        dx, drowscale, dcolscale = _scaled_grads(dh, inputs, options, ctx.needs_input_grad)
+        dx, drowscale, dcolscale = _scale_backward(dh, inputs, options, ctx.needs_input_grad)
         dresidual = None if inputs.residual is None else dh.to(inputs.residual.dtype)
-        dx1 = None if inputs.x1 is None else _dropped(dh, inputs.mask1, options).to(inputs.x1.dtype)
+        dx1 = None if inputs.x1 is None else _drop(dh, inputs.mask1, options).to(inputs.x1.dtype)
         # In the order of NormInputs; the masks have none.
         return None, dx, dweight, dbias, dresidual, dx1, dweight1, dbias1, drowscale, dcolscale, None, None
 
 
-def _added(inputs: NormInputs, options: NormOptions) -> Tensor:
+def _add(inputs: NormInputs, options: NormOptions) -> Tensor:
     tensors = [inputs.x, *(t for t in (inputs.x1, inputs.residual) if t is not None)]
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    h = _dropped(_scaled(inputs.x.to(dtype), inputs), inputs.mask, options)
+    h = _drop(_scale(inputs.x.to(dtype), inputs), inputs.mask, options)
     if inputs.x1 is not None:
-        h = h + _dropped(inputs.x1.to(dtype), inputs.mask1, options)
+        h = h + _drop(inputs.x1.to(dtype), inputs.mask1, options)
     if inputs.residual is not None:
         h = h + inputs.residual
     return h
 
 
-def _scaled(x: Tensor, inputs: NormInputs) -> Tensor:
+def _scale(x: Tensor, inputs: NormInputs) -> Tensor:
     if inputs.rowscale is not None:
         x = x * inputs.rowscale[..., None].to(x.dtype)
     if inputs.colscale is not None:
@@ -142,7 +142,7 @@ def _scaled(x: Tensor, inputs: NormInputs) -> Tensor:
     return x
 
 
-def _dropped(x: Tensor, mask: Tensor | None, options: NormOptions) -> Tensor:
+def _drop(x: Tensor, mask: Tensor | None, options: NormOptions) -> Tensor:
     if mask is None:
         return x
     # p >= 1 drops everything; 1 / (1 - p) must not turn that into nan.
@@ -150,7 +150,7 @@ def _dropped(x: Tensor, mask: Tensor | None, options: NormOptions) -> Tensor:
     return torch.where(mask, x * scale, 0.0)
 
 
-def _normed(h: Tensor, options: NormOptions) -> tuple[Tensor, Tensor]:
+def _normalise(h: Tensor, options: NormOptions) -> tuple[Tensor, Tensor]:
     if options.is_rms_norm:
         rstd = torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + options.eps)
         return h * rstd, rstd
@@ -171,20 +171,20 @@ def _affine(normed: Tensor, weight: Tensor, bias: Tensor | None, options: NormOp
     return cast(y, options.out_dtype)
 
 
-def _scaled_grads(
+def _scale_backward(
     dh: Tensor, inputs: NormInputs, options: NormOptions, needs_input_grad: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, rowscale and colscale from that of drop(x * rowscale * colscale)."""
-    dscaled = _dropped(dh, inputs.mask, options)
+    """Return the gradients of x, rowscale and colscale from the gradient of drop(x * rowscale * colscale)."""
+    dscaled = _drop(dh, inputs.mask, options)
     needed = dict(zip(NormInputs._fields, needs_input_grad[1:]))
     drowscale = dcolscale = None
     if inputs.rowscale is not None and needed["rowscale"]:
-        without = _scaled(inputs.x.to(dh.dtype), inputs._replace(rowscale=None))
+        without = _scale(inputs.x.to(dh.dtype), inputs._replace(rowscale=None))
         drowscale = (dscaled * without).sum(dim=-1).to(inputs.rowscale.dtype)
     if inputs.colscale is not None and needed["colscale"]:
-        without = _scaled(inputs.x.to(dh.dtype), inputs._replace(colscale=None))
+        without = _scale(inputs.x.to(dh.dtype), inputs._replace(colscale=None))
         dcolscale = _sum_rows(dscaled * without).to(inputs.colscale.dtype)
-    return _scaled(dscaled, inputs).to(inputs.x.dtype), drowscale, dcolscale
+    return _scale(dscaled, inputs).to(inputs.x.dtype), drowscale, dcolscale
 
 
 def _sum_rows(t: Tensor) -> Tensor:

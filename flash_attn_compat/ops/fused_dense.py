@@ -1,6 +1,6 @@
 """Linear layers and the two-layer MLP under the names of flash-attn's fused kernels, on one device and parallel.
 
-Plain PyTorch computes what the kernels did; parameter names are the same. Tensor-parallel layers follow Shoeybi et al.
+Plain PyTorch replaces the kernels; parameter names are the same. Tensor-parallel layers follow Shoeybi et al.
 2019, with sequence parallelism as in Korthikanti et al. 2022: between layers each rank holds its part of the
 first axis.
 """
@@ -51,7 +51,7 @@ def fused_dense_func(
     Returns:
         (..., out_features), or that and x with `return_residual`.
     """
-    out = F.linear(_of_all_ranks(x, process_group, sequence_parallel), weight, bias)
+    out = F.linear(_sum_gradient_over_ranks(x, process_group, sequence_parallel), weight, bias)
     return (out, x) if return_residual else out
 
 
@@ -63,7 +63,7 @@ class FusedDenseFunc(torch.autograd.Function):
     """
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]  # notes what custom_bwd reads
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]  # sets the state for custom_bwd
     def forward(
         ctx: Any,
         x: Tensor,
@@ -83,7 +83,7 @@ class FusedDenseFunc(torch.autograd.Function):
             bias = None if bias is None else bias.to(dtype)
         x = x.contiguous()
         ctx.save_for_backward(*((x, weight) if ctx.compute_weight_gradient else (weight,)))
-        out = F.linear(_gathered(x, process_group, sequence_parallel), weight, bias)
+        out = F.linear(_gather(x, process_group, sequence_parallel), weight, bias)
         return (out, x) if return_residual else out
 
     @staticmethod
@@ -101,7 +101,7 @@ class FusedDenseFunc(torch.autograd.Function):
                 dx = dx + of_residual[0]
         rows = grad_output.reshape(-1, grad_output.shape[-1])
         if needs_weight:
-            total = _gathered(x[0], ctx.process_group, ctx.sequence_parallel)
+            total = _gather(x[0], ctx.process_group, ctx.sequence_parallel)
             dweight = rows.t() @ total.reshape(-1, total.shape[-1])
         return dx, dweight, rows.sum(dim=0) if needs_bias else None, None, None, None
 
@@ -132,7 +132,7 @@ class ColumnParallelLinear(nn.Linear):
     Args:
         in_features, out_features: of the whole layer.
         sequence_parallel: the input is this rank's part of the first axis; otherwise every rank has all of it.
-        multiple_of: the features of a rank come in such units; the first ranks take what is left over.
+        multiple_of: the unit of a rank's features; the first ranks take the remaining units.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ColumnParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        local = _local_features("out_features", out_features, process_group, multiple_of)
+        local = _count_local_features("out_features", out_features, process_group, multiple_of)
         super().__init__(in_features, local, bias=bias, device=device, dtype=dtype)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
@@ -178,7 +178,7 @@ class RowParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        local = _local_features("in_features", in_features, process_group, multiple_of)
+        local = _count_local_features("in_features", in_features, process_group, multiple_of)
         has_bias = bias and dist.get_rank(process_group) == 0
         super().__init__(local, out_features, bias=has_bias, device=device, dtype=dtype)
         self.process_group = process_group
@@ -186,7 +186,7 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, ..., features of this rank) to (n or n / world_size, ..., out_features)."""
-        return _summed(F.linear(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
+        return _sum_over_ranks(F.linear(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
 
 
 def fused_mlp_func(
@@ -216,10 +216,10 @@ def fused_mlp_func(
     Raises:
         NotImplementedError: for another activation.
     """
-    act = _activation(activation)
+    act = _find_activation(activation)
 
     def run(x: Tensor) -> Tensor:
-        total = _of_all_ranks(x, process_group, sequence_parallel)
+        total = _sum_gradient_over_ranks(x, process_group, sequence_parallel)
         return F.linear(act(F.linear(total, weight1, bias1)), weight2, bias2)
 
     if checkpoint_lvl > 0 and torch.is_grad_enabled():
@@ -253,7 +253,7 @@ class FusedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _activation(activation)
+        _find_activation(activation)
         hidden_features = 4 * in_features if hidden_features is None else hidden_features
         out_features = in_features if out_features is None else out_features
         self.activation = activation
@@ -269,7 +269,7 @@ class FusedMLP(nn.Module):
         With a process_group fc1 and fc2 hold this rank's hidden features, and x and the result its part of the
         first axis.
         """
-        out = _mlp(self, x, process_group, sequence_parallel=True)
+        out = _run_mlp(self, x, process_group, sequence_parallel=True)
         return (out, x) if self.return_residual else out
 
 
@@ -295,7 +295,7 @@ class ParallelFusedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _activation(activation)
+        _find_activation(activation)
         assert process_group is not None, "process_group is required; FusedMLP works without one"
         hidden_features = 4 * in_features if hidden_features is None else hidden_features
         out_features = in_features if out_features is None else out_features
@@ -310,10 +310,10 @@ class ParallelFusedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, ..., in_features) to (n, ..., out_features)."""
-        return _mlp(self, x, self.process_group, self.sequence_parallel)
+        return _run_mlp(self, x, self.process_group, self.sequence_parallel)
 
 
-def _mlp(
+def _run_mlp(
     module: FusedMLP | ParallelFusedMLP, x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> Tensor:
     """`fused_mlp_func` of a module's parameters, summed over the ranks."""
@@ -329,23 +329,23 @@ def _mlp(
         process_group=process_group,
         sequence_parallel=sequence_parallel,
     )
-    return out if process_group is None else _summed(out, process_group, sequence_parallel)
+    return out if process_group is None else _sum_over_ranks(out, process_group, sequence_parallel)
 
 
-def _activation(name: str) -> Callable[[Tensor], Tensor]:
+def _find_activation(name: str) -> Callable[[Tensor], Tensor]:
     if name not in _ACTIVATIONS:
         raise NotImplementedError(f"activation is {name!r}, expected one of {', '.join(map(repr, _ACTIVATIONS))}")
     return _ACTIVATIONS[name]
 
 
-def _local_features(name: str, features: int, process_group: dist.ProcessGroup, multiple_of: int) -> int:
+def _count_local_features(name: str, features: int, process_group: dist.ProcessGroup, multiple_of: int) -> int:
     if features % multiple_of:
         raise ValueError(f"{name} ({features}) must be a multiple of {multiple_of}")
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     return get_dim_for_local_rank(features, world_size, rank, multiple_of)
 
 
-def _of_all_ranks(x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+def _sum_gradient_over_ranks(x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
     """The input of a column-parallel layer, its gradient summed over the ranks."""
     if process_group is None:
         return x
@@ -355,12 +355,12 @@ def _of_all_ranks(x: Tensor, process_group: dist.ProcessGroup | None, sequence_p
     return same
 
 
-def _gathered(x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+def _gather(x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
     """The input of a column-parallel layer, outside of autograd."""
     return x if process_group is None or not sequence_parallel else all_gather_raw(x, process_group)[0]
 
 
-def _summed(x: Tensor, process_group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+def _sum_over_ranks(x: Tensor, process_group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
     """The output of a row-parallel layer: the ranks' addends summed, and this rank's part if sequence_parallel."""
     return (reduce_scatter if sequence_parallel else all_reduce)(x, process_group)
 

@@ -15,8 +15,8 @@ from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, d
 Results = Tensor | tuple[Tensor | None, ...]
 
 
-class How(NamedTuple):
-    """What all of the functions are asked besides tensors; see `dropout_add_layer_norm`."""
+class NormArguments(NamedTuple):
+    """The arguments of all functions besides tensors; see `dropout_add_layer_norm`."""
 
     dropout_p: float
     epsilon: float
@@ -25,15 +25,15 @@ class How(NamedTuple):
     return_dropout_mask: bool
     is_rms_norm: bool
 
-    def options(self, given: NormInputs) -> NormOptions:
-        """Those of the arithmetic, for the x and the residual that were given."""
-        residual_dtype = torch.float32 if self.residual_in_fp32 else given.x.dtype
-        if given.residual is not None:
-            residual_dtype = given.residual.dtype
+    def options(self, inputs: NormInputs) -> NormOptions:
+        """Return the options of `add_norm` for the dtypes of these inputs."""
+        residual_dtype = torch.float32 if self.residual_in_fp32 else inputs.x.dtype
+        if inputs.residual is not None:
+            residual_dtype = inputs.residual.dtype
         return NormOptions(
             eps=self.epsilon,
             is_rms_norm=self.is_rms_norm,
-            out_dtype=given.x.dtype,
+            out_dtype=inputs.x.dtype,
             residual_dtype=residual_dtype if self.prenorm else None,
             dropout_p=self.dropout_p,
         )
@@ -70,7 +70,7 @@ def dropout_add_layer_norm(
     Returns:
         z in x0's dtype, or (z[, x][, mask]).
     """
-    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
+    how = NormArguments(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
     inputs = NormInputs(x0, weight, bias, residual, rowscale=rowscale, colscale=layerscale)
     return _dropout_add_norm(inputs, how)
 
@@ -98,12 +98,12 @@ def dropout_add_layer_norm_parallel_residual(
     Returns:
         (z0, z1[, x][, mask0, mask1]); z1 is None without weight1, mask1 without x1.
     """
-    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
+    how = NormArguments(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
     return _dropout_add_norm_parallel(NormInputs(x0, weight0, bias0, residual, x1, weight1, bias1), how)
 
 
 class DropoutAddLayerNormFn(torch.autograd.Function):
-    """`dropout_add_layer_norm`, or the same without centring, by its `apply`, which some programs call."""
+    """`dropout_add_layer_norm` (or its RMS norm) for programs that call its `apply`."""
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class DropoutAddLayerNormFn(torch.autograd.Function):
         is_rms_norm: bool = False,
         return_dmask: bool = False,
     ) -> Results:
-        how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dmask, is_rms_norm)
+        how = NormArguments(dropout_p, epsilon, prenorm, residual_in_fp32, return_dmask, is_rms_norm)
         return _dropout_add_norm(NormInputs(x0, gamma, beta, residual, rowscale=rowscale, colscale=colscale), how)
 
 
@@ -137,7 +137,7 @@ class DropoutAddLayerNorm(nn.Module):
         prenorm: return (z, x) instead of z.
         p: dropout probability.
         eps: added to the variance.
-        residual_in_fp32: keep x in fp32 where there is no residual whose dtype decides.
+        residual_in_fp32: return x in fp32 if there is no residual; otherwise the residual's dtype decides.
     """
 
     is_rms_norm = False
@@ -174,7 +174,7 @@ class DropoutAddLayerNorm(nn.Module):
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Results:
         """x0 and residual (..., n) to z, or (z, x) with prenorm."""
         dropout_p = self.p if self.training else 0.0
-        how = How(dropout_p, self.eps, self.prenorm, self.residual_in_fp32, False, self.is_rms_norm)
+        how = NormArguments(dropout_p, self.eps, self.prenorm, self.residual_in_fp32, False, self.is_rms_norm)
         return _dropout_add_norm(NormInputs(x0, self.weight, self.bias, residual), how)
 
 
@@ -183,14 +183,14 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, is_rms
     return add_norm(NormInputs(x, weight, bias), options)[0]
 
 
-def _dropout_add_norm(inputs: NormInputs, how: How) -> Results:
+def _dropout_add_norm(inputs: NormInputs, how: NormArguments) -> Results:
     mask = dropout_mask(inputs.x, how.dropout_p)
     z, _, x = add_norm(inputs._replace(mask=mask), how.options(inputs))
     masks = (_as_uint8(mask, inputs.x),) if how.return_dropout_mask else ()
     return _results(z, *((x,) if how.prenorm else ()), *masks)
 
 
-def _dropout_add_norm_parallel(inputs: NormInputs, how: How) -> tuple[Tensor | None, ...]:
+def _dropout_add_norm_parallel(inputs: NormInputs, how: NormArguments) -> tuple[Tensor | None, ...]:
     x0, x1 = inputs.x, inputs.x1
     mask0 = dropout_mask(x0, how.dropout_p)
     mask1 = None if x1 is None else dropout_mask(x1, how.dropout_p)

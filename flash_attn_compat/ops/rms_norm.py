@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from flash_attn_compat.ops._add_norm import NormInputs
 from flash_attn_compat.ops.layer_norm import (
     DropoutAddLayerNorm,
-    How,
+    NormArguments,
     Results,
     _dropout_add_norm,
     _dropout_add_norm_parallel,
@@ -35,7 +35,7 @@ def dropout_add_rms_norm(
     return_dropout_mask: bool = False,
 ) -> Results:
     """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm`, without centring."""
-    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True)
+    how = NormArguments(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True)
     inputs = NormInputs(x0, weight, bias, residual, rowscale=rowscale, colscale=layerscale)
     return _dropout_add_norm(inputs, how)
 
@@ -55,7 +55,7 @@ def dropout_add_rms_norm_parallel_residual(
     return_dropout_mask: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm_parallel_residual`, without centring."""
-    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True)
+    how = NormArguments(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True)
     return _dropout_add_norm_parallel(NormInputs(x0, weight0, bias0, residual, x1, weight1, bias1), how)
 
 

@@ -1,7 +1,7 @@
-"""Timing of a function's forward and backward with torch.utils.benchmark, as flash-attn's scripts do it.
+"""Time a function's forward and backward with torch.utils.benchmark, as flash-attn's scripts do.
 
-Functions take their inputs as positional and keyword arguments; of a tuple the first output counts. Times are
-those of a `torch.utils.benchmark.Timer`, which waits for the GPU. autocast is the one of the inputs' device.
+Functions take their inputs as positional and keyword arguments; the backward starts at the first of several outputs. A
+`torch.utils.benchmark.Timer` measures the times and waits for the GPU. autocast applies to the inputs' device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def benchmark_forward(
         with _autocast(inputs, amp, amp_dtype):
             fn(*inputs, **kwinputs)
 
-    return _timed(run, f"{desc} - Forward pass", repeats, verbose)
+    return _time(run, f"{desc} - Forward pass", repeats, verbose)
 
 
 def benchmark_backward(
@@ -47,14 +47,14 @@ def benchmark_backward(
     **kwinputs: Any,
 ) -> Timing:
     """Time the backward alone, from `grad` (random by default); inputs' .grad is left set."""
-    y = _first_output(fn, inputs, kwinputs, amp, amp_dtype)
-    upstream = _upstream(grad, y)
+    y = _run_forward(fn, inputs, kwinputs, amp, amp_dtype)
+    upstream = _make_gradient(grad, y)
 
     def run() -> None:
-        _forget_gradients(inputs)
+        _clear_gradients(inputs)
         y.backward(upstream, retain_graph=True)
 
-    return _timed(run, f"{desc} - Backward pass", repeats, verbose)
+    return _time(run, f"{desc} - Backward pass", repeats, verbose)
 
 
 def benchmark_combined(
@@ -69,13 +69,13 @@ def benchmark_combined(
     **kwinputs: Any,
 ) -> Timing:
     """Time forward and backward together; see `benchmark_backward`."""
-    upstream = _upstream(grad, _first_output(fn, inputs, kwinputs, amp, amp_dtype))
+    upstream = _make_gradient(grad, _run_forward(fn, inputs, kwinputs, amp, amp_dtype))
 
     def run() -> None:
-        _forget_gradients(inputs)
-        _first_output(fn, inputs, kwinputs, amp, amp_dtype).backward(upstream, retain_graph=True)
+        _clear_gradients(inputs)
+        _run_forward(fn, inputs, kwinputs, amp, amp_dtype).backward(upstream, retain_graph=True)
 
-    return _timed(run, f"{desc} - Forward + Backward pass", repeats, verbose)
+    return _time(run, f"{desc} - Forward + Backward pass", repeats, verbose)
 
 
 def benchmark_fwd_bwd(
@@ -126,14 +126,14 @@ def pytorch_profiler(
 ) -> None:
     """Profile one call after 30 others: print a table if verbose, write a Chrome trace to trace_filename.
 
-    cpu: what the CPU does too; always where there is no CUDA.
+    cpu: also profile the CPU; always done without CUDA.
     """
     grad: Tensor | None = None
 
     def run() -> None:
         nonlocal grad
-        _forget_gradients(inputs if backward else ())
-        y = _first_output(fn, inputs, kwinputs, amp, amp_dtype)
+        _clear_gradients(inputs if backward else ())
+        y = _run_forward(fn, inputs, kwinputs, amp, amp_dtype)
         if backward:
             grad = torch.randn_like(y) if grad is None else grad
             y.backward(grad, retain_graph=True)
@@ -143,7 +143,7 @@ def pytorch_profiler(
     activities = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     if cpu or not activities:
         activities.insert(0, torch.profiler.ProfilerActivity.CPU)
-    # Without CUDA a stack turns the table into one of Python's functions.
+    # Without CUDA, a table with stacks would list Python's functions.
     stack = torch.cuda.is_available()
     with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=stack) as profile:
         run()
@@ -156,9 +156,9 @@ def pytorch_profiler(
 def benchmark_memory(
     fn: Callable[..., Any], *inputs: Any, desc: str = "", verbose: bool = True, **kwinputs: Any
 ) -> float:
-    """Peak of the CUDA memory allocated during one call, in units of 1000 MiB, which flash-attn calls GB.
+    """Return the peak of CUDA memory allocated during one call, in units of 1000 MiB, which flash-attn calls GB.
 
-    Raises RuntimeError where there is no CUDA, whose allocator is the one that counts.
+    Raises RuntimeError without CUDA: only its allocator counts.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("benchmark_memory reads CUDA's allocator, and PyTorch sees no CUDA device")
@@ -174,7 +174,7 @@ def benchmark_memory(
     return peak
 
 
-def _timed(run: Callable[[], None], title: str, repeats: int, verbose: bool) -> Timing:
+def _time(run: Callable[[], None], title: str, repeats: int, verbose: bool) -> Timing:
     if verbose:
         print(title)
     timer = benchmark.Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
@@ -190,7 +190,7 @@ def _autocast(inputs: tuple[Any, ...], enabled: bool, dtype: torch.dtype) -> tor
     return torch.autocast(device_type=device_type, dtype=dtype, enabled=enabled)
 
 
-def _first_output(
+def _run_forward(
     fn: Callable[..., Any], inputs: tuple[Any, ...], kwinputs: dict[str, Any], amp: bool, amp_dtype: torch.dtype
 ) -> Tensor:
     with _autocast(inputs, amp, amp_dtype):
@@ -199,7 +199,7 @@ def _first_output(
     return first
 
 
-def _upstream(grad: Tensor | None, y: Tensor) -> Tensor:
+def _make_gradient(grad: Tensor | None, y: Tensor) -> Tensor:
     if grad is None:
         return torch.randn_like(y)
     if grad.shape != y.shape:
@@ -207,7 +207,7 @@ def _upstream(grad: Tensor | None, y: Tensor) -> Tensor:
     return grad
 
 
-def _forget_gradients(inputs: tuple[Any, ...]) -> None:
+def _clear_gradients(inputs: tuple[Any, ...]) -> None:
     for value in inputs:
         if isinstance(value, Tensor):
             value.grad = None

@@ -19,7 +19,7 @@ def all_gather_raw(input_: Tensor, process_group: dist.ProcessGroup, async_op: b
 
     Args:
         input_: (n, ...), the same shape on every rank.
-        async_op: return before the result is there; wait on the handle.
+        async_op: return before the result is complete; wait on the handle.
     Returns:
         ((world_size * n, ...), handle or None).
     """
@@ -115,7 +115,7 @@ def reduce_scatter(input_: Tensor, process_group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduce(input_: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks with a gradient; `input_` is left alone."""
+    """Sum over ranks with a gradient; `input_` is not changed."""
     reduced: Tensor = AllReduceFunc.apply(input_, process_group)
     return reduced
 
@@ -123,14 +123,14 @@ def all_reduce(input_: Tensor, process_group: dist.ProcessGroup) -> Tensor:
 def sync_shared_params(model: nn.Module, process_group: dist.ProcessGroup) -> None:
     """Copy rank 0's values of the parameters marked `_shared_params = True` to all ranks, in place."""
     source = dist.get_global_rank(process_group, 0)
-    for _, parameter in _marked(model, "_shared_params"):
+    for _, parameter in _find_marked(model, "_shared_params"):
         with torch.no_grad():
             dist.broadcast(parameter, src=source, group=process_group)
 
 
 def allreduce_sequence_parallel_grad(model: nn.Module, process_group: dist.ProcessGroup) -> None:
     """Sum the gradients of the parameters marked `_sequence_parallel = True` over ranks, in place."""
-    grads = [p.grad for _, p in _marked(model, "_sequence_parallel") if p.grad is not None]
+    grads = [p.grad for _, p in _find_marked(model, "_sequence_parallel") if p.grad is not None]
     if not grads:
         return
     with torch.no_grad():
@@ -141,11 +141,11 @@ def allreduce_sequence_parallel_grad(model: nn.Module, process_group: dist.Proce
 
 
 def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
-    """This rank's share of `dim` in units of `multiple_of`; the first ranks take what is left over."""
+    """Return this rank's share of `dim` in units of `multiple_of`; the first ranks take the remaining units."""
     units = dim // multiple_of
     return (units // world_size + int(local_rank < units % world_size)) * multiple_of
 
 
-def _marked(model: nn.Module, attribute: str) -> list[tuple[str, nn.Parameter]]:
+def _find_marked(model: nn.Module, attribute: str) -> list[tuple[str, nn.Parameter]]:
     # By name, because ranks may own different sets of parameters (a bias on rank 0 only).
     return sorted((name, p) for name, p in model.named_parameters() if getattr(p, attribute, False))

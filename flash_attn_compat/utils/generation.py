@@ -1,6 +1,6 @@
 """Autoregressive generation with a KV cache: the state, sampling from logits, a decoding loop, CUDA graphs of a step.
 
-Speculative decoding stays out.
+Without speculative decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass
 class InferenceParams:
-    """What a model needs to continue a sequence.
+    """The state that a model needs to continue a sequence.
 
     Attributes:
         max_seqlen, max_batch_size: size of the caches.
@@ -35,7 +35,7 @@ class InferenceParams:
     lengths_per_sample: Tensor | None = None
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
-        """Start over with caches used up to these sizes; the caches themselves are kept."""
+        """Start over and use the same caches up to these sizes."""
         self.max_seqlen = max_seqlen
         self.max_batch_size = max_batch_size
         self.seqlen_offset = 0
@@ -174,7 +174,7 @@ class GenerationMixin:
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
-        """To be defined by the model: its caches by layer index."""
+        """Return the caches by layer index; the model defines this."""
         raise NotImplementedError(f"{type(self).__name__} does not define allocate_inference_cache")
 
     def generate(
@@ -207,7 +207,7 @@ def allocate_inference_cache(
     device: torch.device | str,
     dtype: torch.dtype = torch.float16,
 ) -> dict[int, Tensor]:
-    """An uninitialised cache (max_batch_size, max_seqlen, 2, nheads, headdim) for each layer, by its index."""
+    """Return an uninitialised cache (max_batch_size, max_seqlen, 2, nheads, headdim) for each layer, by its index."""
     indices = range(layers) if isinstance(layers, int) else layers
     shape = (max_batch_size, max_seqlen, 2, nheads, headdim)
     return {index: torch.empty(shape, device=device, dtype=dtype) for index in indices}
@@ -222,9 +222,9 @@ class DecodingCGCache:
     """CUDA graphs of decoding steps, and the state that they were captured with.
 
     Attributes:
-        max_batch_size, max_seqlen, device, dtype: what the graphs are good for.
+        max_batch_size, max_seqlen, device, dtype: the largest sizes, the device and the dtype of the captures.
         callables: a step by (batch size, tokens in a step).
-        mempool: the graphs' memory; None off CUDA.
+        mempool: the graphs' memory; None without CUDA.
         run: the step that fits its input_ids (batch, tokens).
     """
 
@@ -250,11 +250,11 @@ def update_graph_cache(
     dtype: torch.dtype | None = None,
     n_warmups: int = 2,
 ) -> DecodingCGCache:
-    """Capture the steps that `cache` lacks, from scratch where it is too small or of another device or dtype.
+    """Capture the steps that `cache` lacks, and all of them if it is too small or has another device or dtype.
 
     Args:
         model: called as `decode` does, with num_last_tokens = tokens of the step. Its caches come from
-            model.allocate_inference_cache, else from model.config. Attention must go by lengths_per_sample, which
+            model.allocate_inference_cache, else from model.config. Attention must read lengths_per_sample, which
             changes between replays (MHA with use_flash_attn does).
         cache: of an earlier call, or None.
         seqlen_og: tokens of the prompt.
@@ -276,7 +276,7 @@ def update_graph_cache(
             max_seqlen=max_seqlen,
             max_batch_size=batch_size,
             seqlen_offset=seqlen_og,
-            key_value_memory_dict=_model_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype),
+            key_value_memory_dict=_allocate_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype),
             lengths_per_sample=torch.full((batch_size,), seqlen_og, dtype=torch.int32, device=device),
         )
         cache.mempool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -302,10 +302,10 @@ def capture_graph(
     mempool: Any = None,
     n_warmups: int = 2,
 ) -> Step:
-    """A step of decoding_seqlen tokens as a CUDA graph; where there is no CUDA, a step that calls the model.
+    """Capture a step of decoding_seqlen tokens as a CUDA graph; without CUDA the step calls the model.
 
-    Returns a function of input_ids and position_ids (batch_size, decoding_seqlen) and the tokens that the cache
-    holds, which gives the logits (batch_size, decoding_seqlen, vocab).
+    Returns a function of input_ids and position_ids (batch_size, decoding_seqlen) and the number of tokens in the
+    cache; it returns the logits (batch_size, decoding_seqlen, vocab).
     """
     lengths = inference_params.lengths_per_sample
     assert lengths is not None, "inference_params.lengths_per_sample is required: it changes between replays"
@@ -332,9 +332,9 @@ def capture_graph(
             call(input_ids, position_ids, last)
         side.synchronize()
         if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # no rank captures while another one's collectives still run
+            torch.distributed.barrier()  # no rank may capture while another rank's collectives run
     torch.cuda.current_stream(device).wait_stream(side)
-    # What the graph reads must outlive it: rotary tables are replaced when a longer sequence comes along.
+    # The tensors that the graph reads must outlive it: a longer sequence replaces the rotary tables.
     read = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(graph, pool=mempool):
@@ -355,7 +355,7 @@ def capture_graph(
     return replay
 
 
-def _model_caches(
+def _allocate_caches(
     model: Any, batch_size: int, max_seqlen: int, tensor_parallel: int, device: torch.device, dtype: torch.dtype
 ) -> dict[Any, Any]:
     if hasattr(model, "allocate_inference_cache"):

@@ -1,4 +1,4 @@
-"""The state dict of a pretrained model, from a directory or from the Hugging Face hub."""
+"""Load the state dict of a pretrained model, from a directory or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def state_dict_from_pretrained(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by its name.
+    """Return every tensor of a checkpoint by its name.
 
     Args:
         model_name: a directory, or a model's name on the hub. Needs transformers, and safetensors for such files.
-        device: where the tensors go; in another dtype than fp32 they are cast on the CPU first.
-        dtype: cast to this; as stored by default.
+        device: of the tensors; a dtype other than fp32 is cast on the CPU first.
+        dtype: of the tensors; by default as stored.
     Raises:
-        OSError: none of the files is there.
+        OSError: the checkpoint has none of the known files.
     """
     loaded_on = device if dtype in (torch.float32, None) else "cpu"
     state: dict[str, Tensor] = {}
@@ -44,10 +44,10 @@ def _checkpoint_files(model_name: str) -> list[str]:
     for name in _FILES:
         if os.path.isdir(model_name) and not os.path.isfile(os.path.join(model_name, name)):
             continue
-        found = cached_file(model_name, name, _raise_exceptions_for_missing_entries=False)
-        if found is None:
+        file = cached_file(model_name, name, _raise_exceptions_for_missing_entries=False)
+        if file is None:
             continue
-        return get_checkpoint_shard_files(model_name, found)[0] if name.endswith(".json") else [found]
+        return get_checkpoint_shard_files(model_name, file)[0] if name.endswith(".json") else [file]
     raise OSError(f"Model name {model_name} was not found.")
 
 

@@ -24,7 +24,7 @@ def generate_random_padding_mask(
     mode: str = "random",
     zero_lengths: bool = False,
 ) -> Tensor:
-    """(batch_size, max_seqlen) bool, True for the first tokens of each sequence.
+    """Return a mask (batch_size, max_seqlen) bool, True for the first tokens of each sequence.
 
     Args:
         mode: lengths are "full", "random" (at most 20 short) or "third" (from a third on).
@@ -54,11 +54,11 @@ def generate_qkv(
     query_unused_mask: Tensor | None = None,
     key_unused_mask: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Inputs of the varlen functions from padded ones, as leaves with gradients, and functions that pad again.
+    """Pack padded inputs for the varlen functions. Returns leaves with gradients, and functions that pad results again.
 
     Args:
         q: (batch, seqlen_q, nheads, d); k (batch, seqlen_k, nheads_k, d); v (batch, seqlen_k, nheads_k, d_v).
-        query_padding_mask, key_padding_mask: (batch, seqlen) bool, True for tokens; None where nothing is padded.
+        query_padding_mask, key_padding_mask: (batch, seqlen) bool, True for tokens; None without padding.
         query_unused_mask, key_unused_mask: (batch, seqlen), tokens that are packed but do not count as used.
     Returns:
         qkvpacked: (qkv_unpad, cu_seqlens, max_seqlen, qkv, pad the output, pad dqkv).
@@ -96,7 +96,7 @@ def generate_qkv(
 
 
 class _Packing:
-    """How the tokens of a padded tensor are packed: all of them, or those of the masks."""
+    """The packing of a padded tensor's tokens: of all tokens, or of the masks' tokens."""
 
     def __init__(self, padded: Tensor, mask: Tensor | None, unused: Tensor | None) -> None:
         self.batch, self.seqlen = padded.shape[:2]
@@ -134,16 +134,16 @@ def construct_local_mask(
     key_leftpad: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which keys a window hides: bool, broadcastable to (batch, 1, seqlen_q, seqlen_k), True = hidden.
+    """Return the keys that a window hides: bool, broadcastable to (batch, 1, seqlen_q, seqlen_k), True = hidden.
 
     Args:
         sink_token_length: first keys that the left side of the window never hides.
         key_leftpad: (batch,), keys to skip at the front.
     """
-    rows, columns, keys = _places(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
+    rows, columns, keys = _align(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
     left, right = window_size
     if right is None:
-        hidden = (columns > keys) & (columns > rows)  # what key_leftpad skips
+        hidden = (columns > keys) & (columns > rows)  # the keys that key_leftpad skips
     elif left is None:
         hidden = columns > rows + right
     else:
@@ -163,13 +163,13 @@ def construct_chunk_mask(
     key_leftpad: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Hides the keys outside of the chunk of attention_chunk keys in which a row's own key lies."""
-    rows, columns, _ = _places(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
+    """Return the keys that chunks hide: each row sees only the chunk of attention_chunk keys with its own key."""
+    rows, columns, _ = _align(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
     first = rows - rows % attention_chunk
     return (columns < first) | (columns >= first + attention_chunk)
 
 
-def _places(
+def _align(
     seqlen_q: int,
     seqlen_k: int,
     query_padding_mask: Tensor | None,
@@ -177,7 +177,7 @@ def _places(
     key_leftpad: Tensor | None,
     device: torch.device | str | None,
 ) -> tuple[Tensor, Tensor, int | Tensor]:
-    """The key that each row is aligned with (the last row with the last key), each column's key, and their number."""
+    """Return each row's aligned key (the last row has the last key), each column's key, and the number of keys."""
     columns = torch.arange(seqlen_k, device=device)
     if key_leftpad is not None:
         leftpad = rearrange(key_leftpad, "b -> b 1 1 1")
@@ -211,7 +211,7 @@ def attention_ref(
     reorder_ops: bool = False,
     intermediate_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by plain matrix products, differentiable.
+    """Compute attention by plain matrix products, differentiably.
 
     Args:
         q: (batch, seqlen_q, nheads, d); k (batch, seqlen_k, nheads_k, d); v (batch, seqlen_k, nheads_k, d_v).
@@ -221,7 +221,7 @@ def attention_ref(
         qv: (batch, seqlen_q, nheads, d_v), adds qv @ v to the scores.
         q_descale, k_descale, v_descale: (batch, nheads_k), factors of the inputs.
         window_size: see `construct_local_mask`; attention_chunk: see `construct_chunk_mask`.
-        learnable_sink: (nheads,), a logit that takes part in the softmax and has no value.
+        learnable_sink: (nheads,), a logit of the softmax without a key and a value.
         upcast: compute in fp32, otherwise in the inputs' dtype.
         reorder_ops: scale k instead of q, which rounds differently.
         intermediate_dtype: round the probabilities to this dtype before the product with v.
@@ -265,7 +265,7 @@ def attention_ref(
     if attn_bias is not None:
         scores = scores + attn_bias
     attention = _softmax(scores, learnable_sink).to(v.dtype)
-    # Rows without a key and padding are nan in a softmax, and would make all of dv nan.
+    # The softmax of rows without keys and of padding is nan, which would make all of dv nan.
     queries = None if query_padding_mask is None else rearrange(~query_padding_mask, "b s -> b 1 s 1")
     for dead in (queries, padding, None if hidden is None else hidden.all(dim=-1, keepdim=True)):
         attention = attention if dead is None else attention.masked_fill(dead, 0.0)

@@ -39,7 +39,7 @@ def layer_norm_ref(
         return F.layer_norm(h.to(weight.dtype), h.shape[-1:], weight, bias, eps)
 
     masks = dropout_mask, dropout_mask1
-    return _reference(
+    return _compute_reference(
         norm, x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, prenorm, zero_centered_weight, masks,
         upcast,
     )  # fmt: skip
@@ -69,13 +69,13 @@ def rms_norm_ref(
         return y if bias is None else y + bias
 
     masks = dropout_mask, dropout_mask1
-    return _reference(
+    return _compute_reference(
         norm, x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, prenorm, zero_centered_weight, masks,
         upcast,
     )  # fmt: skip
 
 
-def _reference(
+def _compute_reference(
     norm: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None,
     residual: Tensor | None, x1: Tensor | None, weight1: Tensor | None, bias1: Tensor | None, dropout_p: float,
     rowscale: Tensor | None, prenorm: bool, zero_centered_weight: bool, masks: tuple[Tensor | None, Tensor | None],
@@ -88,9 +88,9 @@ def _reference(
         return t.float() if upcast else t
 
     h = operand(x) if rowscale is None else operand(x) * rowscale[..., None]
-    h = _dropped(h, masks[0], dropout_p)
+    h = _drop(h, masks[0], dropout_p)
     if x1 is not None:
-        h = h + _dropped(operand(x1), masks[1], dropout_p)
+        h = h + _drop(operand(x1), masks[1], dropout_p)
     if residual is not None:
         h = (h + operand(residual)).to(h.dtype)
     results = []
@@ -102,7 +102,7 @@ def _reference(
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _dropped(x: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+def _drop(x: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
     if dropout_p <= 0.0:
         return x
     return F.dropout(x, dropout_p) if mask is None else x.masked_fill(~mask, 0.0) / (1.0 - dropout_p)

@@ -34,7 +34,7 @@ class CrossEntropyLoss(torch.autograd.Function):
         inplace_backward: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        world_size, rank = _world(process_group)
+        world_size, rank = _count_ranks(process_group)
         n_rows, n_cols = logits.shape
         total_classes = world_size * n_cols
         ignored = labels == ignore_index
@@ -52,11 +52,11 @@ class CrossEntropyLoss(torch.autograd.Function):
             lse = precomputed_lse.to(label_logit.dtype)
             logit_sum = torch.zeros_like(lse)
         else:
-            lse, logit_sum = _row_sums(logits, logit_scale, with_logit_sum=smoothing > 0.0)
+            lse, logit_sum = _sum_rows(logits, logit_scale, with_logit_sum=smoothing > 0.0)
         if world_size > 1:
-            lse, label_logit, logit_sum = _over_ranks(lse, label_logit, logit_sum, rank, world_size, process_group)
+            lse, label_logit, logit_sum = _combine_ranks(lse, label_logit, logit_sum, rank, world_size, process_group)
 
-        # A label that names no class has no cross entropy of its own, only smoothing and z-loss.
+        # A label that is no class has only the terms of smoothing and z-loss.
         losses = (1.0 - smoothing) * torch.where(known, lse - label_logit, 0.0)
         if smoothing > 0.0:
             losses = losses + smoothing * (lse - logit_sum / total_classes)
@@ -75,15 +75,16 @@ class CrossEntropyLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor, grad_z_losses: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, local_labels, local, ignored = ctx.saved_tensors
-        # detach() shares the version counter: whoever else still needs these logits gets an error, not garbage.
+        # detach() shares the version counter: another backward that needs these logits raises, instead of reading
+        # garbage.
         dlogits = logits.detach() if ctx.inplace_backward else torch.empty_like(logits)
         row_scale = (grad_losses.to(lse.dtype) * ctx.logit_scale)[:, None]
         lse_factor = (1.0 + 2.0 * ctx.lse_square_scale * lse)[:, None]
-        # Of two numbers torch.where makes the default dtype, which may be fp16.
+        # torch.where of two numbers has the default dtype, which may be fp16.
         at_label = (local.to(lse.dtype) * -(1.0 - ctx.smoothing))[:, None]
         columns = torch.where(local, local_labels, 0)[:, None]
-        for rows in _row_blocks(logits):
-            grad = _shifted(logits[rows], ctx.logit_scale, lse[rows]).exp_()
+        for rows in _split_rows(logits):
+            grad = _shift(logits[rows], ctx.logit_scale, lse[rows]).exp_()
             if ctx.lse_square_scale != 0.0:
                 grad.mul_(lse_factor[rows])
             if ctx.smoothing > 0.0:
@@ -157,8 +158,8 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _shifted(logits: Tensor, logit_scale: float, shift: Tensor) -> Tensor:
-    """logits * logit_scale - shift[:, None] in shift's dtype, a new tensor made in one pass over the logits."""
+def _shift(logits: Tensor, logit_scale: float, shift: Tensor) -> Tensor:
+    """Return logits * logit_scale - shift[:, None] in shift's dtype, computed in one pass over the logits."""
     return torch.add(-shift[:, None], logits, alpha=logit_scale)
 
 
@@ -170,15 +171,15 @@ def _multiply_into(target: Tensor, values: Tensor, factor: Tensor) -> None:
     torch.mul(values, factor, out=target)
 
 
-def _row_blocks(logits: Tensor) -> Iterator[slice]:
+def _split_rows(logits: Tensor) -> Iterator[slice]:
     n_rows, n_cols = logits.shape
     block = max(1, _BLOCK_ELEMENTS // max(n_cols, 1))
     for start in range(0, n_rows, block):
         yield slice(start, min(start + block, n_rows))
 
 
-def _row_sums(logits: Tensor, logit_scale: float, with_logit_sum: bool) -> tuple[Tensor, Tensor]:
-    """logsumexp and, if asked for, the sum of every row of logits * logit_scale."""
+def _sum_rows(logits: Tensor, logit_scale: float, with_logit_sum: bool) -> tuple[Tensor, Tensor]:
+    """Return every row's logsumexp of logits * logit_scale and its sum, or zeros instead of the sum."""
     n_rows, n_cols = logits.shape
     total = torch.zeros(n_rows, device=logits.device, dtype=_compute_dtype(logits))
     if n_cols == 0:
@@ -186,19 +187,19 @@ def _row_sums(logits: Tensor, logit_scale: float, with_logit_sum: bool) -> tuple
     largest = logits.amax(dim=-1).to(total.dtype) * logit_scale
     # An infinite maximum would turn inf - inf into nan.
     largest = largest.masked_fill(largest.isinf(), 0.0)
-    for rows in _row_blocks(logits):
-        total[rows] = _shifted(logits[rows], logit_scale, largest[rows]).exp_().sum(dim=-1)
+    for rows in _split_rows(logits):
+        total[rows] = _shift(logits[rows], logit_scale, largest[rows]).exp_().sum(dim=-1)
     lse = total.log().add_(largest)
     return lse, logits.sum(dim=-1, dtype=lse.dtype) * logit_scale if with_logit_sum else torch.zeros_like(lse)
 
 
-def _world(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _count_ranks(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
     if process_group is None:
         return 1, 0
     return dist.get_world_size(process_group), dist.get_rank(process_group)
 
 
-def _over_ranks(
+def _combine_ranks(
     lse: Tensor,
     label_logit: Tensor,
     logit_sum: Tensor,
@@ -206,7 +207,7 @@ def _over_ranks(
     world_size: int,
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three quantities over all ranks' classes, by one collective that every backend has."""
+    """Return the three quantities over all ranks' classes, by one collective that every backend has."""
     shared = lse.new_zeros(world_size + 2, lse.shape[0])
     shared[rank] = lse
     shared[world_size] = label_logit

@@ -79,13 +79,13 @@ def layer_norm_fn(
             zero_centered_weight=zero_centered_weight,
         ),
     )
-    y = _written(y, out)
+    y = _write(y, out)
     results: tuple[Tensor | None, ...] = (y,)
     if weight1 is not None:
         results += (y1,)
     if prenorm:
         assert h is not None
-        results += (_written(h, residual_out),)
+        results += (_write(h, residual_out),)
     if return_dropout_mask:
         results += (mask, mask1)
     return results if len(results) > 1 else y
@@ -185,5 +185,5 @@ class RMSNorm(nn.Module):
         )
 
 
-def _written(value: Tensor, target: Tensor | None) -> Tensor:
+def _write(value: Tensor, target: Tensor | None) -> Tensor:
     return value if target is None else target.copy_(value)

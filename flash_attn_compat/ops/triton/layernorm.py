@@ -22,12 +22,12 @@ def layer_norm_fn(
     is_rms_norm: bool = False,
     return_dropout_mask: bool = False,
 ) -> Results:
-    """`flash_attn_compat.ops.triton.layer_norm.layer_norm_fn`; of masks it returns one."""
-    found = _current.layer_norm_fn(
+    """`flash_attn_compat.ops.triton.layer_norm.layer_norm_fn`; it returns one dropout mask, not two."""
+    results = _current.layer_norm_fn(
         x, weight, bias, residual, eps=eps, dropout_p=dropout_p, prenorm=prenorm, residual_in_fp32=residual_in_fp32,
         is_rms_norm=is_rms_norm, return_dropout_mask=return_dropout_mask,
     )  # fmt: skip
-    return found[:-1] if isinstance(found, tuple) and return_dropout_mask else found
+    return results[:-1] if isinstance(results, tuple) and return_dropout_mask else results
 
 
 def rms_norm_fn(

@@ -28,7 +28,7 @@ def triton_linear_act(
     Args:
         x: (..., in_features); weight (out_features, in_features); bias (out_features,); all of one dtype.
         activation: "id", "gelu", "gelu_approx" (tanh) or "squared_relu".
-        save_act_input: also return what the activation was applied to.
+        save_act_input: also return the activation's input.
     Returns:
         (..., out_features), or that and the activation's input.
     """

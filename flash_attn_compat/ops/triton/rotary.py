@@ -1,7 +1,7 @@
 """The rotation of rotary embeddings (Su et al. 2021, RoFormer): the one place that computes it.
 
 Pure PyTorch on every device, no autograd (see `layers/rotary.py` for that) and no host synchronisation
-when the offsets are tensors. Building cos and sin tables stays out.
+when the offsets are tensors. It builds no cos and sin tables.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def apply_rotary(
     Raises:
         AssertionError: shapes, table length or offsets do not fit.
     """
-    batch, seqlen = _checked_batch_and_seqlen(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    batch, seqlen = _check_shapes(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     with torch.no_grad():
         if cu_seqlens is not None:
-            cos_t, sin_t = _look_up(cos, sin, _varlen_positions(x.shape[0], cu_seqlens, batch, seqlen_offsets))
+            cos_t, sin_t = _look_up(cos, sin, _find_positions(x.shape[0], cu_seqlens, batch, seqlen_offsets))
         elif isinstance(seqlen_offsets, Tensor):
             # (batch, seqlen)
             positions = torch.arange(seqlen, device=x.device) + seqlen_offsets[:, None]
@@ -60,7 +60,7 @@ def apply_rotary(
         return _rotate(x, cos_t, -sin_t if conjugate else sin_t, interleaved, inplace)
 
 
-def _checked_batch_and_seqlen(
+def _check_shapes(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -92,8 +92,8 @@ def _checked_batch_and_seqlen(
     return batch, seqlen
 
 
-def _varlen_positions(total: int, cu_seqlens: Tensor, batch: int, offsets: int | Tensor) -> Tensor:
-    """(total,) positions, -1 for tokens that belong to no sequence."""
+def _find_positions(total: int, cu_seqlens: Tensor, batch: int, offsets: int | Tensor) -> Tensor:
+    """Return each token's position, (total,), -1 for tokens outside of all sequences."""
     tokens = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
     inside = (sequence >= 0) & (sequence < batch)
@@ -104,7 +104,7 @@ def _varlen_positions(total: int, cu_seqlens: Tensor, batch: int, offsets: int |
 
 
 def _look_up(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Table rows at `positions`; cos = 1 and sin = 0, the identity, where there is no such row."""
+    """Return the tables' rows at `positions`; outside of the tables cos = 1 and sin = 0, the identity."""
     if cos.shape[0] == 0:
         shape = (*positions.shape, cos.shape[1])
         return cos.new_ones(shape), sin.new_zeros(shape)
