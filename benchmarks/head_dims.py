@@ -26,11 +26,11 @@ HEAD_DIMS = 40, 80, 96, 112, 160, 192, 256
 TOKENS, CHANNELS = 16384, 2048  # of the batch, and of all heads
 
 
-def flash_of_torch(workload: Workload, given: Call) -> Prepared:
-    return replace(pad_sdpa(workload, given), around=partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION))
+def prepare_torch_flash(workload: Workload, call: Call) -> Prepared:
+    return replace(pad_sdpa(workload, call), around=partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION))
 
 
-CONTESTANTS = ours("fused"), Contestant("PyTorch's flash kernel", flash_of_torch)
+CONTESTANTS = ours("fused"), Contestant("PyTorch's flash kernel", prepare_torch_flash)
 
 
 def contests(head_dims: Sequence[int], dtypes: Sequence[str], seqlens: Sequence[int], device: str) -> Iterator[Contest]:
@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16"), default=["float16"])
     arguments.add_argument("--seqlen", type=int, nargs="+", default=[1024, 4096])
     options = arguments.parse_args(argv)
-    given = contests(options.head_dims, options.dtype, options.seqlen, "cuda")
-    return run("head_dims", given, options, "cuda", closing=compare_bf16)
+    chosen = contests(options.head_dims, options.dtype, options.seqlen, "cuda")
+    return run("head_dims", chosen, options, "cuda", closing=compare_bf16)
 
 
 if __name__ == "__main__":

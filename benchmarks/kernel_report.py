@@ -101,18 +101,18 @@ def report_variant(variant: Variant, number: int, compiler: str) -> tuple[str, b
     """Return the report on one variant, and whether it fits."""
     name = " ".join(f"{macro}={value}" for macro, value in variant.macros)
     try:
-        found = offline.compiled(offline.compilers()[compiler], variant, f"sm_{number}")
+        compiled = offline.compiled(offline.compilers()[compiler], variant, f"sm_{number}")
     except KernelError as error:
         return f"{variant.entry} {name}: {error}", False
-    complaints = list(offline.complaints(variant, found, number))
-    shared = found.static_shared + variant.shared
-    said = f"{variant.entry} {name}: {found.registers} registers, {found.spilled} bytes spilled, {shared} shared"
+    complaints = list(offline.complaints(variant, compiled, number))
+    shared = compiled.static_shared + variant.shared
+    text = f"{variant.entry} {name}: {compiled.registers} registers, {compiled.spilled} bytes spilled, {shared} shared"
     if number == 75 and variant.entry in ("forward", "dkdv", "dq"):
-        loop = offline.main_loop(offline.instructions(found.cubin))
-        said += f"\n    {format_instructions(loop)}\n    {format_model(loop, variant)}"
-    if number == 75 and found.spilled > offline.allowed_spills(variant):
+        loop = offline.main_loop(offline.instructions(compiled.cubin))
+        text += f"\n    {format_instructions(loop)}\n    {format_model(loop, variant)}"
+    if number == 75 and compiled.spilled > offline.allowed_spills(variant):
         complaints.append(f"spills more than {offline.allowed_spills(variant)} bytes")
-    return said + "".join(f"\n    DOES NOT FIT: {complaint}" for complaint in complaints), not complaints
+    return text + "".join(f"\n    DOES NOT FIT: {complaint}" for complaint in complaints), not complaints
 
 
 def format_instructions(loop: Counter[str]) -> str:
@@ -139,9 +139,9 @@ def main_loops(compiler: str, *kinds: Kind) -> Iterator[tuple[int, str, Loops]]:
     """Yield each kernel and size of sm_75 with its compiled variant of each kind and the main loop's instructions."""
     nvrtc = offline.compilers()[compiler]
     for D, entry in itertools.product(variants.HEAD_DIMS, _PRODUCTS):
-        made = [variants.MAKERS[entry](kind._replace(head_dim=D)) for kind in kinds]
-        found = [(variant, offline.compiled(nvrtc, variant, "sm_75")) for variant in made]
-        yield D, entry, [(*each, offline.main_loop(offline.instructions(each[1].cubin))) for each in found]
+        chosen = [variants.MAKERS[entry](kind._replace(head_dim=D)) for kind in kinds]
+        compiled = [(variant, offline.compiled(nvrtc, variant, "sm_75")) for variant in chosen]
+        yield D, entry, [(*each, offline.main_loop(offline.instructions(each[1].cubin))) for each in compiled]
 
 
 def make_table(compiler: str) -> Iterator[str]:
@@ -151,14 +151,14 @@ def make_table(compiler: str) -> Iterator[str]:
     """
     yield "| head_dim | kernel | rows x step, warps | registers | tensor | shared | special | fp16 | causal | bf16 |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for D, entry, found in main_loops(compiler, PLAIN, PLAIN._replace(local=True), CONVERTED):
+    for D, entry, loops in main_loops(compiler, PLAIN, PLAIN._replace(local=True), CONVERTED):
         shares = []
-        for variant, _, loop in found:
+        for variant, _, loop in loops:
             local = offline.local_share(loop)
             shares.append(
                 f"{useful_share(model_turing(loop, variant), variant, D, D):.2f}" + f" ({local:.1%})" * (local > 0)
             )
-        variant, compiled, loop = found[0]
+        variant, compiled, loop = loops[0]
         tile = f"{variant.rows} x {step(variant)}, {variant.threads // 32}"
         cycles = " | ".join(f"{pipe:.0f}" for pipe in model_turing(loop, variant)[:3])
         yield f"| {D} | {entry} | {tile} | {compiled.registers} | {cycles} | {' | '.join(shares)} |"
@@ -167,8 +167,8 @@ def make_table(compiler: str) -> Iterator[str]:
 def make_bf16_table(compiler: str) -> Iterator[str]:
     """Yield the instructions of main loops for sm_75 in fp16, and their ratios in bf16, converted or copied before."""
     yield "| head_dim | kernel | fp16 | bf16 | bf16, copied |\n|---|---|---|---|---|"
-    for D, entry, found in main_loops(compiler, PLAIN, CONVERTED, CONVERTED._replace(copied=True)):
-        counts = [sum(loop.values()) / variant.rows / step(variant) * variant.threads for variant, _, loop in found]
+    for D, entry, loops in main_loops(compiler, PLAIN, CONVERTED, CONVERTED._replace(copied=True)):
+        counts = [sum(loop.values()) / variant.rows / step(variant) * variant.threads for variant, _, loop in loops]
         yield f"| {D} | {entry} | {counts[0]:.1f} | {counts[1] / counts[0]:.2f} | {counts[2] / counts[0]:.2f} |"
 
 
@@ -192,8 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     total = misfits = 0
     for variant in choose_variants(options.architecture, options.every, options.entries):
-        said, fits = report_variant(variant, options.architecture, options.compiler)
-        print(said, flush=True)
+        text, fits = report_variant(variant, options.architecture, options.compiler)
+        print(text, flush=True)
         total, misfits = total + 1, misfits + (not fits)
     print(f"{total} variants for sm_{options.architecture}, {misfits} do not fit")
     return 1 if misfits else 0

@@ -59,7 +59,7 @@ def replace_result(module: ModuleType, function: str, result: Tile | int | None)
     """Make a function of ``module`` return ``result`` during a block, unless that is None."""
     before = getattr(module, function)
     if result is not None:
-        setattr(module, function, lambda *given: result)
+        setattr(module, function, lambda *arguments: result)
     prepared.forget()
     try:
         with flash_attn_compat.use_backend("fused"):
@@ -82,9 +82,9 @@ def backward_job(attend: Attention, qkv: list[Tensor]) -> Callable[[], object]:
 
 def tile_jobs(entry: str, tiles: Tiles, problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
     compile_all(entry, tiles, problem.head_dim, dtype)
-    given = problem.call("cuda", dtype)
-    attend = flash_attn_call(flash_attn_compat, given)
-    call = partial(attend, *given.qkv) if entry == "forward" else backward_job(attend, given.qkv)
+    arguments = problem.call("cuda", dtype)
+    attend = flash_attn_call(flash_attn_compat, arguments)
+    call = partial(attend, *arguments.qkv) if entry == "forward" else backward_job(attend, arguments.qkv)
     return forward_only(
         {format_tile(tile): Job(call, partial(replace_result, variants, f"{entry}_tile", tile)) for tile in tiles}
     )
@@ -107,10 +107,10 @@ def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> 
 
 def split_jobs(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
     """Return jobs for each number of blocks that share a tile's keys, as replays of a CUDA graph."""
-    given, jobs = problem.call("cuda", dtype), dict[str, Job]()
+    arguments, jobs = problem.call("cuda", dtype), dict[str, Job]()
     for count in SPLITS:
         with replace_result(grids, "count_splits", count):
-            jobs[f"{count or 'today'}"] = Job(partial(in_graph(ours(), problem, given).run, *given.qkv))
+            jobs[f"{count or 'today'}"] = Job(partial(in_graph(ours(), problem, arguments).run, *arguments.qkv))
     return forward_only(jobs)
 
 
@@ -133,8 +133,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)
     arguments.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     options = arguments.parse_args(argv)
-    given = contests(options.kernels, options.head_dims, DTYPES[options.dtype])
-    return run("kernel_tiles", given, options, "cuda", time_one_by_one("cuda"))
+    chosen = contests(options.kernels, options.head_dims, DTYPES[options.dtype])
+    return run("kernel_tiles", chosen, options, "cuda", time_one_by_one("cuda"))
 
 
 if __name__ == "__main__":

@@ -39,16 +39,16 @@ def choose_variants(number: int, entries: list[str], every: int = 1) -> Iterator
     Each feature alone, all features together, dense masks, shared grids, and the tiles that ``tune`` may choose.
     """
     kinds = [*fused_coverage.kinds(number), *fused_coverage.masked_kinds(number)]
-    found = {f"{variant.entry} {_label(kind)}": variant for variant, kind in variants.made_for(kinds).items()}
+    named = {f"{variant.entry} {_label(kind)}": variant for variant, kind in variants.made_for(kinds).items()}
     packed = Kind(number, variants.FP16, 64, local=True)
     for entry in ("forward", "delta", "dkdv", "dq"):
-        found[f"{entry} {_label(packed)}, shared grid"] = variants.with_shared_grid(variants.MAKERS[entry](packed))
+        named[f"{entry} {_label(packed)}, shared grid"] = variants.with_shared_grid(variants.MAKERS[entry](packed))
     for entry, D in itertools.product(candidates.ENTRIES, variants.HEAD_DIMS):
         kind = packed._replace(head_dim=D)
         for tile in candidates.candidate_tiles(entry, number, D):
             name = f"{entry} {_label(kind)}, tile {' '.join(str(int(value)) for value in tile)}"
-            found[name] = variants.MAKERS[entry](kind._replace(tiles=((entry, tile),)))
-    for name, variant in itertools.islice(found.items(), 0, None, every):
+            named[name] = variants.MAKERS[entry](kind._replace(tiles=((entry, tile),)))
+    for name, variant in itertools.islice(named.items(), 0, None, every):
         if variant.entry in entries:
             yield f"sm_{number} {name}", variant
 
@@ -64,10 +64,10 @@ def _label(kind: Kind) -> str:
 
 def compile_into(folder: Path, name: str, variant: Variant, compiler: str) -> Measured:
     """Compile ``variant`` into ``folder`` as a cubin, and its registers and spills as JSON."""
-    found = offline.compiled(offline.compilers()[compiler], variant, name.split()[0])
+    compiled = offline.compiled(offline.compilers()[compiler], variant, name.split()[0])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.cubin").write_bytes(found.cubin)
-    measured = Measured(found.registers, found.spilled)
+    (folder / f"{name}.cubin").write_bytes(compiled.cubin)
+    measured = Measured(compiled.registers, compiled.spilled)
     (folder / f"{name}.json").write_text(json.dumps(measured))
     return measured
 
@@ -80,13 +80,13 @@ def machine_code(cubin: bytes) -> dict[bytes, bytes]:
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
     sections = [struct.unpack_from("<2I4Q", cubin, headers + i * size) for i in range(count)]
-    found = {}
+    code = {}
     for name, _, _, _, offset, length in sections:
         begin = sections[names][4] + name
         title = cubin[begin : cubin.index(0, begin)]
         if title.startswith((b".text", b".nv.constant2", b".nv.constant3")):
-            found[title] = cubin[offset : offset + length]
-    return found
+            code[title] = cubin[offset : offset + length]
+    return code
 
 
 def describe_difference(name: str, before: Path, after: Path) -> str:

@@ -65,8 +65,10 @@ def make_contest(
 
     def jobs() -> Mapping[str, Jobs]:
         call = workload.call(device, dtype)
-        made = {each.name: each.prepare(workload, call) for each in contestants}
-        return {name: {"forward": forward_job(it, call), "both": training_job(it, call)} for name, it in made.items()}
+        prepared = {each.name: each.prepare(workload, call) for each in contestants}
+        return {
+            name: {"forward": forward_job(it, call), "both": training_job(it, call)} for name, it in prepared.items()
+        }
 
     return Contest(workload.name, jobs, dtype, **more)
 
@@ -89,11 +91,13 @@ def time_one_by_one(device: str, read: Callable[[Job], float] | None = None) -> 
 
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").partition("\n\n")[0])
-    made.add_argument("--only", default="", metavar="TEXT", help="run contests with this text in their name")
-    made.add_argument("--repeats", type=int, default=7, metavar="N", help="readings of each figure (default 7)")
-    add_output_arguments(made)
-    return made
+    arguments = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=(doc or "").partition("\n\n")[0]
+    )
+    arguments.add_argument("--only", default="", metavar="TEXT", help="run contests with this text in their name")
+    arguments.add_argument("--repeats", type=int, default=7, metavar="N", help="readings of each figure (default 7)")
+    add_output_arguments(arguments)
+    return arguments
 
 
 def run(
@@ -128,12 +132,12 @@ def run(
 def make_rows(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step) -> list[Row]:
     """Compare and time the contestants of one contest; return a row for each. step: prints the progress"""
     free_memory()
-    made = attempt(device, contest.jobs)
-    if isinstance(made, Failed):
-        return [Row(contest.name, "ours", True).but(made)]
+    contestants = attempt(device, contest.jobs)
+    if isinstance(contestants, Failed):
+        return [Row(contest.name, "ours", True).but(contestants)]
     entries: list[Entry] = []
     results: list[Any] = []
-    for name, jobs in made.items():
+    for name, jobs in contestants.items():
         step(f"{contest.name}: {name}")
         flash_attn_compat.reset_backend_counts()
         results.append(attempt(device, _collect_results, jobs) if contest.dtype else None)
@@ -150,8 +154,8 @@ def make_rows(contest: Contest, device: str, clock: Clock, weigh: bool, step: St
     results.clear()
     rows = measured(entries, device, clock, weigh)
     slow = [f"{name} takes {ratio:.2f} of our time in {MODES[mode]}, not {least:g}"
-            for found in compared(rows) for name, least in contest.at_least.items() for mode in MODES
-            if (ratio := found.ratio([name], mode)) and ratio < least]  # fmt: skip
+            for each in compared(rows) for name, least in contest.at_least.items() for mode in MODES
+            if (ratio := each.ratio([name], mode)) and ratio < least]  # fmt: skip
     return [replace(rows[0], failed=True, reason="; ".join(slow)), *rows[1:]] if slow else rows
 
 

@@ -89,11 +89,11 @@ def with_and_without(on: On, **calls: Callable[[], object]) -> Mapping[str, Jobs
 def make_jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[str, Jobs]:
     """Return jobs of one shape's call. Its tensors have rows before heads in memory, as projections return them."""
 
-    def made(length: int, heads: int) -> Tensor:
+    def draw(length: int, heads: int) -> Tensor:
         return torch.randn(shape.batch, length, heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
 
     rows, keys = shape.lengths
-    qkv = made(rows, shape.heads[0]), made(keys, shape.heads[1]), made(keys, shape.heads[1])
+    qkv = draw(rows, shape.heads[0]), draw(keys, shape.heads[1]), draw(keys, shape.heads[1])
     leaves = [x.detach().requires_grad_() for x in qkv]
     options: dict[str, Any] = {"is_causal": shape.causal}
     if shape.heads[0] != shape.heads[1]:
@@ -109,15 +109,15 @@ def make_jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[
 
     if not shape.backward:
         return with_and_without(on, forward=forward)
-    dout = made(rows, shape.heads[0])
+    dout = draw(rows, shape.heads[0])
     return with_and_without(on, forward=forward, both=training)
 
 
-def capture_all(made: Mapping[str, Jobs], device: str) -> Mapping[str, Jobs]:
+def capture_all(jobs: Mapping[str, Jobs], device: str) -> Mapping[str, Jobs]:
     """Return replays of the same calls. Raises NotSupported if our kernels did not serve the captures of "with"."""
     flash_attn_compat.reset_backend_counts()
     replayed = {
-        name: {mode: capture_job(job, device) for mode, job in by_mode.items()} for name, by_mode in made.items()
+        name: {mode: capture_job(job, device) for mode, job in by_mode.items()} for name, by_mode in jobs.items()
     }
     if not flash_attn_compat.backend_counts():
         raise NotSupported("left alone")
@@ -163,8 +163,8 @@ def dense_mask(shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
 def contests(dtype: torch.dtype, device: str, on: On, longest: int | None, graphs: bool) -> Iterator[Contest]:
     for shape in SHAPES:
         rows, keys = (min(length, longest or length) for length in shape.lengths)
-        made = partial(make_jobs, shape._replace(lengths=(rows, keys)), dtype, device, on)
-        yield Contest(shape.name, (lambda made=made: capture_all(made(), device)) if graphs else made, dtype)
+        make = partial(make_jobs, shape._replace(lengths=(rows, keys)), dtype, device, on)
+        yield Contest(shape.name, (lambda make=make: capture_all(make(), device)) if graphs else make, dtype)
 
 
 def host_contests(device: str) -> Iterator[Contest]:
@@ -207,8 +207,8 @@ def main(argv: list[str] | None = None) -> int:
         return run("sdpa --host", host_contests(device), options, device, clock)
     policy = Policy(always=options.always)
     on = partial(override.applied, policy._replace(least_products=0, least_keys=0) if options.graphs else policy)
-    given = contests(DTYPES[options.dtype], device, on, options.longest, options.graphs)
-    return run("sdpa", given, options, device, weigh=not options.graphs)
+    chosen = contests(DTYPES[options.dtype], device, on, options.longest, options.graphs)
+    return run("sdpa", chosen, options, device, weigh=not options.graphs)
 
 
 def disable_flash_kernels() -> None:

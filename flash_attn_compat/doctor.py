@@ -146,7 +146,7 @@ def format_rest(report: Report) -> str:
     return _sections(
         {
             "What would serve": _format_columns({call.name: call.backend or "NOTHING" for call in report.calls}),
-            "Backends, in the order in which they are asked": _format_columns(_format_backends(report.calls)),
+            "Backends, in order of preference": _format_columns(_format_backends(report.calls)),
             "F.scaled_dot_product_attention": _format_columns(report.sdpa),
             "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _format_checks(
                 report.checks
@@ -164,13 +164,13 @@ def _sections(sections: dict[str, list[str]]) -> str:
 
 def _format_facts(machine: Machine) -> list[str]:
     code = "yes" if machine.has_code_for_device else "NO: this PyTorch cannot run on this GPU"
-    without = "; no GPU or no driver found" if machine.built_for and machine.device == "cpu" else ""
+    hint = "; no GPU or no driver found" if machine.built_for and machine.device == "cpu" else ""
     facts = {
         "python": f"{machine.python}, {machine.system}",
         "torch": machine.torch,
         "device": f"{machine.device} ({machine.device_name})",
         "capability": machine.capability or "none (not a CUDA device)",
-        "code for it": f"{code} (built for {', '.join(machine.built_for) or 'CPU only'}{without})",
+        "code for it": f"{code} (built for {', '.join(machine.built_for) or 'CPU only'}{hint})",
         "own kernels": machine.kernels[0],
         **machine.settings,
     }
@@ -326,7 +326,7 @@ def _explain_calls(device: torch.device) -> list[TypicalCall]:
         ),
     }
     explained = {f"{name} ({dtype_name(half)})": flash_attn_compat.explain(call) for name, call in calls.items()}
-    return [TypicalCall(name, found.backend, found.reasons) for name, found in explained.items()]
+    return [TypicalCall(name, each.backend, each.reasons) for name, each in explained.items()]
 
 
 def _explain_sdpa(device: torch.device) -> dict[str, str]:

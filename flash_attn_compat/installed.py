@@ -105,5 +105,5 @@ def read_version(location: str) -> tuple[int, ...] | None:
         text = (Path(location) / "__init__.py").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    found = re.search(r"^__version__\s*=\s*[\"'](\d+)\.(\d+)", text, re.MULTILINE)
-    return None if found is None else (int(found[1]), int(found[2]))
+    version = re.search(r"^__version__\s*=\s*[\"'](\d+)\.(\d+)", text, re.MULTILINE)
+    return None if version is None else (int(version[1]), int(version[2]))

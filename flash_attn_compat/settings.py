@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PREFIX = "FLASH_ATTN_COMPAT_"
 
-# The releases of flash-attn whose interface can stand under its name, and the version that each reports.
+# The interfaces that can have flash_attn's name, and the version that each reports.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
 APIS = tuple(API_VERSIONS)
 # The compute capabilities of all GPUs that a supported PyTorch, or its NVRTC, compiles for.

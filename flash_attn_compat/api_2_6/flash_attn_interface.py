@@ -89,7 +89,7 @@ def _flash_attn_backward(
     window_size: Sequence[int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Gradients of dense attention, written into dq, dk and dv where given."""
+    """Return (dq, dk, dv, softmax_d) of dense attention; given dq, dk and dv are written to."""
     left, right = window_size
     dq, dk, dv, softmax_d = flash_attn_cuda.bwd(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale, causal, left, right,
@@ -104,7 +104,7 @@ def _flash_attn_varlen_backward(
     max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size: Sequence[int], softcap: float,
     alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Gradients of packed attention, written into dq, dk and dv where given."""
+    """Return (dq, dk, dv, softmax_d) of packed attention; given dq, dk and dv are written to."""
     left, right = window_size
     dq, dk, dv, softmax_d = flash_attn_cuda.varlen_bwd(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,

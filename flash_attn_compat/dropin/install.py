@@ -84,12 +84,12 @@ def uninstall(directory: str | Path | None = None) -> list[Path]:
 def installed(directory: str | Path | None = None) -> list[Path]:
     """Return the dist-info directories that install() wrote, in `directory` or anywhere on sys.path."""
     path = sys.path if directory is None else [str(directory)]
-    found = []
+    dist_infos = []
     for distribution in importlib.metadata.distributions(name="flash-attn", path=path):
         dist_info = Path(str(distribution.locate_file(""))) / f"flash_attn-{distribution.version}.dist-info"
         if distribution.read_text("INSTALLER") == INSTALLER + "\n" and (dist_info / "RECORD").is_file():
-            found.append(dist_info)
-    return list(dict.fromkeys(found))
+            dist_infos.append(dist_info)
+    return list(dict.fromkeys(dist_infos))
 
 
 def _check_place(directory: str | Path | None) -> Path:
@@ -108,14 +108,14 @@ def _refuse_if_real(place: Path) -> None:
         raise InstallError(
             f"{spec.origin} answers to the name flash_attn and is a single file, not the package: rename or move it"
         )
-    found = installed_package.find_real()
-    if found is not None and found.usable:
+    real = installed_package.find_real()
+    if real is not None and real.usable:
         raise InstallError(
-            f"flash-attn {found.version or ''} in {found.location} works on this machine, so nothing is installed"
+            f"flash-attn {real.version or ''} in {real.location} works on this machine, so nothing is installed"
         )
-    if found is not None:
+    if real is not None:
         raise InstallError(
-            f"flash-attn {found.version or ''} in {found.location} cannot serve here ({found.unusable_because}). "
+            f"flash-attn {real.version or ''} in {real.location} cannot serve here ({real.unusable_because}). "
             "Run pip uninstall flash-attn and then this again; or keep it and call flash_attn_compat.patch(), "
             "which makes it work"
         )

@@ -43,8 +43,8 @@ def find_real() -> RealFlashAttn | None:
     if installed.swapped_package() is not None or spec is None:
         return installed.swapped_package()
     package = Path(spec.origin or "").parent
-    found = importlib.metadata.distributions(name="flash-attn", path=[str(package.parent)])
-    version = next((distribution.version for distribution in found), None)
+    distributions = importlib.metadata.distributions(name="flash-attn", path=[str(package.parent)])
+    version = next((distribution.version for distribution in distributions), None)
     with ExitStack() as undo:
         real = RealFlashAttn(str(package), version, _find_fault(spec, undo))
         if real.usable:

@@ -104,8 +104,8 @@ class _OperatorCall(torch.autograd.Function):
         with settings.using_backend(ctx.used):
             # flash-attn's operators take no gradient of the LSE, and are not differentiable themselves.
             if torch.is_grad_enabled():
-                wanted = False, *ctx.needs_input_grad[:3]  # a call with trained slopes does not come here
-                derived = ops.differentiable(dout, dlse, rng_state, (q, k, v, *arguments), wanted)
+                needs_grad = False, *ctx.needs_input_grad[:3]  # a call with trained slopes does not come here
+                derived = ops.differentiable(dout, dlse, rng_state, (q, k, v, *arguments), needs_grad)
                 return *derived[1:], None, None, None
             if dlse is not None or is_wrapped(dout):
                 gradients = ops.backward_op(dout, out, lse, rng_state, dlse, q, k, v, *arguments)

@@ -152,10 +152,10 @@ def _provide_name(undo: ExitStack, api: str | None) -> bool:
     first = installed.find_first_spec()
     is_ours = installed.is_stand_in_spec(first)
     if not is_ours and api != "2.6":  # a real one is replaced by the interface of 2.6, whether or not it works
-        found = installed_package.find_real()
-        if found is not None and found.usable:
+        real = installed_package.find_real()
+        if real is not None and real.usable:
             return False
-        if found is not None and installed_package.swap_extension(found, undo):
+        if real is not None and installed_package.swap_extension(real, undo):
             site_directory.add_to_pythonpath(undo, site_directory.entries(None))
             return True
     installed_package.remember_modules(undo)

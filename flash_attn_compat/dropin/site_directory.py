@@ -21,16 +21,16 @@ def entries(api: str | None) -> list[str]:
     return [SITE_2_6, SITE] if api == "2.6" else [SITE]
 
 
-def put_on_path(undo: ExitStack, wanted: list[str], before: str | None = None) -> None:
+def put_on_path(undo: ExitStack, directories: list[str], before: str | None = None) -> None:
     """Put directories on sys.path, and on PYTHONPATH for children.
 
     before: a sys.path entry that they must precede
     """
-    for entry in wanted:
+    for entry in directories:
         _add_to_sys_path(undo, entry, before)
         _add_to_pkg_resources(undo, entry)
         undo.callback(sys.path_importer_cache.pop, entry, None)
-    add_to_pythonpath(undo, wanted)
+    add_to_pythonpath(undo, directories)
     undo.callback(importlib.invalidate_caches)
     importlib.invalidate_caches()
 
@@ -43,19 +43,19 @@ def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
     insert(sys.path, sys.path.index(follower) if follower in sys.path else len(sys.path), entry, undo)
 
 
-def add_to_pythonpath(undo: ExitStack, wanted: list[str]) -> None:
-    """Put `wanted` and our sitecustomize at the front of PYTHONPATH, for child processes only.
+def add_to_pythonpath(undo: ExitStack, directories: list[str]) -> None:
+    """Put `directories` and our sitecustomize at the front of PYTHONPATH, for child processes only.
 
     Our sitecustomize runs the next one on the path. A broken flash_attn further back is hidden.
     """
     original = os.environ.get("PYTHONPATH")
     entries = original.split(os.pathsep) if original else []
-    kept = [entry for entry in entries if entry not in (SITE_START, *wanted)]
-    changed = os.pathsep.join([SITE_START, *wanted, *kept])
+    kept = [entry for entry in entries if entry not in (SITE_START, *directories)]
+    changed = os.pathsep.join([SITE_START, *directories, *kept])
     if changed == original:
         return
     os.environ["PYTHONPATH"] = changed
-    added = [entry for entry in (SITE_START, *wanted) if entry not in entries]
+    added = [entry for entry in (SITE_START, *directories) if entry not in entries]
     undo.callback(_restore_pythonpath, original, changed, added)
 
 

@@ -96,7 +96,7 @@ def decline_reason(
     if dtype not in HALF:
         return dtype_reason(dtype)
     if not q.dim() == k.dim() == v.dim() == 4:
-        return "our kernels compute four axes: (batch, heads, rows, channels)"
+        return "our kernels need four axes: (batch, heads, rows, channels)"
     (batch, heads, rows, width), (batch_k, heads_k, keys, width_k) = q.shape, k.shape
     # PyTorch has no fused kernel for these before 8.0, so ours is faster at any size.
     goes_to_formula = heads != heads_k or batch != batch_k or dtype is torch.bfloat16
@@ -107,22 +107,22 @@ def decline_reason(
     if reason is not None:
         return reason
     if attn_mask is not None and is_causal:
-        return "it has a mask, and is causal besides"
+        return "it has both attn_mask and is_causal"
     if not 0.0 <= dropout_p <= MOST_DROPOUT:
-        return "its dropout leaves too little for a probability that is rounded to 1/256"
+        return f"dropout_p must be from 0 to {MOST_DROPOUT}: our kernels round the probability to keep a score to 1/256"
     reason = check_tensors(policy, q, k, v)
     if reason is not None:
         return reason
     batch_v, heads_v, keys_v, width_v = v.shape
     if keys != keys_v or width != width_k or not width_v:
-        return "shapes differ, or values have no channels"
+        return "the shapes of q, k and v do not fit, or v has no channels"
     if not _allows_fused():
-        return "the program forbids PyTorch's fused kernels or asks for the formula first, and so forbids ours"
+        return "the program disables PyTorch's fused kernels or prefers its plain formula, and ours with them"
     is_grouped = enable_gqa and heads_k > 0 and heads % heads_k == 0
     fits = batch == batch_k == batch_v and heads_k == heads_v and (heads == heads_k or is_grouped)
     if not fits:
         if not _can_broadcast(q, k, v, enable_gqa):
-            return "batches or heads differ"
+            return "batch sizes or numbers of heads do not broadcast"
         batch, heads = max(batch, batch_k, batch_v), heads if enable_gqa else max(heads, heads_k, heads_v)
     if attn_mask is not None:
         reason = check_mask(attn_mask, q, (batch, heads, rows, keys), drops)

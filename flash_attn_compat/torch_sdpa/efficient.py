@@ -163,22 +163,22 @@ def decline_reason(policy: Policy, problem: Problem, is_recorded: bool) -> str |
     if q.dtype not in HALF:
         return dtype_reason(q.dtype)
     if not q.dim() == k.dim() == v.dim() == 4:
-        return "shapes or heads differ"
+        return "our kernels need four axes: (batch, rows, heads, channels)"
     (batch, _, heads, width), rows = q.shape, problem.rows
     reason = check_size(policy, q, rows, problem.keys, problem.sequences * heads * width, bias, is_recorded)
     if reason is not None:
         return reason
     if bias is not None and (problem.is_packed or problem.seqlen_k is not None or problem.custom_mask_type != NO_MASK):
-        return "it has a mask, and is causal or packed besides"
+        return "it has a mask, and is causal or packed too"
     if problem.dropout_p != 0.0:
-        return "its dropout mask is PyTorch's"
+        return "it has dropout, and PyTorch's kernels would draw another mask in the backward"
     reason = check_tensors(policy, q, k, v)
     if reason is not None:
         return reason
     if k.shape[2:] != (heads, width) or k.shape[:3] != v.shape[:3] or k.shape[0] != batch or not v.shape[3]:
-        return "shapes or heads differ, or values have no channels"
+        return "the shapes or heads of query, key and value differ, or value has no channels"
     if problem.custom_mask_type not in (NO_MASK, TOP_LEFT, BOTTOM_RIGHT):
-        return "its mask is unknown"
+        return "its custom_mask_type is unknown"
     reason = None if bias is None else check_mask(bias, q, (batch, heads, rows, k.shape[1]))
     return reason or _check_lengths(problem)
 
@@ -187,7 +187,7 @@ def _check_lengths(problem: Problem) -> str | None:
     starts_q, starts_k = problem.cu_seqlens_q, problem.cu_seqlens_k
     if starts_q is None and starts_k is None:
         if problem.seqlen_k is not None:
-            return "it has lengths of keys without starts"
+            return "it has seqlen_k without cu_seqlens"
     elif (
         starts_q is None
         or starts_k is None
@@ -198,14 +198,14 @@ def _check_lengths(problem: Problem) -> str | None:
         or starts_q.shape != starts_k.shape
         or not (starts_q.is_contiguous() and starts_k.is_contiguous())
     ):
-        return "it has starts that make no sequences"
+        return "its cu_seqlens do not describe packed sequences"
     is_top_left_apart = problem.custom_mask_type == TOP_LEFT and not problem.has_equal_lengths
     if problem.is_packed and is_top_left_apart:
-        return "sequences stand at the first key under its mask, and may have more keys than rows"
+        return "its causal mask is aligned with the first key, and sequences may differ in rows and keys"
     if problem.window_size is not None and (
         problem.custom_mask_type == NO_MASK or problem.window_size < 1 or is_top_left_apart
     ):
-        return "its window stands at the first key"
+        return "its window is not aligned with the last key"
     return None
 
 

@@ -59,7 +59,7 @@ def check_tensors(policy: Policy, q: Tensor, k: Tensor, v: Tensor) -> str | None
     if not (dtype is k.dtype is v.dtype and device == k.device == v.device):
         return "dtypes or devices differ"
     if not policy.always and bridge.has_flash(device):
-        return 'PyTorch has flash kernels for this GPU: sdpa="always" asks for ours all the same'
+        return 'PyTorch has flash kernels of its own for this GPU: sdpa="always" uses ours instead'
     return None
 
 
@@ -75,15 +75,15 @@ def check_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int], drops:
     drops: whether there is dropout. The result is then the same for recorded and unrecorded calls.
     """
     if drops and mask.dtype is not torch.bool:
-        return "its dropout must be drawn alike where a checkpoint makes its mask anew, which may want a gradient then"
+        return "it has dropout, and attn_mask may require a gradient only in a checkpoint's recomputation"
     if (drops or torch.is_grad_enabled()) and (mask.requires_grad or mask.is_inference()):
-        return "its mask wants a gradient" if mask.requires_grad else "autograd keeps no mask of inference mode"
+        return "its mask requires a gradient" if mask.requires_grad else "autograd cannot save a mask of inference mode"
     if type(mask) not in PLAIN or mask.device != q.device:
-        return "its mask is on another device, or no plain tensor"
+        return "its mask is on another device or is no plain tensor"
     if mask.dtype not in (torch.bool, torch.float32, q.dtype):
-        return f"its mask is {str(mask.dtype).removeprefix('torch.')}"
+        return f"its mask's dtype is {str(mask.dtype).removeprefix('torch.')}"
     if not 2 <= mask.dim() <= 4 or any(own not in (1, size) for own, size in zip(mask.shape[::-1], shape[::-1])):
-        return "its mask has another shape"
+        return "its mask does not broadcast to the scores"
     batch, heads, rows, keys = shape
     if max(*mask.stride(), batch * heads * rows, rows * keys) < 2**31:  # an upper bound; most masks are far below it
         return None
@@ -114,11 +114,11 @@ def check_size(
     least = policy.least_products * count_multiprocessors(q.get_device()) * (RECORDED if is_recorded else 1)
     bias = None if mask is None or mask.dtype is torch.bool else mask
     if products < least * (1 if bias is None else BIASED):
-        return "it is so small that only the host's time counts"
+        return "it is so small that host time decides, and ours is longer"
     if is_recorded and (SHORT if mask is None else 0) < max(rows, keys) <= FEW_TOKENS and least:
-        return "with gradients, PyTorch's kernel is faster for such short sequences"
+        return "with gradients, PyTorch's kernel is faster for sequences this short"
     if bias is not None and least and _count_stored(bias) * q.shape[-1] == products:
-        return "each of its scores has a bias of its own, which PyTorch's kernel reads once and ours twice"
+        return "every score has a bias of its own, which PyTorch's kernel reads once and ours twice"
     return None
 
 

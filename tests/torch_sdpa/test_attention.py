@@ -291,7 +291,7 @@ def test_explain_says_who_serves_and_why_not(served: Launches) -> None:
     q, k, v = qkv(Case())
     assert str(explain(sdpa, q, k, v)) == "fused    serves the call\npytorch  could serve it too"
     left = explain(sdpa, q, k, v, attn_mask=mask().half().requires_grad_())
-    assert left.backend == "pytorch" and left.reasons == {"fused": ["its mask wants a gradient"], "pytorch": []}
+    assert left.backend == "pytorch" and left.reasons == {"fused": ["its mask requires a gradient"], "pytorch": []}
     wide = explain(sdpa, *qkv(Case(head_dim=520, lengths=(8, 8))))
     assert wide.reasons["fused"] == ["head_dim is at most 512, got 520"]
     assert counted() == {} and not served.seen

@@ -331,7 +331,7 @@ def test_what_our_own_backend_launches_is_not_asked_about(served: Launches, monk
 def test_explain(served: Launches) -> None:
     positional, named = left(bias=torch.zeros(20, 30, dtype=HALF), custom_mask_type=1)
     assert explain(aten._efficient_attention_forward, *positional, **named).reasons["fused"] == [
-        "it has a mask, and is causal or packed besides"
+        "it has a mask, and is causal or packed too"
     ]
     assert explain(aten._efficient_attention_forward, *left()[0]).backend == "fused"
 
