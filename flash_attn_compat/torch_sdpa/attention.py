@@ -32,8 +32,8 @@ from flash_attn_compat.torch_sdpa.policy import (
 )
 
 NAME = "scaled_dot_product_attention"
-# The kernels round the probability to keep a key to 1/256 but not the scale of the kept ones: at 0.9, answers are 1.6 %
-# too large on average, at 0.999 four times too large.
+# The kernels round the probability to keep a key to 1/256, but not the factor 1 / (1 - dropout_p): at 0.9, answers are
+# 1.6 % too large on average, at 0.999 four times as large as they should be.
 MOST_DROPOUT = 0.9
 BROADCAST = "batches or heads are broadcast"
 _is_deterministic = torch._C._get_deterministic_algorithms
@@ -46,7 +46,7 @@ _FORMULA, _FLASH, _EFFICIENT = (
 _order: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", lambda: [_FLASH, _EFFICIENT, _FORMULA])
 
 
-def implementation(override: Override) -> Callable[..., Tensor]:
+def make_operator(override: Override) -> Callable[..., Tensor]:
     """Return the operator for the override's device. PyTorch's dispatcher leaves out arguments with default values."""
 
     def attention(*arguments: Any, **named: Any) -> Any:
@@ -64,11 +64,11 @@ def implementation(override: Override) -> Callable[..., Tensor]:
             or forward_ad._current_level >= 0
         ):
             return graphs.trace(*_repeat_keys_in_graphs(policy, *arguments, **named), **named)
-        reason = decline_reason(policy, *arguments, **named)
+        reason, expanded = decline_reason(policy, *arguments, **named), arguments
         if reason is BROADCAST:
-            reason, arguments = None, (*_broadcast(q, k, v, **named), *arguments[3:])
+            reason, expanded = None, (*_broadcast(q, k, v, **named), *arguments[3:])
         if reason is None or is_explaining():
-            out = _run_fused(reason, *arguments, **named)
+            out = _run_fused(reason, *expanded, **named)
             if out is not None:
                 return out
         served[bridge.PYTORCH] += 1

@@ -90,12 +90,11 @@ class Problem(NamedTuple):
 
     @property
     def may_have_rows_without_keys(self) -> bool:
-        if self.bias is not None or self.is_packed:
-            return self.bias is not None or not self.has_equal_lengths
-        return self.custom_mask_type == BOTTOM_RIGHT and self.query.shape[1] > self.key.shape[1]
+        has_more_rows = self.custom_mask_type == BOTTOM_RIGHT and self.query.shape[1] > self.key.shape[1]
+        return self.bias is not None or (not self.has_equal_lengths if self.is_packed else has_more_rows)
 
 
-def implementation(override: Override, name: str) -> Callable[..., Any]:
+def make_operator(override: Override, name: str) -> Callable[..., Any]:
     """Return an operator for PyTorch's dispatcher, which passes its keys first: declined calls go on to lower keys."""
     compute = forward if name == FORWARD else backward
     redispatch = getattr(torch.ops.aten, name).default._handle.redispatch_boxed

@@ -114,9 +114,9 @@ def _other_threads_run() -> bool:
 def _register(override: Override) -> Library:
     library = Library("aten", "IMPL")
     for key in _KEYS[override.device]:
-        library.impl(attention.NAME, attention.implementation(override), key)
+        library.impl(attention.NAME, attention.make_operator(override), key)
     for name in (efficient.FORWARD, efficient.BACKWARD):
-        library.impl(name, efficient.implementation(override, name), efficient.KEY, with_keyset=True)
+        library.impl(name, efficient.make_operator(override, name), efficient.KEY, with_keyset=True)
     return library
 
 
