@@ -357,7 +357,7 @@ def test_the_formula_first_is_the_formula(order: str, served: Launches) -> None:
     backends, inputs = [getattr(SDPBackend, name) for name in order.split()], qkv(Case())
     with sdpa_kernel(backends, set_priority=True):
         sdpa(*inputs)
-        assert counted() == {"pytorch": 1} and "formula first" in explain(sdpa, *inputs).reasons["fused"][0]
+        assert counted() == {"pytorch": 1} and "plain formula" in explain(sdpa, *inputs).reasons["fused"][0]
     for options in ({}, {"set_priority": True}):
         reset_backend_counts()
         with sdpa_kernel(backends[::-1] if options else backends, **options):

@@ -342,9 +342,9 @@ def test_the_operators_below_take_a_bias(shape: tuple[int, ...], served: Launche
 LEFT: dict[str, tuple[dict[str, object], str]] = {
     "a mask that wants a gradient": ({"attn_mask": torch.zeros(40, 40, dtype=HALF).requires_grad_()}, "gradient"),
     "a mask of inference mode": ({"attn_mask": torch.inference_mode()(torch.zeros)(40, 40)}, "inference"),
-    "another shape": ({"attn_mask": torch.zeros(1, 1, 1, 40, 40, dtype=HALF)}, "shape"),
+    "another shape": ({"attn_mask": torch.zeros(1, 1, 1, 40, 40, dtype=HALF)}, "does not broadcast"),
     "another dtype": ({"attn_mask": torch.zeros(40, 40, dtype=BF16)}, "bfloat16"),
-    "causal besides": ({"attn_mask": torch.zeros(40, 40, dtype=HALF), "is_causal": True}, "causal besides"),
+    "causal too": ({"attn_mask": torch.zeros(40, 40, dtype=HALF), "is_causal": True}, "both attn_mask and is_causal"),
 }
 
 
