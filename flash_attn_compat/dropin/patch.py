@@ -150,7 +150,7 @@ def _let_go(holder: object) -> None:
 
 def _forget_decisions() -> None:
     """Whether an installed flash-attn may compute calls depends on whether it runs on our functions."""
-    memory = sys.modules.get("flash_attn_compat.core.prepared")
+    memory = sys.modules.get("flash_attn_compat.dispatch.call_cache")
     if memory is not None:
         memory.forget()
 

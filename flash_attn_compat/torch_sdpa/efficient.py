@@ -16,9 +16,8 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import cuda_capture, unwritten
-from flash_attn_compat.core.arguments import Options, Packing
-from flash_attn_compat.core.call import BackwardInputs, Gradients
-from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.call import BackwardInputs, Gradients, Scalars
+from flash_attn_compat.core.prepared import PLAIN, Tensors
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.torch_sdpa import bridge
@@ -129,7 +128,7 @@ def forward(
     return_lse = given[10] if len(given) > 10 else False
     against = decline_reason(policy, problem, return_lse)
     if settings.explains():
-        bridge.explain([against] if against else bridge.against(*_as_flash(problem), problem.expanded_bias))
+        bridge.explain([against] if against else bridge.against(*_as_flash(problem)))
     found = None if against else _forward(problem, return_lse)
     if found is None:
         choice.served[bridge.PYTORCH] += 1
@@ -214,29 +213,31 @@ def _against_lengths(problem: Problem) -> str | None:
     return None
 
 
-def _as_flash(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Options, Packing | None]:
+def _as_flash(problem: Problem) -> tuple[Tensors, Scalars]:
     """The same in flash-attn's arguments, whose causal mask stands at the last key."""
     q, k, v = problem.query, problem.key, problem.value
-    is_causal, window = problem.custom_mask_type != NO_MASK, (-1, -1)
+    is_causal, left, right = problem.custom_mask_type != NO_MASK, -1, -1
     if problem.window_size is not None:
-        window = (problem.window_size - 1, 0)
+        left, right = problem.window_size - 1, 0
     elif problem.custom_mask_type == TOP_LEFT and not problem.is_packed:
         rows, keys = q.shape[1], k.shape[1]
         if rows < keys:  # nobody sees the others
             k, v = k[:, :rows], v[:, :rows]
         elif rows > keys:
-            window, is_causal = (-1, rows - keys), False
-    options = Options(0.0, problem.scale, is_causal, window, deterministic=torch._C._get_deterministic_algorithms())
+            right, is_causal = rows - keys, False
+    scalars = Scalars(
+        0.0, problem.scale, is_causal, left, right, deterministic=torch._C._get_deterministic_algorithms()
+    )
     if problem.cu_seqlens_q is None or problem.cu_seqlens_k is None:
-        return q, k, v, options, None
+        return bridge.dense_tensors(q, k, v, problem.expanded_bias), scalars
     starts_k = problem.cu_seqlens_q if problem.has_equal_lengths else problem.cu_seqlens_k
-    packing = Packing(problem.cu_seqlens_q, starts_k, problem.rows, problem.keys, seqused_k=problem.seqlen_k)
-    return q[0], k[0], v[0], options, packing
+    tensors = q[0], k[0], v[0], None, problem.cu_seqlens_q, starts_k, problem.seqlen_k
+    return tensors, scalars._replace(max_seqlen_q=problem.rows, max_seqlen_k=problem.keys)
 
 
 def _forward(problem: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int] | None:
-    q, k, v, options, packing = _as_flash(problem)
-    result = bridge.forward(q, k, v, options, packing, problem.expanded_bias, return_lse)
+    tensors, scalars = _as_flash(problem)
+    result, q = bridge.forward(tensors, scalars, return_lse), problem.query
     if result is None:
         return None
     out = result.out.contiguous()
@@ -245,7 +246,7 @@ def _forward(problem: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor
     # Where PyTorch leaves them when nothing is dropped: a graph's results are all on the GPU.
     place = q.device if cuda_capture.is_capturing(q.get_device()) else "cpu"
     seed, offset = (torch.empty((), dtype=torch.int64, device=place) for _ in range(2))
-    return out if packing is None else out[None], lse, seed, offset, problem.rows, problem.keys
+    return out[None] if problem.is_packed else out, lse, seed, offset, problem.rows, problem.keys
 
 
 def _padded(problem: Problem, lse: Tensor) -> Tensor:
@@ -258,22 +259,21 @@ def _padded(problem: Problem, lse: Tensor) -> Tensor:
 
 
 def _backward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    q, k, v, options, packing = _as_flash(problem)
+    tensors, scalars = _as_flash(problem)
+    q, k, *_ = tensors
     if problem.cu_seqlens_q is None:
         lse = lse[:, :, : q.shape[1]]
     else:
         dout, out, lse = dout[0], out[0], unwritten.packed_lse(lse, problem.cu_seqlens_q, q.shape[0])
     into = None
-    if k.shape != problem.key.shape and packing is None:  # of keys that nobody sees
+    if k.shape != problem.key.shape and not problem.is_packed:  # of keys that nobody sees
         dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (problem.key, problem.value))
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         into = Gradients(dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]])
-    found = bridge.backward(
-        q, k, v, options, packing, problem.expanded_bias, BackwardInputs(dout, out, lse, None), into
-    )
+    found = bridge.backward(tensors, scalars, BackwardInputs(dout, out, lse, None), into)
     if found is None:
         return None
     if into is not None:
         return dq, dk, dv
     dq, dk, dv = (gradient.contiguous() for gradient in found)
-    return (dq, dk, dv) if packing is None else (dq[None], dk[None], dv[None])
+    return (dq[None], dk[None], dv[None]) if problem.is_packed else (dq, dk, dv)
