@@ -21,7 +21,7 @@ import flash_attn_compat
 from benchmarks.runner import DTYPES, Contest, forward_only, make_parser, run, time_one_by_one
 from flash_attn_compat.backends.fused import candidates, grids, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import Tile
-from flash_attn_compat.core import prepared
+from flash_attn_compat.dispatch import call_cache
 from verify import workloads
 from verify.bench_run import Jobs
 from verify.contestants import Attention, flash_attn_call, ours
@@ -60,13 +60,13 @@ def replace_result(module: ModuleType, function: str, result: Tile | int | None)
     before = getattr(module, function)
     if result is not None:
         setattr(module, function, lambda *arguments: result)
-    prepared.forget()
+    call_cache.forget()
     try:
         with flash_attn_compat.use_backend("fused"):
             yield
     finally:
         setattr(module, function, before)
-        prepared.forget()
+        call_cache.forget()
 
 
 def backward_job(attend: Attention, qkv: list[Tensor]) -> Callable[[], object]:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core.arguments import Packing
-from flash_attn_compat.core.call import BackwardInputs
+from flash_attn_compat.core.call import BackwardInputs, Scalars
 from flash_attn_compat.dispatch import kvcache, raw
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
@@ -55,10 +54,8 @@ def fwd(
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    options = raw.options_of(
-        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_
-    )
-    out, *rest = raw.forward(q, k, v, options, return_softmax)
+    scalars = Scalars(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap)
+    out, *rest = raw.forward((q, k, v, alibi_slopes_), scalars, return_softmax)
     return [_written(out, out_), *rest]
 
 
@@ -95,11 +92,12 @@ def varlen_fwd(
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    options = raw.options_of(
-        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_
-    )
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table_, seqused_k, leftpad_k_)
-    out, *rest = raw.varlen_forward(q, k, v, options, return_softmax, packing, zero_tensors, num_splits)
+    tensors = q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_
+    scalars = Scalars(
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, False, max_seqlen_q,
+        max_seqlen_k,
+    )  # fmt: skip
+    out, *rest = raw.varlen_forward(tensors, scalars, return_softmax, zero_tensors, num_splits)
     return [_written(out, out_), *rest]
 
 
@@ -132,11 +130,9 @@ def bwd(
     """
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
-    options = raw.options_of(
-        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_, deterministic
-    )
+    scalars = Scalars(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic)
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
-    return [dq, dk, dv, raw.backward(q, k, v, options, upstream, (dq, dk, dv))]
+    return [dq, dk, dv, raw.backward((q, k, v, alibi_slopes_), scalars, upstream, (dq, dk, dv))]
 
 
 @_unrecorded
@@ -172,12 +168,13 @@ def varlen_bwd(
     """
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
-    options = raw.options_of(
-        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_, deterministic
-    )
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tensors = q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k
+    scalars = Scalars(
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, max_seqlen_q,
+        max_seqlen_k,
+    )  # fmt: skip
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
-    return [dq, dk, dv, raw.backward(q, k, v, options, upstream, (dq, dk, dv), packing)]
+    return [dq, dk, dv, raw.backward(tensors, scalars, upstream, (dq, dk, dv))]
 
 
 @_unrecorded

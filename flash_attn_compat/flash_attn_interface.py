@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
-from flash_attn_compat.core import sinks
-from flash_attn_compat.core.arguments import Options, Packing, request_of
+from flash_attn_compat.core import checks, sinks
+from flash_attn_compat.core.arguments import keyed
+from flash_attn_compat.core.call import RETURN_LSE, RETURN_PROBS, SHARES_DROPOUT_MASK
 from flash_attn_compat.dispatch import ops
-from flash_attn_compat.dispatch.autograd import attend, purpose, scale_queries, unpack
-from flash_attn_compat.dispatch.serve import find
+from flash_attn_compat.dispatch.autograd import attend, recording_flags, scale_queries, unpack
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (
     USE_TRITON_ROCM,
@@ -131,10 +131,10 @@ def flash_attn_func(
         RuntimeError: shapes, dtypes or devices do not fit together, dropout_p >= 1
         IndexError: a tensor has too few dimensions
     """
-    options = (
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _attend(
+        (q, k, v), (alibi_slopes,), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs, s_aux=s_aux,
     )  # fmt: skip
-    return _attend((q, k, v), options, s_aux=s_aux)
 
 
 @overload
@@ -168,10 +168,10 @@ def flash_attn_kvpacked_func(
         kv: (batch_size, seqlen_k, 2, nheads_k, headdim), k first
     The other arguments, results and errors are those of flash_attn_func.
     """
-    options = (
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _attend(
+        (q, kv), (alibi_slopes,), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs,
     )  # fmt: skip
-    return _attend((q, kv), options)
 
 
 @overload
@@ -203,10 +203,10 @@ def flash_attn_qkvpacked_func(
         qkv: (batch_size, seqlen, 3, nheads, headdim), in the order q, k, v
     The other arguments, results and errors are those of flash_attn_func.
     """
-    options = (
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _attend(
+        (qkv,), (alibi_slopes,), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs,
     )  # fmt: skip
-    return _attend((qkv,), options)
 
 
 @overload
@@ -264,12 +264,12 @@ def flash_attn_varlen_func(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together, cu_seqlens not int32 or not contiguous
     """
-    options = (
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )  # fmt: skip
     seqused_k = leftpad_k = None
-    packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k
-    return _attend((q, k, v), options, packing, s_aux)
+    others = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table
+    return _attend(
+        (q, k, v), others, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
+        max_seqlen_q, max_seqlen_k, s_aux,
+    )  # fmt: skip
 
 
 @overload
@@ -308,11 +308,10 @@ def flash_attn_varlen_kvpacked_func(
         kv: (total_k, 2, nheads_k, headdim), k first
     The other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    options = (
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _attend(
+        (q, kv), (alibi_slopes, cu_seqlens_q, cu_seqlens_k), dropout_p, softmax_scale, causal, window_size, softcap,
+        deterministic, return_attn_probs, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend((q, kv), options, packing)
 
 
 @overload
@@ -348,37 +347,42 @@ def flash_attn_varlen_qkvpacked_func(
         max_seqlen: the longest length
     The other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    options = (
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _attend(
+        (qkv,), (alibi_slopes, cu_seqlens, cu_seqlens), dropout_p, softmax_scale, causal, window_size, softcap,
+        deterministic, return_attn_probs, max_seqlen, max_seqlen,
     )  # fmt: skip
-    packing = Packing(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _attend((qkv,), options, packing)
 
 
 def _attend(
-    inputs: tuple[Tensor, ...],
-    options: tuple[Any, ...],
-    packing: tuple[Any, ...] | None = None,
-    s_aux: Tensor | None = None,
-) -> AttentionOutput:
-    """options, packing: the fields of Options and Packing, which take longer to make than a tuple"""
-    if isinstance(options[1], Tensor):
-        inputs, options = scale_queries(inputs, options)
-    wanted = None if ops.must_be_one_operator(inputs) else purpose(inputs, options[5])
+    inputs: tuple[Tensor, ...], others: tuple[Any, ...], dropout_p: float, softmax_scale: Any, causal: bool,
+    window_size: Sequence[int], softcap: float, deterministic: bool, return_attn_probs: bool, max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0, s_aux: Tensor | None = None,
+) -> AttentionOutput:  # fmt: skip
+    """Return what a public function returns.
+
+    inputs: (q, k, v), (q, kv) or (qkv,); others: the tensors behind v, in the order of TENSORS
+    """
+    if isinstance(softmax_scale, Tensor):
+        inputs, softmax_scale = scale_queries(inputs, softmax_scale)
+    is_one_operator = ops.must_be_one_operator(inputs)
+    flags = 0 if is_one_operator else recording_flags(inputs, others[0])
     q, k, v = inputs if len(inputs) == 3 else unpack(inputs)
     if s_aux is not None:
-        sinks.check(s_aux, q, Options(*options).alibi_slopes)
-    if wanted is None:
-        named = Options(*options), None if packing is None else Packing(*packing)
-        outputs = ops.attend(q, k, v, *named, s_aux is not None)
+        sinks.check(s_aux, q, others[0])
+        flags |= RETURN_LSE | SHARES_DROPOUT_MASK
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        left, right = checks.two_bounds(window_size)  # raises, and says what a window is
+    scalars = dropout_p, softmax_scale, causal, left, right, softcap, deterministic, max_seqlen_q, max_seqlen_k
+    tensors = (q, k, v, *others)
+    if is_one_operator:
+        outputs = ops.attend(tensors, scalars, return_attn_probs, s_aux is not None)
     else:
-        if s_aux is not None:
-            wanted = wanted._replace(return_lse=True, shares_dropout_mask=True)
-        request = request_of(q, k, v, options, wanted, packing)
-        outputs = attend(inputs, find(request), request)
+        outputs = attend(inputs, *keyed(tensors, scalars, flags | RETURN_PROBS if return_attn_probs else flags))
     if s_aux is not None:
         outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
-    return outputs if options[-1] else outputs[0]  # return_attn_probs
+    return outputs if return_attn_probs else outputs[0]
 
 
 class _Applied(torch.autograd.Function):

@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core.arguments import Packing
-from flash_attn_compat.core.call import BackwardInputs
+from flash_attn_compat.core.call import BackwardInputs, Scalars
 from flash_attn_compat.core.scores import key_block_size, round_up
-from flash_attn_compat.dispatch.raw import backward, forward, options_of, varlen_forward
+from flash_attn_compat.dispatch.raw import backward, forward, varlen_forward
 
 USE_TRITON_ROCM = False
 
@@ -51,8 +50,8 @@ def _flash_attn_forward(
     Returns (out, softmax_lse, S_dmask, rng_state): S_dmask is empty without return_softmax, rng_state (2,)
     int64 reproduces the dropout mask in _flash_attn_backward.
     """
-    options = options_of(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
-    return forward(q, k, v, options, return_softmax)
+    scalars = Scalars(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    return forward((q, k, v, alibi_slopes), scalars, return_softmax)
 
 
 def _flash_attn_varlen_forward(
@@ -84,9 +83,12 @@ def _flash_attn_varlen_forward(
     num_splits: later than 2.8.3; changes nothing. With a block table more than one split is refused where flash-attn's
         kernel has none: but for single queries of grouped heads without dropout, ALiBi and windows
     """
-    options = options_of(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k)
-    return varlen_forward(q, k, v, options, return_softmax, packing, zero_tensors, num_splits)
+    tensors = q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table
+    scalars = Scalars(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False, max_seqlen_q,
+        max_seqlen_k,
+    )  # fmt: skip
+    return varlen_forward(tensors, scalars, return_softmax, zero_tensors, num_splits)
 
 
 def _flash_attn_backward(
@@ -117,10 +119,9 @@ def _flash_attn_backward(
 
     Returns softmax_d: (batch, nheads, seqlen_q rounded up to 128) fp32, rowsum(dout * out) * (1 - dropout_p).
     """
-    options = options_of(
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic
-    )
-    return backward(q, k, v, options, BackwardInputs(dout, out, softmax_lse, rng_state), (dq, dk, dv))
+    scalars = Scalars(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
+    upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
+    return backward((q, k, v, alibi_slopes), scalars, upstream, (dq, dk, dv))
 
 
 def _flash_attn_varlen_backward(
@@ -152,11 +153,12 @@ def _flash_attn_varlen_backward(
 
     Returns softmax_d: (nheads, total_q + 128 * batch) fp32, sequence b from column cu_seqlens_q[b] + 128 * b.
     """
-    options = options_of(
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic
-    )
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return backward(q, k, v, options, BackwardInputs(dout, out, softmax_lse, rng_state), (dq, dk, dv), packing)
+    scalars = Scalars(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic, max_seqlen_q,
+        max_seqlen_k,
+    )  # fmt: skip
+    upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
+    return backward((q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k), scalars, upstream, (dq, dk, dv))
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

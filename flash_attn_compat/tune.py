@@ -23,8 +23,8 @@ from flash_attn_compat.backends.fused import candidates, nvrtc, tensor_cores, tu
 from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
 from flash_attn_compat.backends.fused.variants import Kind, Tile
 from flash_attn_compat.card import Limits, count_flops, measure_limits
-from flash_attn_compat.core import prepared
 from flash_attn_compat.core.features import dtype_name
+from flash_attn_compat.dispatch import call_cache
 
 _HEAD_DIMS = 64, 128
 _BATCH, _CHANNELS, _GROUP, _PAGE = 4, 1024, 4, 256
@@ -256,7 +256,7 @@ def use_tiles(card: Card) -> Iterator[None]:
 
 def _forget() -> None:
     """Discard the prepared calls and the failures of other tiles."""
-    prepared.forget()
+    call_cache.forget()
     for backend in BACKENDS:
         backend.clear_failures()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.core import prepared
+from flash_attn_compat.dispatch import call_cache
 from tests.caller_calls import PROBLEMS, TABLE, Found, Prepared, Row
 
 Enter = Callable[[torch.device], contextlib.AbstractContextManager[object]]
@@ -179,16 +179,16 @@ def usual(row: Row, device: torch.device, backend: str | None) -> Found | None:
 @contextlib.contextmanager
 def looking_up() -> Iterator[list[bool]]:
     """Of each request that may be kept, in its order, whether something was known of it."""
-    look_up, known = prepared.look_up, []
+    look_up, known = call_cache.look_up, []
 
-    def watched(request: prepared.Request) -> Any:
-        found = look_up(request)
+    def watched(*arguments: Any) -> Any:
+        found = look_up(*arguments)
         if found[0] is not None:
             known.append(found[1] is not None)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "look_up", watched)
+        patch.setattr(call_cache, "look_up", watched)
         yield known
 
 

@@ -26,7 +26,8 @@ from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import Fused, cache, faults, grids, launcher, nvrtc, params, self_test, tuned
 from flash_attn_compat.backends.fused.nvrtc import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Variant
-from flash_attn_compat.core import checks, prepared
+from flash_attn_compat.core import checks
+from flash_attn_compat.dispatch import call_cache
 
 FUSED = next(backend for backend in BACKENDS if isinstance(backend, Fused))
 
@@ -135,7 +136,7 @@ def record(
     monkeypatch.setattr(self_test, "_passed", set())
     if not tried:
         monkeypatch.setattr(self_test, "check_kernels", lambda *what: None)
-    monkeypatch.setattr(prepared, "_current", prepared.Memory())
+    monkeypatch.setattr(call_cache, "_current", call_cache.empty_tables())
     monkeypatch.setattr(checks, "may_read", lambda tensor: False)  # as on a GPU
     return found
 

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from flash_attn_compat.backends import base, official, smoke_test, torch_efficient, torch_flash
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.core import checks, prepared
-from flash_attn_compat.core.arguments import Options, Packing, Purpose, call_of
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
+from flash_attn_compat.core import checks
+from flash_attn_compat.core.arguments import call_of
+from flash_attn_compat.core.call import RETURN_LSE, AttentionCall, BackwardInputs, Gradients, Scalars
 from flash_attn_compat.core.mask import Mask
+from flash_attn_compat.dispatch import call_cache
 
 calls: list[str] = []  # what was called since the list was cleared
 # The kernels' arguments in their order; those of no interest here are _.
@@ -212,12 +213,12 @@ def as_call(given: Launch) -> AttentionCall:
     for tensor in tensors:
         check_alignment(tensor)
     assert given.scale is None or given.scale > 0
-    options = Options(given.dropout_p, given.scale, softcap=given.softcap, alibi_slopes=given.slopes)
+    scalars = Scalars(given.dropout_p, given.scale, softcap=given.softcap)
     if given.cu_q is None or given.cu_k is None:
-        call = call_of(*tensors, options, Purpose(return_lse=True))
+        call = call_of((*tensors, given.slopes), scalars, RETURN_LSE)
     else:
-        packing = Packing(given.cu_q, given.cu_k, given.max_q, given.max_k)
-        call = call_of(*tensors, options, Purpose(return_lse=True), packing)
+        scalars = scalars._replace(max_seqlen_q=given.max_q, max_seqlen_k=given.max_k)
+        call = call_of((*tensors, given.slopes, given.cu_q, given.cu_k), scalars, RETURN_LSE)
     return call._replace(mask=Mask(*(None if side < 0 else side for side in (given.left, given.right))))
 
 
@@ -272,7 +273,7 @@ def install(patch: pytest.MonkeyPatch, name: str, folder: Path, pads_lse: bool =
     """Let a backend serve CPU tensors. folder: for the flash-attn of ``official``; pads_lse: as before version 2.6."""
     anywhere = dataclasses.replace(BACKENDS[name].capabilities, devices=None, min_capability=None, max_capability=None)
     patch.setattr(BACKENDS[name], "capabilities", anywhere)
-    patch.setattr(prepared, "_current", prepared.Memory())
+    patch.setattr(call_cache, "_current", call_cache.empty_tables())
     patch.setattr(checks, "may_read", lambda tensor: False)  # as on a GPU
     calls.clear()
     if name == "official":

@@ -19,11 +19,10 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat.backends import Backend
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.core import prepared
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall, Result
-from flash_attn_compat.core.prepared import Alike, Run
-from flash_attn_compat.dispatch import choice
+from flash_attn_compat.core.prepared import Prepared, Run
+from flash_attn_compat.dispatch import call_cache, choice
 from tests.interpreters import forked_group, free_port
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
@@ -102,9 +101,9 @@ class Asked(Reference):
         self.appended: list[Append | None] = []
         self.computed: list[AttentionCall] = []
 
-    def prepare(self, alike: Alike) -> Run:
-        self.appended.append(alike.new)
-        return super().prepare(alike)
+    def prepare(self, prepared: Prepared) -> Run:
+        self.appended.append(prepared.new)
+        return super().prepare(prepared)
 
     def forward(self, call: AttentionCall) -> Result:
         self.computed.append(call)
@@ -114,7 +113,7 @@ class Asked(Reference):
 def serve_by(patch: pytest.MonkeyPatch, *backends: Backend) -> None:
     """They serve from now on, and nobody else."""
     patch.setattr(choice, "BACKENDS", backends)
-    patch.setattr(prepared, "_current", prepared.Memory())
+    patch.setattr(call_cache, "_current", call_cache.empty_tables())
 
 
 def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons: float = 16) -> None:

@@ -24,8 +24,7 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import KernelsFailed, sdpa
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.core.arguments import Options
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result, Scalars
 from flash_attn_compat.dispatch import ops
 from tests import fused_on_cpu
 from tests.support import GENERAL, cumulative, on_backend, on_general_backends, qkv, serve_by
@@ -158,7 +157,7 @@ def test_a_backward_sees_what_the_forward_saw_wherever_it_runs(
     serve_by(monkeypatch, backend)
     ways: tuple[Callable[..., Tensor], ...] = (
         flash_attn_func, lambda q, k, v: flash_attn_kvpacked_func(q, torch.stack([k, v], 2)),
-        lambda *x: _of_packed(*(y.flatten(0, 1) for y in x)), lambda *x: ops.attend(*x, Options())[0],
+        lambda *x: _of_packed(*(y.flatten(0, 1) for y in x)), lambda *x: ops.attend((*x, None), Scalars(), False)[0],
     )  # fmt: skip
     for attention in ways:
         with use_backend(named) if named else contextlib.nullcontext():

@@ -17,7 +17,7 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_compat.core.arguments import Options, Packing
+from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.dispatch import kvcache, ops
 from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
@@ -188,19 +188,20 @@ def test_eager_calls_do_not_pass_through_custom_ops(monkeypatch: pytest.MonkeyPa
         flash_attn_func(q, k, v)
 
 
-OPTIONS = {"plain": Options(causal=True), "dropout": Options(dropout_p=0.3)}
+SCALARS = {"plain": Scalars(causal=True), "dropout": Scalars(dropout_p=0.3)}
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", SCALARS)
 @pytest.mark.parametrize("layout", ["dense", "heads first", "packed"])
 def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, layout: str) -> None:
     dtype = torch.float16 if option == "plain" else torch.float32
-    (q, k, v), packing = qkv(sq=5, sk=9, dtype=dtype), None
+    (q, k, v), scalars, starts = qkv(sq=5, sk=9, dtype=dtype), SCALARS[option], ()
     if layout == "heads first":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     if layout == "packed":
-        q, k, v, packing = *(x.flatten(0, 1) for x in (q, k, v)), Packing(cumulative(3, 7), cumulative(9, 9), 7, 9)
-    arguments = (q, k, v, *ops._flatten(OPTIONS[option], packing))
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        starts, scalars = (cumulative(3, 7), cumulative(9, 9)), scalars._replace(max_seqlen_q=7, max_seqlen_k=9)
+    arguments = ops._flatten((q, k, v, None, *starts), scalars)
     checks = ("test_schema", "test_faketensor")
     rng_state = torch.tensor([5, 7]) if option == "dropout" else None
     asked = True, option == "dropout", True, rng_state

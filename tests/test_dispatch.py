@@ -26,9 +26,9 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
-from flash_attn_compat.core import prepared
-from flash_attn_compat.core.arguments import Options, call_of
+from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.features import Feature, Traits, split
+from flash_attn_compat.dispatch import call_cache
 from tests.support import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]
@@ -61,7 +61,7 @@ def test_use_backend_ends_with_its_block_and_does_not_reach_other_threads() -> N
 def test_only_backends_whose_turn_comes_are_asked(forced: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is installed and not wanted costs nothing: the real flash-attn takes seconds to load."""
     q, k, v = qkv()
-    call = call_of(q, k, v, Options())
+    call = call_of((q, k, v, None))
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(call.traits()))
     served = forced or next(backend.name for backend in ordered if not backend.reasons(call.traits()))
     asked: list[str] = []
@@ -72,7 +72,7 @@ def test_only_backends_whose_turn_comes_are_asked(forced: str | None, monkeypatc
             return type(backend).reasons(backend, traits)
 
         monkeypatch.setattr(backend, "reasons", reasons)
-    prepared.forget()
+    call_cache.forget()
     with use_backend(forced) if forced else contextlib.nullcontext():
         flash_attn_func(q, k, v)
     names = [backend.name for backend in ordered]
@@ -262,7 +262,7 @@ def beyond(table: Capabilities, features: Feature) -> Iterator[Change]:
 def test_whatever_a_table_lacks_is_a_reason(backend: Backend) -> None:
     table = backend.capabilities
     device = "cuda" if table.devices is None or "cuda" in table.devices else "cpu"
-    served = call_of(*qkv(dtype=torch.float16), Options()).traits()
+    served = call_of((*qkv(dtype=torch.float16), None)).traits()
     served = served._replace(device_type=device, capability=(9, 0) if device == "cuda" else None)
     usual = backend.reasons(served)
     for change, words in beyond(table, Feature(served.features)):
@@ -297,7 +297,7 @@ NARROW, WIDE = {"head_dim": 64, "head_dim_v": 64}, {"head_dim": 128, "head_dim_v
 def test_our_kernels_come_before_pytorchs_where_they_were_measured_to_be_faster(
     features: Feature, changes: dict[str, Any], first: str
 ) -> None:
-    traits = call_of(*qkv(dtype=torch.float16), Options()).traits()
+    traits = call_of((*qkv(dtype=torch.float16), None)).traits()
     traits = traits._replace(device_type="cuda", capability=(9, 0), features=int(features))._replace(**changes)
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
     assert [backend.name for backend in ordered][:2] == ["official", first]

@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 import flash_attn_compat
 from flash_attn_compat import backends, cli, doctor, isolation, self_check, settings
 from flash_attn_compat.backends.fused import faults, nvrtc
-from flash_attn_compat.core import prepared
+from flash_attn_compat.dispatch import call_cache
 from tests.dropin.environment import write_package
 from tests.interpreters import CAN_FORK, REPOSITORY, forked_child
 from tests.torch_sdpa import originals
@@ -212,10 +212,10 @@ def test_a_patched_process_is_told_who_answers():
 def test_a_variable_that_nobody_reads_is_warned_about_at_the_first_call_and_once(monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_COMPAT_BAKEND", "sdpa")
     settings._warn_of_unknown.cache_clear()
-    prepared.forget()
+    call_cache.forget()
     q = torch.randn(1, 4, 1, 8)
     with pytest.warns(UserWarning, match="BAKEND: did you mean FLASH_ATTN_COMPAT_BACKEND") as told:
         flash_attn_compat.flash_attn_func(q, q, q)
-        prepared.forget()
+        call_cache.forget()
         flash_attn_compat.flash_attn_func(q, q, q)
     assert len(told) == 1

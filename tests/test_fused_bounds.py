@@ -12,8 +12,7 @@ import torch
 
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused import forward, variants
-from flash_attn_compat.core import prepared
-from flash_attn_compat.dispatch import kvcache
+from flash_attn_compat.dispatch import call_cache, kvcache
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
@@ -45,7 +44,7 @@ def launch_unchecked(args: dict[str, object]) -> None:
     """The call without the checks that CPU tensors allow: on a GPU nobody reads lengths before the launch."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_check", "_number_check"):
-            patch.setattr(kvcache, name, lambda arguments: None)
+            patch.setattr(kvcache, name, lambda *arguments: None)
         flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]  # the keys are its parameters
 
 
@@ -61,9 +60,9 @@ def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None
         launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(forward, "_MAX_NEW_KEYS", 0)
-            prepared.forget()
+            call_cache.forget()
             launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
-            prepared.forget()
+            call_cache.forget()
     assert turing.entries == ["decode", "decode"] + ["decode", "append", "decode"] * 3
 
 

@@ -23,7 +23,7 @@ from flash_attn_compat.backends import base
 from flash_attn_compat.backends.fused import nvrtc
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import Variant
-from flash_attn_compat.core import prepared
+from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.private_interface import _flash_attn_backward, _flash_attn_varlen_forward
 from tests import fused_on_cpu
 from tests.support import close, ints, randn
@@ -136,7 +136,7 @@ def test_whichever_kernel_fails_the_answer_and_the_cache_are_right(
     launches = fused_on_cpu.emulate(monkeypatch)
     with use_backend("chunked"):
         expected = case()
-    prepared.forget()
+    call_cache.forget()
     if when == LATER:
         case()
         assert launches.entries == [*entries]

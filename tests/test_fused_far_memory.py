@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_interface, use_backend
-from flash_attn_compat.core import prepared
+from flash_attn_compat.dispatch import call_cache
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches, sparse
 from tests.kernels import emulate
@@ -94,9 +94,9 @@ def test_calls_that_differ_in_strides_that_lead_nowhere_are_alike(name: str, str
         return x.as_strided(x.shape, [own if size > 1 else stride for size, own in zip(x.shape, x.stride())])
 
     for moves in (torch.clone, moved), (moved, torch.clone):
-        prepared.forget()
+        call_cache.forget()
         assert all(map(torch.equal, *(answers(name, move) for move in moves)))
-        assert len(prepared.current().known) == 1
+        assert len(call_cache.current().calls) == 1
 
 
 WRONG = {

@@ -18,7 +18,8 @@ import torch
 from flash_attn_compat import backend_counts, explain, flash_attn_func, reset_backend_counts, use_backend
 from flash_attn_compat.backends.fused import cache, faults, nvrtc, params, self_test
 from flash_attn_compat.backends.fused.nvrtc import ContextLost
-from flash_attn_compat.core import cuda_capture, prepared
+from flash_attn_compat.core import cuda_capture
+from flash_attn_compat.dispatch import call_cache
 from tests import fused_on_cpu
 from tests.interpreters import CAN_FORK, forked, forked_each
 from tests.support import close, driver_stand_in, randn
@@ -68,7 +69,7 @@ def start(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         library.fault_in(kernel.encode(), code, blocking)
         driver = nvrtc.Driver(library)
         monkeypatch.setattr(nvrtc, "driver", lambda: driver)
-        self_test._passed.clear(), nvrtc._kernels.clear(), prepared.forget()
+        self_test._passed.clear(), nvrtc._kernels.clear(), call_cache.forget()
         fused_on_cpu.FUSED.clear_failures()
 
     return start
@@ -172,6 +173,7 @@ def test_a_process_that_ends_in_a_trial_leaves_a_mark_against_that_trial_alone(e
 def test_processes_that_try_the_same_kernel_at_once_do_not_refuse_it(folder: Path) -> None:
     code = f"""
 from flash_attn_compat.backends.fused import faults
+from flash_attn_compat.dispatch import call_cache
 import os, time
 os.environ["FLASH_ATTN_COMPAT_CACHE"] = {str(folder.parent)!r}
 for _ in range(60):

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,10 +26,12 @@ from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.fused import forward, launcher, nvrtc, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.core import cuda_capture, prepared, torch_state
+from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.arguments import Options, cache_call, call_of, plain
-from flash_attn_compat.core.prepared import shared_properties
+from flash_attn_compat.core.arguments import cache_call, call_of, dense
+from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.core.prepared import checked
+from flash_attn_compat.dispatch import call_cache
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kinds import Wrapper
@@ -60,7 +63,7 @@ def freed(size: int) -> Tensor:
 def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
     q, other = half(1, 1, 1, 8), tensor.view(1, 1, 1, 8)
     with pytest.raises(RuntimeError, match=rf"v must be torch.float16 on cpu, got {other.dtype} on {other.device}"):
-        launcher.Plan(call_of(q, q, q, Options())._replace(v=other), [], [])
+        launcher.Plan(call_of((q, q, q, None))._replace(v=other), [], [])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,7 @@ def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
 @pytest.mark.usefixtures("launches")
 def test_an_address_of_too_little_memory_is_refused(tensor: Tensor) -> None:
     q = half(1, 1, 1, 8)
-    plan = launcher.Plan(call_of(q, q, q, Options()), [], [])
+    plan = launcher.Plan(call_of((q, q, q, None)), [], [])
     with pytest.raises(RuntimeError, match=r"q must have 16 bytes .*shape"):
         plan.run((tensor, q, q))
 
@@ -84,7 +87,7 @@ WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode(
 @pytest.mark.parametrize("name", "qkv")
 def test_a_tensor_without_memory_is_never_launched(name: str, what: str, launches: Launches) -> None:
     q, variant = half(1, 90, 4, 64), variants.forward(Kind(75, variants.FP16, 64))
-    plan = launcher.Plan(call_of(q, q, q, Options()), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
+    plan = launcher.Plan(call_of((q, q, q, None)), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
     given = {"q": q, "k": q, "v": q}
     plan.run(tuple(given.values()))
     with pytest.raises(RuntimeError, match=rf"{name} must be a tensor with memory of its own; got (W|F)"):
@@ -162,7 +165,7 @@ def test_a_call_of_too_many_blocks_is_served_by_the_next_backend_and_others_like
     def served(most_blocks: int) -> tuple[list[str], bool]:
         """What is launched; whether the forward was ours."""
         monkeypatch.setattr(launcher, "_MAX_BLOCKS", most_blocks)
-        prepared.forget()
+        call_cache.forget()
         launches.seen.clear()
         reset_backend_counts()
         flash_attn_varlen_func(q, q, q, starts, starts, 250, 250).sum().backward()
@@ -362,10 +365,9 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
     }
     q, k_cache, v_cache, *new = given.values()
     lengths = torch.zeros(2, dtype=torch.int32, device="meta")
-    values = plain(0.0, None, True, (-1, -1), 0.0, False, False)
-    call = cache_call(q, k_cache, v_cache, lengths, seqlen_new, None, None, None, None, values)
-    alike = shared_properties(call)._replace(new=Append(*new, True, lengths, True), is_over_cache=True)
-    run = forward.prepare(alike)
+    call = cache_call(q, k_cache, v_cache, lengths, seqlen_new, None, None, None, None, Scalars(causal=True))
+    step = replace(checked(dense, (), 0, call), new=Append(*new, True, lengths, True), is_over_cache=True)
+    run = forward.prepare(step)
     if far is not None and far.endswith("cache"):
         assert run is None
     else:

@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import grids, launcher, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS
-from flash_attn_compat.core import prepared
+from flash_attn_compat.dispatch import call_cache
 from tests import fused_coverage
 from tests.plain import pairwise
 from tests.support import on_backend
@@ -203,12 +203,12 @@ def test_a_graph_is_replayed_over_other_numbers_and_lengths(backend: str, name: 
     call, args = on_gpu(PROBLEMS[name])
     on_backend(backend, call)  # compiles and loads
     if not is_known:
-        prepared.forget()
+        call_cache.forget()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream):
         out = by(backend, call)
-    assert bool(prepared.current().known) == bool(prepared.current().decisions) == is_known
+    assert bool(call_cache.current().calls) == bool(call_cache.current().choices) == is_known
     for x in args.values():
         if isinstance(x, Tensor) and x.dtype == torch.float16:
             x.mul_(0.5)

@@ -25,9 +25,8 @@ from flash_attn_compat.backends.fused import backward, tuned
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
 from flash_attn_compat.backends.fused.variants import Tile
-from flash_attn_compat.core import prepared
 from flash_attn_compat.core.features import Feature, Traits
-from flash_attn_compat.dispatch import choice
+from flash_attn_compat.dispatch import call_cache, choice
 from tests import fused_on_cpu, others_kernels
 from tests.fused_on_cpu import Launches
 from tests.support import randn
@@ -48,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
 
 def known(*times: Times, gpu: str = GPU) -> None:
     assert tuned.store_card(Card(gpu, "torch 2", times))
-    prepared.forget()
+    call_cache.forget()
 
 
 def timed(case: str, milliseconds: dict[str, float], training: bool = False, head_dim: int = 64) -> Times:
@@ -148,10 +147,10 @@ def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
 ) -> None:
     """Whether another backend is faster at them or our kernels have failed."""
     decided: list[bool] = []
-    decide, forget = choice._decide, prepared.forget
+    decide, forget = choice._decide, call_cache.forget
     monkeypatch.setattr(choice, "_decide", lambda *given: decided.append(True) or decide(*given))
     forgotten: list[bool] = []
-    monkeypatch.setattr(prepared, "forget", lambda: forgotten.append(True) or forget())
+    monkeypatch.setattr(call_cache, "forget", lambda: forgotten.append(True) or forget())
 
     def steps(count: int) -> None:
         decided.clear(), forgotten.clear()

@@ -25,8 +25,10 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends.fused import launcher
-from flash_attn_compat.core import cuda_capture, prepared, torch_state
-from flash_attn_compat.core.arguments import Options, Packing, call_of
+from flash_attn_compat.core import cuda_capture, torch_state
+from flash_attn_compat.core.arguments import call_of
+from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.dispatch import call_cache
 from tests import fused_on_cpu, others_kernels, warm
 from tests.problems import PACKED, STEP
 from tests.support import ints, qkv, randn
@@ -74,7 +76,7 @@ def test_calls_over_a_cache_whose_lengths_are_numbers_are_known_by_their_side_of
     q, cache = (randn(2, length, 2, 16, dtype=torch.float16) for length in (5, 20))
     for length, known in ((3, 1), (4, 1), (5, 2), (7, 3), (9, 3)):
         flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
-        assert len(prepared.current().known) == known
+        assert len(call_cache.current().calls) == known
 
 
 @functions
@@ -93,7 +95,7 @@ def test_a_tensor_whose_value_counts_is_not_kept(function: str, monkeypatch: pyt
 def test_packed_lengths_are_compared_at_every_call() -> None:
     q, starts = randn(10, 2, 16), ints(0, 5, 10)
     calls = [
-        call_of(q, q, q, Options(), packing=Packing(starts, others, 7, 7))
+        call_of((q, q, q, None, starts, others), Scalars(max_seqlen_q=7, max_seqlen_k=7))
         for others in (ints(0, 5, 10), ints(0, 3, 10), ints(0, 5, 10))
     ]
     assert [call.equal_lengths for call in calls] == [True, False, True]
@@ -108,8 +110,8 @@ def test_nothing_of_a_capture_is_kept(function: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(cuda_capture, "is_capturing", lambda device, captures=captures: captures)
         with use_backend("fused"):
             getattr(flash_attn_interface, function)(**arguments)
-        kept = prepared.current()
-        assert bool(kept.known) == bool(kept.decisions) == (not captures)
+        kept = call_cache.current()
+        assert bool(kept.calls) == bool(kept.choices) == (not captures)
 
 
 class Float64(float):
@@ -138,18 +140,18 @@ def test_nothing_is_kept_alive(function: str, backend: str, head_dim: int, monke
     with use_backend(backend):
         found = solve(getattr(flash_attn_interface, function), call)
     gone = [weakref.ref(value) for value in (*call.args.values(), *found.parts.values()) if isinstance(value, Tensor)]
-    assert prepared.current().known
+    assert call_cache.current().calls
     del call, found
     gc.collect()
     assert not [one for one in gone if one() is not None]
 
 
 def test_no_more_is_kept_than_a_few_thousand_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared.forget()
-    monkeypatch.setattr(prepared, "MOST", 8)
+    call_cache.forget()
+    monkeypatch.setattr(call_cache, "MOST", 8)
     for length in range(1, 30):
         flash_attn_func(*(randn(1, length, 1, 8) for _ in range(3)))
-        lengths = [known.call.max_seqlen_q for known in prepared.current().known.values()]
+        lengths = [known.call.max_seqlen_q for known in call_cache.current().calls.values()]
         assert lengths == list(range(max(1, length - 7), length + 1))
 
 
@@ -158,12 +160,12 @@ class Wrapped(Tensor):
 
 
 def test_subclasses_of_tensors_are_not_kept() -> None:
-    prepared.forget()
+    call_cache.forget()
     (q, k, v), args = qkv(), PACKED.build().args
     flash_attn_func(q, k, v.as_subclass(Wrapped))
     flash_attn_varlen_func(**args | {"cu_seqlens_q": args["cu_seqlens_q"].as_subclass(Wrapped)})
     torch.func.vmap(flash_attn_func)(*(tensor[None] for tensor in (q, k, v)))
-    assert not prepared.current().known
+    assert not call_cache.current().calls
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
@@ -183,22 +185,22 @@ def random_calls(monkeypatch: pytest.MonkeyPatch, by_kernels: bool) -> Tally:
 
 
 def test_a_key_too_coarse_is_found_by_random_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor_signatures = prepared.tensor_signatures
+    tensor_signatures = call_cache.tensor_signatures
     monkeypatch.setattr(
-        prepared, "tensor_signatures", lambda tensors: tuple([x and x[:1] for x in tensor_signatures(tensors)])
+        call_cache, "tensor_signatures", lambda tensors: tuple([x and x[:1] for x in tensor_signatures(tensors)])
     )
     assert random_calls(monkeypatch, by_kernels=True).differing
 
 
 def test_threads_are_answered_right_while_another_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "MOST", 3)  # so that something goes all the time
+    monkeypatch.setattr(call_cache, "MOST", 3)  # so that something goes all the time
     calls = list(warm.calls_of("flash_attn_with_kvcache"))[:16]
     expected = [call.run() for call in calls]
     stopped, wrong = threading.Event(), []
 
     def forget() -> None:
         while not stopped.wait(1e-4):
-            prepared.forget()
+            call_cache.forget()
 
     def work(index: int) -> None:
         for at in (*range(index, len(calls)), *range(index)):

@@ -16,8 +16,8 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import explain, flash_attn_func, flash_attn_interface, flash_attn_varlen_func, use_backend
 from flash_attn_compat.backends import base, smoke_test
-from flash_attn_compat.core import prepared
 from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.dispatch import call_cache
 from tests import others_kernels
 from tests.caller_state import State, states, why_not
 from tests.others_kernels import BACKENDS, GENUINE, lay_flash_attn
@@ -253,7 +253,7 @@ def test_loading_is_tried_once_and_only_for_calls_it_could_take(install: Any) ->
     assert reasons(*qkv()) == ["does not compute float32"] and others_kernels.calls == []
     for _ in range(2):
         reasons()
-        prepared.forget()
+        call_cache.forget()
     assert others_kernels.calls == ["loaded"]
 
 
@@ -323,9 +323,9 @@ def test_patching_and_unpatching_make_dispatch_decide_anew(change: Callable[[], 
     (flash_attn_compat.unpatch if change is flash_attn_compat.patch else flash_attn_compat.patch)()
     with use_backend("reference"):
         flash_attn_func(*qkv())
-    assert prepared.current().decisions
+    assert call_cache.current().choices
     change()
-    assert not prepared.current().decisions and not prepared.current().known
+    assert not call_cache.current().choices and not call_cache.current().calls
     flash_attn_compat.unpatch()
 
 

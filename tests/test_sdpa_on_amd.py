@@ -13,9 +13,10 @@ from torch import Tensor
 from flash_attn_compat import backend_counts, flash_attn_func, reset_backend_counts
 from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.sdpa import Sdpa
-from flash_attn_compat.core import cuda_capture, prepared
+from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.dispatch import call_cache
 from tests.support import randn
 
 CAUSAL = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
@@ -48,7 +49,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(smoke_test, "_run_once", functools.cache(smoke_test._run_once.__wrapped__))
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: False)
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", is_half)
-    monkeypatch.setattr(prepared, "_current", prepared.Memory())
+    monkeypatch.setattr(call_cache, "_current", call_cache.empty_tables())
     return monkeypatch
 
 

@@ -20,7 +20,7 @@ from flash_attn_compat.backends.fused.tuned import Card, TileChoice
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Tile, Variant
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.card import NO_LIMITS, Limits
-from flash_attn_compat.core import prepared
+from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.tune import Tuning
 from tests import fused_on_cpu, others_kernels
 from tests.fused_on_cpu import Launches
@@ -70,7 +70,7 @@ def tune_here(head_dim: int = 64, all_cases: bool = False) -> Tuning:
 
 def in_another_process() -> None:
     tuned._cards.clear()
-    prepared.forget()
+    call_cache.forget()
 
 
 def train(causal: bool = True) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from flash_attn_compat import explain, flash_attn_interface, settings, use_backend
 from flash_attn_compat import flash_attn_2_cuda as raw
 from flash_attn_compat.backends.fused import params
-from flash_attn_compat.core import prepared
+from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.dispatch import call_cache
 from tests import fused_on_cpu
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
 from tests.support import ints, randn
@@ -287,26 +288,26 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
     """
     differing, made, errors, hits = [], 0, 0, 0
     with pytest.MonkeyPatch.context() as patch:
-        lasting, look_up = prepared.Memory(), prepared.look_up
-        asked: list[tuple[prepared.Request, Any, bool]] = []
+        lasting, look_up = call_cache.empty_tables(), call_cache.look_up
+        asked: list[tuple[tuple[Any, ...], Any, bool]] = []
 
-        def seen(request: prepared.Request) -> Any:
-            key, known = look_up(request)
-            asked.append((request, key, known is not None))
+        def seen(build: Any, tensors: Any, scalars: tuple[Any, ...], flags: int) -> Any:
+            key, known = look_up(build, tensors, scalars, flags)
+            asked.append((scalars, key, known is not None))
             return key, known
 
-        def answered(call: WarmCall, kept: prepared.Memory) -> tuple[Answer, list[Any]]:
+        def answered(call: WarmCall, kept: call_cache.Tables) -> tuple[Answer, list[Any]]:
             asked.clear()
-            patch.setattr(prepared, "_current", kept)
+            patch.setattr(call_cache, "_current", kept)
             found = answer(call)
             # Of lengths that are a cache's number, that of the first one is kept.
-            taken = [kept.known[key].call for one, key, _ in asked if key in kept.known and one.length is None]
+            taken = [kept.calls[key].call for one, key, _ in asked if key in kept.calls and not has_length(one)]
             return found, [] if is_error(found) else taken
 
-        patch.setattr(prepared, "look_up", seen)
+        patch.setattr(call_cache, "look_up", seen)
         for call in calls:
             made += 1
-            expected, requests = answered(call, prepared.Memory())
+            expected, requests = answered(call, call_cache.empty_tables())
             errors += is_error(expected)
             for _ in range(2):
                 found, taken_for = answered(call, lasting)
@@ -314,6 +315,11 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
                 if not equal(found, expected) or taken_for != requests:
                     differing.append(call.name)
     return Tally(differing, made, hits, errors)
+
+
+def has_length(scalars: tuple[Any, ...]) -> bool:
+    """Whether a call over a cache has an int length, by its scalars as dispatch/kvcache.py orders them."""
+    return len(scalars) > len(Scalars._fields) and scalars[-2]
 
 
 def launched(launches: fused_on_cpu.Launches) -> Callable[[WarmCall], Answer]:

@@ -21,7 +21,7 @@ from flash_attn_compat.core import alibi, dropout
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
-from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, Tensors
+from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, Tensors
 from flash_attn_compat.core.traced_lengths import HiddenLayout, has_hidden_lengths
 from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block
 
@@ -131,10 +131,10 @@ class Backend(abc.ABC):
         """Reasons that need a library or a self-test; asked only where no other reason exists."""
         return []
 
-    def prepare(self, alike: Alike) -> Run:
-        """Return the run for all calls with the cache key of ``alike``. It and its run may raise KernelsFailed."""
-        bind, forward = alike.bind, self.forward
-        if not alike.is_over_cache:
+    def prepare(self, prepared: Prepared) -> Run:
+        """Return the run for all calls with the cache key of ``prepared``. It and its run may raise KernelsFailed."""
+        bind, forward = prepared.bind, self.forward
+        if not prepared.is_over_cache:
             return lambda tensors, length: forward(bind(tensors, length)[0])
 
         def run(tensors: Tensors, length: int | None) -> Result:

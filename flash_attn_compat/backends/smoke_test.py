@@ -15,8 +15,8 @@ from flash_attn_compat import installed
 from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import cuda_capture, torch_state
-from flash_attn_compat.core.arguments import Options, Purpose, call_of
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs
+from flash_attn_compat.core.arguments import call_of
+from flash_attn_compat.core.call import NEEDS_GRAD, AttentionCall, BackwardInputs, Scalars
 from flash_attn_compat.core.features import Feature, Traits
 
 Lengths = tuple[int, int]  # of queries and keys
@@ -81,13 +81,14 @@ def _make_problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor
     rows, keys = (lengths[0], 2), (lengths[1], 1 if features & Feature.GQA else 2)
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     q, k, v, dout = (draw(1, *shape, kind.head_dim).to(device, kind.dtype) for shape in (rows, keys, keys, rows))
-    options = Options(
+    slopes = torch.tensor([0.3, 0.1], dtype=torch.float32, device=device) if features & Feature.ALIBI else None
+    scalars = Scalars(
         causal=bool(features & Feature.CAUSAL),
-        window_size=(5 if features & Feature.WINDOW_LEFT else -1, 3 if features & Feature.WINDOW_RIGHT else -1),
+        window_size_left=5 if features & Feature.WINDOW_LEFT else -1,
+        window_size_right=3 if features & Feature.WINDOW_RIGHT else -1,
         softcap=2.0 if features & Feature.SOFTCAP else 0.0,
-        alibi_slopes=torch.tensor([0.3, 0.1], dtype=torch.float32, device=device) if features & Feature.ALIBI else None,
     )
-    return call_of(q, k, v, options, Purpose(needs_grad=kind.needs_backward)), dout
+    return call_of((q, k, v, slopes), scalars, NEEDS_GRAD if kind.needs_backward else 0), dout
 
 
 def find_device(capability: tuple[int, int] | None) -> torch.device:

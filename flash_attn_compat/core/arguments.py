@@ -1,147 +1,108 @@
-"""From flash-attn's arguments to a request, and from that to an AttentionCall: checks, defaults and conversions."""
+"""From flash-attn's arguments to a cache key, and from that to an AttentionCall: checks, defaults and conversions."""
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, torch_state
-from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.call import (
+    EQUAL_LENGTHS,
+    GIVEN_LSE,
+    NEEDS_GRAD,
+    RETURN_DMASK,
+    RETURN_LSE,
+    RETURN_PROBS,
+    SHARES_DROPOUT_MASK,
+    SLOPES_GRADIENT,
+    TENSORS,
+    TRANSFORMED,
+    AttentionCall,
+    Scalars,
+)
 from flash_attn_compat.core.mask import MOST_TOKENS, Mask
-from flash_attn_compat.core.prepared import Alike, Request, RequestKind, shared_properties
+from flash_attn_compat.core.prepared import Build, Prepared, Tensors, checked
 
-
-class Options(NamedTuple):
-    """The arguments that every attention function shares, as the caller gave them."""
-
-    dropout_p: float = 0.0
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: Sequence[int] = (-1, -1)
-    softcap: float | None = 0.0
-    alibi_slopes: Tensor | None = None
-    deterministic: bool = False
-    return_attn_probs: bool = False
-
-
-class Purpose(NamedTuple):
-    """How a call's results are used: fields of AttentionCall that follow from the caller, not from the options."""
-
-    needs_grad: bool = False
-    return_lse: bool = False
-    return_dmask: bool = False
-    shares_dropout_mask: bool = False
-    given_lse: bool = False
-    transformed: bool = False
-    slopes_gradient: bool = False
-
-
-FORWARD, RECORDED, TRANSFORMED = Purpose(), Purpose(needs_grad=True), Purpose(transformed=True)
-# The slopes' gradient comes from another backend's operators, which draw the same dropout mask.
-RECORDED_WITH_SLOPES = Purpose(needs_grad=True, shares_dropout_mask=True, slopes_gradient=True)
 _VALUES = frozenset({bool, int, float, str, type(None)})
+_PADDING = (None,) * 6
+_DENSE_COUNTS = TENSORS.index("alibi_slopes") + 1, TENSORS.index("bias") + 1
+_DEFAULTS = Scalars()
+# A call's family, tensors, scalars and flags, as call_cache.look_up takes them.
+Keyed = tuple[Build, Tensors, tuple[Any, ...], int]
 
 
-class Packing(NamedTuple):
-    """How sequences are packed: starts (batch + 1,) int32 and the longest lengths the caller states.
+def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
+    """Return ``look_up``'s arguments for a dense call, or for a packed or paged one.
 
-    A length that is a tensor of one integer is read, which waits for its GPU. block_table, seqused_k and leftpad_k are
-    AttentionCall's; with the first, cu_seqlens_k gives lengths only.
+    Args:
+        tensors: not checked here, in the order of TENSORS. Of a dense call as far as alibi_slopes, or as far as bias;
+            of a packed one at least as far as cu_seqlens_k, at most as far as block_table, with which cu_seqlens_k
+            gives lengths only
+        scalars: the fields of Scalars as the caller gave them
+    Raises:
+        RuntimeError: a scalar has a wrong type
     """
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int | Tensor
-    max_seqlen_k: int | Tensor
-    block_table: Tensor | None = None
-    seqused_k: Tensor | None = None
-    leftpad_k: Tensor | None = None
-
-
-def request_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: tuple[Any, ...],
-    purpose: Purpose = FORWARD,
-    packing: tuple[Any, ...] | None = None,
-    bias: Tensor | None = None,
-) -> Request:
-    """Return the request of a dense call, or of a packed or paged one where ``packing`` is given.
-
-    q, k, v: (batch, seqlen, heads, head_dim); with packing (total, heads, head_dim), or paged k and v
-    options, packing: the fields of Options and Packing; bias: as in AttentionCall, for dense tensors; not checked here
-    """
-    dropout_p, scale, causal, window_size, softcap, slopes, deterministic, return_attn_probs = options
-    values = plain(dropout_p, scale, causal, window_size, softcap, deterministic, return_attn_probs)
-    if packing is None:
-        own = (q, k, v, slopes)
-        return Request(DENSE, own if bias is None else (*own, *(None,) * 5, bias), (values, purpose))
-    starts_q, starts_k, max_seqlen_q, max_seqlen_k, table, used, leftpad = packing
-    if type(max_seqlen_q) is not int or type(max_seqlen_k) is not int:
-        max_seqlen_q, max_seqlen_k = integer("max_seqlen_q", max_seqlen_q), integer("max_seqlen_k", max_seqlen_k)
-    tensors: tuple[Any, ...] = (q, k, v, slopes, starts_q, starts_k)
-    if table is None and used is None and leftpad is None:
-        equal_lengths = starts_q is starts_k or (not purpose.transformed and _hold_the_same(starts_q, starts_k))
-    else:
-        equal_lengths = False
-        if table is None:
-            tensors = (*tensors, used, leftpad)
-        else:
-            if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
-                used = starts_k[1:] - starts_k[:-1]
-            tensors = (*tensors[:5], None, used, leftpad, table, None, None, starts_k)
-    return Request(PACKED, tensors, (values, purpose, max_seqlen_q, max_seqlen_k, equal_lengths))
+    scalars = hashable(*scalars)
+    if len(tensors) in _DENSE_COUNTS:
+        return dense, tensors, scalars, flags
+    q, k, v, slopes, starts_q, starts_k, used, leftpad, table = (*tensors, *_PADDING)[:9]
+    if table is not None:
+        if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
+            used = starts_k[1:] - starts_k[:-1]
+        tensors = (q, k, v, slopes, starts_q, None, used, leftpad, table, None, None, starts_k)
+    elif used is None and leftpad is None:
+        tensors = (q, k, v, slopes, starts_q, starts_k)
+        if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
+            flags |= EQUAL_LENGTHS
+    return packed, tensors, scalars, flags
 
 
-def call_of(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD, packing: Packing | None = None
-) -> AttentionCall:
+def call_of(tensors: Tensors, scalars: Scalars = _DEFAULTS, flags: int = 0) -> AttentionCall:
     """Return the checked call of the same arguments. Raises as checks.dense and checks.packed do."""
-    request = request_of(q, k, v, options, purpose, packing)
-    return request.kind.build(request).call
+    build, tensors, hashables, flags = keyed(tensors, scalars, flags)
+    return build(tensors, hashables, flags, None).call
 
 
-def plain(
-    dropout_p: Any, scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any, return_attn_probs: Any
-) -> tuple[Any, ...]:
-    """Return the options without slopes as hashable values for a cache key, with window_size as two bounds."""
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        left, right = checks.two_bounds(window_size)  # raises, and says what a window is
-    if type(left) is not int or type(right) is not int:  # 1.0 is no bound, and equals 1
-        left, right = integer("window_size_left", left), integer("window_size_right", right)
-    values = dropout_p, scale, causal, left, right, softcap, deterministic, return_attn_probs
-    if (
+def hashable(
+    dropout_p: Any, scale: Any, causal: Any, left: Any, right: Any, softcap: Any, deterministic: Any, longest_q: Any,
+    longest_k: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the fields of Scalars as hashable values for a cache key."""
+    if (  # the usual types are known in a third of the time
         (scale is None or type(scale) is float)
         and type(dropout_p) is type(softcap) is float
-        and type(causal) is type(deterministic) is type(return_attn_probs) is bool
-    ) or _VALUES.issuperset(map(type, values)):  # the usual types are known in half the time
-        return values
-    return (
-        checks.number("dropout_p", dropout_p), None if scale is None else checks.number("softmax_scale", scale),
-        checks.causal(causal), left, right, checks.softcap(softcap), bool(deterministic),
-        bool(return_attn_probs),
-    )  # fmt: skip
+        and type(causal) is type(deterministic) is bool
+        and type(left) is type(right) is type(longest_q) is type(longest_k) is int
+    ):
+        return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k
+    if not type(left) is type(right) is type(longest_q) is type(longest_k) is int:  # 1.0 is no bound, and equals 1
+        left, right = integer("window_size_left", left), integer("window_size_right", right)
+        longest_q, longest_k = integer("max_seqlen_q", longest_q), integer("max_seqlen_k", longest_k)
+    if not _VALUES.issuperset(map(type, (dropout_p, scale, causal, softcap, deterministic))):
+        dropout_p, causal = checks.number("dropout_p", dropout_p), checks.causal(causal)
+        scale = None if scale is None else checks.number("softmax_scale", scale)
+        softcap, deterministic = checks.softcap(softcap), bool(deterministic)
+    return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k
 
 
-def _build_dense(request: Request) -> Alike:
-    q, k, v, slopes, *others = request.tensors
+def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
+    """Check a dense call and return it without a backend."""
+    q, k, v, slopes, *others = tensors
     checks.dense(q, k, v)
-    values, purpose = request.values
     lengths = q.shape[0], q.shape[1], k.shape[1], k.shape[1]
-    return shared_properties(_call(q, k, v, slopes, values, purpose, *lengths, bias=others[5] if others else None))
+    call = _call(q, k, v, slopes, scalars, flags, *lengths, bias=others[5] if others else None)
+    return checked(dense, scalars, flags, call)
 
 
-def _build_packed(request: Request) -> Alike:
-    q, k, v, slopes, starts_q, starts_k, *others = request.tensors
-    used, leftpad, table, _, _, paged_starts = (*others, *(None,) * 6)[:6]
-    values, purpose, longest_q, longest_k, equal_lengths = request.values
+def packed(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
+    """Check a packed or paged call and return it without a backend. tensors: as ``keyed`` returns them"""
+    q, k, v, slopes, starts_q, starts_k, *others = tensors
+    used, leftpad, table, _, _, paged_starts = (*others, *_PADDING)[:6]
+    *_, longest_q, longest_k = scalars
     if table is None:
         checks.packed(q, k, v, starts_q, starts_k)
     else:
@@ -157,39 +118,29 @@ def _build_packed(request: Request) -> Alike:
         if longest > MOST_TOKENS:
             raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {longest}")
     call = _call(
-        q, k, v, slopes, values, purpose, batch, longest_q, longest_k, longest_k,
+        q, k, v, slopes, scalars, flags, batch, longest_q, longest_k, longest_k,
         cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, block_table=table, seqused_k=used, leftpad_k=leftpad,
-        is_dense=False, equal_lengths=equal_lengths,
+        is_dense=False, equal_lengths=bool(flags & EQUAL_LENGTHS),
     )  # fmt: skip
-    check = _check_packed_if_not_hidden if purpose.transformed else _check_packed
-    return shared_properties(call, check if checks.may_read(starts_q) else None)
+    check = functools.partial(_check_numbers, longest_q, longest_k, bool(flags & TRANSFORMED))
+    return checked(packed, scalars, flags, call, check if checks.may_read(starts_q) else None)
 
 
-def _check_packed_if_not_hidden(request: Request) -> None:
-    if not any(isinstance(x, Tensor) and torch_state.is_hidden(x) for x in request.tensors[4:]):
-        _check_packed(request)
-
-
-def _check_packed(request: Request) -> None:
-    q, k, _, _, starts_q, starts_k, *others = request.tensors
-    _, _, longest_q, longest_k, _ = request.values
+def _check_numbers(longest_q: int, longest_k: int, may_be_hidden: bool, tensors: Tensors, length: int | None) -> None:
+    q, k, _, _, starts_q, starts_k, *others = tensors
+    if may_be_hidden and any(isinstance(x, Tensor) and torch_state.is_hidden(x) for x in tensors[4:]):
+        return
     if not checks.may_read(starts_q):  # which a capture forbids
         return
-    table = others[2] if len(others) > 2 else None
-    of_keys = (starts_k, k.shape[0]) if table is None else (others[5], None)
+    used, leftpad, table, _, _, paged_starts = (*others, *_PADDING)[:6] if others else _PADDING
+    of_keys = (starts_k, k.shape[0]) if table is None else (paged_starts, None)
     if table is not None:
         longest_k = MOST_TOKENS  # nothing is launched by it: the table says how many keys there may be
-    used = others[0] if others else None
     checks.values_of_starts(starts_q, of_keys[0], q.shape[0], of_keys[1], longest_q, longest_k, used)
     if table is not None and checks.may_read(table):
-        checks.values_of_pages(k, table, others[0])
-    leftpad = others[1] if len(others) > 1 else None
+        checks.values_of_pages(k, table, used)
     if leftpad is not None and checks.may_read(leftpad):
         checks.values_of_leftpad("leftpad_k", leftpad)
-
-
-DENSE = RequestKind("dense", _build_dense)
-PACKED = RequestKind("packed", _build_packed)
 
 
 def cache_call(
@@ -202,13 +153,14 @@ def cache_call(
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
     alibi_slopes: Tensor | None,
-    values: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    flags: int = 0,
 ) -> AttentionCall:
     """(batch, seqlen_q, nheads, headdim) queries over a cache; dispatch/kvcache.py has checked all but the values.
 
     The tensors are flash_attn_with_kvcache's; seqlen_new: how many keys are written behind cache_seqlens before.
     Lengths that are known to the host and equal become dense slices of the cache, any others seqused_k, with the new
-    keys in both. values: as ``plain`` gives them
+    keys in both. scalars: as ``hashable`` returns them
     """
     used, leftpad, table = cache_seqlens, cache_leftpad, block_table
     batch, seqlen_q, slots = q.shape[0], q.shape[1], k_cache.shape[1]
@@ -220,10 +172,10 @@ def cache_call(
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     if used is not None and appends:
         used = used + seqlen_new
-    given = alibi_slopes, values, FORWARD, batch, seqlen_q
+    given = alibi_slopes, scalars, flags, batch, seqlen_q
     if isinstance(used, int):
         # The LSE differs between a window that hides nothing in the whole cache and one that hides no used key.
-        shows_capacity = alibi_slopes is not None and values[3] >= 0
+        shows_capacity = alibi_slopes is not None and Scalars(*scalars).window_size_left >= 0
         if table is None and leftpad is None and not shows_capacity:
             return _call(q, k_cache[:, :used], v_cache[:, :used], *given, used, capacity, appends=appends)
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
@@ -239,8 +191,8 @@ def _call(
     k: Tensor,
     v: Tensor,
     alibi_slopes: Tensor | None,
-    values: tuple[Any, ...],
-    purpose: Purpose,
+    scalars: tuple[Any, ...],
+    flags: int,
     batch: int,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -249,34 +201,33 @@ def _call(
 ) -> AttentionCall:
     """Return the call of checked tensors.
 
-    values: as ``plain`` returns them; capacity: the number of keys that windows are measured against
+    scalars: as ``hashable`` returns them; capacity: the number of keys that windows are measured against
     others: further fields of AttentionCall: bias, or how sequences lie in the tensors
     """
-    dropout_p, softmax_scale, causal, left, right, softcap, deterministic, return_attn_probs = values
+    dropout_p, softmax_scale, causal, left, right, softcap, deterministic, _, _ = scalars
     is_causal = checks.causal(causal)
     if left == -1 and right == -1:
         mask = _CAUSAL if is_causal else _FULL
     else:
         mask = Mask.from_window(is_causal, left, right, max_seqlen_q, capacity)
     dropout_p = checks.dropout(dropout_p)
-    drops = dropout_p > 0.0
+    if flags & RETURN_PROBS:
+        flags |= RETURN_LSE | (RETURN_DMASK | SHARES_DROPOUT_MASK if dropout_p > 0.0 else 0)
     if alibi_slopes is not None:
         checks.alibi(alibi_slopes, q, batch)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
+    others |= {field: bool(flags & flag) for field, flag in _FIELDS.items()}
     return AttentionCall(
         q, k, v, scale, mask, max_seqlen_q, max_seqlen_k, checks.softcap(softcap), dropout_p, alibi_slopes,
-        deterministic=bool(deterministic),
-        return_lse=bool(return_attn_probs) or purpose.return_lse,
-        return_dmask=(bool(return_attn_probs) and drops) or purpose.return_dmask,
-        needs_grad=purpose.needs_grad,
-        given_lse=purpose.given_lse,
-        shares_dropout_mask=(bool(return_attn_probs) and drops) or purpose.shares_dropout_mask,
-        transformed=purpose.transformed,
-        slopes_gradient=purpose.slopes_gradient,
-        **others,
+        deterministic=bool(deterministic), **others,
     )  # fmt: skip
 
 
+# The fields of AttentionCall that flags set.
+_FIELDS = {
+    "return_lse": RETURN_LSE, "return_dmask": RETURN_DMASK, "needs_grad": NEEDS_GRAD, "given_lse": GIVEN_LSE,
+    "shares_dropout_mask": SHARES_DROPOUT_MASK, "transformed": TRANSFORMED, "slopes_gradient": SLOPES_GRADIENT,
+}  # fmt: skip
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
 
 

@@ -14,6 +14,30 @@ from flash_attn_compat import settings
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.mask import Mask
 
+# Flags: how the caller uses a call's results. Every key holds them; most become fields of AttentionCall.
+NEEDS_GRAD, RETURN_LSE, RETURN_DMASK, SHARES_DROPOUT_MASK, GIVEN_LSE, TRANSFORMED, SLOPES_GRADIENT = (
+    1 << bit for bit in range(7)
+)
+RETURN_PROBS = 1 << 7  # softmax_lse, and under dropout S_dmask
+EQUAL_LENGTHS = 1 << 8  # AttentionCall.equal_lengths
+
+
+class Scalars(NamedTuple):
+    """The numbers of a call, in the order in which keys, operators and functions take them.
+
+    max_seqlen_q, max_seqlen_k: 0 for dense calls; a tensor of one integer is read, which waits for its GPU
+    """
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float | None = 0.0
+    deterministic: bool = False
+    max_seqlen_q: int | Tensor = 0
+    max_seqlen_k: int | Tensor = 0
+
 
 class AttentionCall(NamedTuple):
     """Attention of ``q`` over ``k`` and ``v``."""
@@ -154,7 +178,7 @@ class AttentionCall(NamedTuple):
         return AttentionCall._make((*given[:3], *self[3:9], *given[3 : len(TENSORS)], *self[17:]))
 
 
-# The call's tensor fields, rng_state last. A request's tensors have those of Append after them.
+# The call's tensor fields, rng_state last: the order of all tensors. Over a cache those of Append follow.
 TENSORS = AttentionCall._fields[:3] + AttentionCall._fields[9:17]
 NO_TENSORS = (None,) * len(TENSORS)
 RNG_STATE = TENSORS.index("rng_state")

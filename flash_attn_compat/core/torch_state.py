@@ -60,7 +60,7 @@ def is_hidden(tensor: Tensor) -> bool:
 
 def autocasts(tensor: torch.Tensor) -> bool:
     """Whether autocast is on for a tensor's device: it would round fp32 products to half precision."""
-    if (tensor.is_cuda or tensor.is_cpu) and not _is_any_on():
+    if not _is_any_on() and (tensor.is_cuda or tensor.is_cpu):
         return False  # the fastest test, which covers CPU and CUDA
     return _autocasts_on(tensor.device.type)
 

@@ -1,4 +1,4 @@
-"""One autograd Function for every backend: from a request to outputs, with gradients where autograd records.
+"""One autograd Function for every backend: from a call to outputs, with gradients where autograd records.
 
 Packed inputs enter the graph whole, so that their gradient is one packed tensor written once.
 """
@@ -13,13 +13,22 @@ from torch.autograd import forward_ad
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, torch_state
-from flash_attn_compat.core.arguments import FORWARD, RECORDED, RECORDED_WITH_SLOPES, TRANSFORMED, Purpose
-from flash_attn_compat.core.call import RNG_STATE, AttentionCall, BackwardInputs, Gradients, Result
-from flash_attn_compat.core.prepared import Known, Request, Tensors
+from flash_attn_compat.core.call import (
+    NEEDS_GRAD,
+    RNG_STATE,
+    SHARES_DROPOUT_MASK,
+    SLOPES_GRADIENT,
+    TRANSFORMED,
+    AttentionCall,
+    BackwardInputs,
+    Gradients,
+    Result,
+)
+from flash_attn_compat.core.prepared import Build, Prepared, Tensors
 from flash_attn_compat.core.torch_state import transforms_are_on
 from flash_attn_compat.dispatch import at_exit, choice
 from flash_attn_compat.dispatch.op_derivatives import have_tangents
-from flash_attn_compat.dispatch.serve import backward_tensors, dmask, gradients, run
+from flash_attn_compat.dispatch.serve import backward_tensors, dmask, find, gradients, run
 
 
 def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,20 +65,21 @@ def _check_packed(packed: Tensor, expected: int) -> None:
 Outputs = tuple[Tensor, Any, Any]
 
 
-def purpose(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> Purpose:
-    """Return the purpose of a call: recorded by autograd, under a transform or forward-mode AD, or a plain forward."""
+def recording_flags(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> int:
+    """Return the flags of a call that autograd records, or that a transform or forward-mode AD differentiates, or 0."""
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
         return TRANSFORMED
     if torch.is_grad_enabled():
         if slopes is not None and are_trained(slopes):
-            return RECORDED_WITH_SLOPES
+            # The slopes' gradient comes from another backend's operators, which draw the same dropout mask.
+            return NEEDS_GRAD | SHARES_DROPOUT_MASK | SLOPES_GRADIENT
         try:
             for tensor in inputs:
                 if tensor.requires_grad:
-                    return RECORDED
+                    return NEEDS_GRAD
         except AttributeError:  # an input is no tensor, and the checks will name it
             pass
-    return FORWARD
+    return 0
 
 
 def are_trained(slopes: object) -> bool:
@@ -77,22 +87,22 @@ def are_trained(slopes: object) -> bool:
     return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
 
 
-def scale_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return inputs and options with a differentiable softmax_scale moved into the queries.
+def scale_queries(inputs: tuple[Any, ...], scale: Tensor) -> tuple[tuple[Any, ...], Tensor | None]:
+    """Return inputs and softmax_scale, with a differentiable scale moved into the queries and None in its place.
 
     Kernels take a number: they get the default scale, head_dim ** -0.5, and the queries are multiplied by the rest.
-    inputs, options: as a public function has them; returned unchanged if the scale needs no derivative
+    Both are returned unchanged if the scale needs no derivative.
     """
-    scale, queries = options[1], inputs[0]
+    queries = inputs[0]
     wants_gradient = scale.requires_grad and torch.is_grad_enabled()
     is_traced = torch.compiler.is_compiling() or torch_state.tracing_state() is not None
     if not (wants_gradient or is_traced or are_transformed((scale,))):
-        return inputs, options
+        return inputs, scale
     if scale.numel() != 1 or not isinstance(queries, Tensor):
-        return inputs, options  # the checks say what is wrong
+        return inputs, scale  # the checks say what is wrong
     q, *others = inputs if len(inputs) > 1 else unpack(inputs)
     wide = q.to(torch.promote_types(q.dtype, torch.float32))  # in which the scale's gradient is summed
-    return ((wide * (scale.reshape(()) * q.shape[-1] ** 0.5)).to(q.dtype), *others), (options[0], None, *options[2:])
+    return ((wide * (scale.reshape(()) * q.shape[-1] ** 0.5)).to(q.dtype), *others), None
 
 
 def are_transformed(inputs: tuple[object, ...]) -> bool:
@@ -100,17 +110,18 @@ def are_transformed(inputs: tuple[object, ...]) -> bool:
     return transforms_are_on() or have_tangents(inputs)
 
 
-def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Outputs:
-    """Return (out, softmax_lse, S_dmask) of a request over views of ``inputs``, recorded if the call needs gradients.
+def attend(inputs: tuple[Tensor, ...], build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int) -> Outputs:
+    """Return (out, softmax_lse, S_dmask) of a call over views of ``inputs``, recorded if the call needs gradients.
 
-    softmax_lse and S_dmask may be None where the call does not ask for them.
+    softmax_lse and S_dmask may be None where the call does not ask for them. The other arguments are those of ``find``.
     """
-    if known.call.needs_grad:
-        slopes = unwrapped(request.tensors[3]) if known.call.slopes_gradient else None
-        outputs: Outputs = _record(known, request, slopes, *map(unwrapped, inputs))
+    prepared = find(build, tensors, scalars, flags)
+    if flags & NEEDS_GRAD:
+        slopes = unwrapped(tensors[3]) if flags & SLOPES_GRADIENT else None
+        outputs: Outputs = _record(prepared, tensors, slopes, *map(unwrapped, inputs))
         return outputs
-    known, result = run(known, request)
-    return _outputs(known, request.tensors, result) if known.call.return_lse else (result.out, None, None)
+    prepared, result = run(prepared, tensors)
+    return _outputs(prepared, tensors, result) if prepared.call.return_lse else (result.out, None, None)
 
 
 def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
@@ -120,14 +131,17 @@ def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, known: Known, request: Request, slopes: Tensor | None, *inputs: Tensor) -> Outputs:
-        ctx.known, result = run(known, request)
+    def forward(
+        ctx: Any, prepared: Prepared, tensors: Tensors, slopes: Tensor | None, *inputs: Tensor
+    ) -> Outputs:  # fmt: skip
+        ctx.prepared, result = run(prepared, tensors)
         ctx.used, ctx.inputs = settings.used_backend(), len(inputs)
-        others = request.tensors[3:RNG_STATE]
+        others = tensors[3:RNG_STATE]
         ctx.others = len(others)
         ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
         ctx.set_materialize_grads(False)
-        return _outputs(ctx.known, request.tensors, result) if ctx.known.call.return_lse else (result.out, None, None)
+        is_asked = ctx.prepared.call.return_lse
+        return _outputs(ctx.prepared, tensors, result) if is_asked else (result.out, None, None)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
@@ -142,18 +156,18 @@ class _Attention(torch.autograd.Function):
             dout = dout.clone()  # waits for a pending collective
         tensors = backward_tensors((*unpack(inputs), *rest[: ctx.others]), rng_state)
         if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):
-            call = ctx.known.call.with_tensors(*tensors)
+            call = ctx.prepared.call.with_tensors(*tensors)
             leaves = (call.alibi_slopes, *inputs)
             return None, None, *differentiable_gradients(leaves, ctx.needs_input_grad[2:], call, dout, dlse)
         of_slopes = None
         if ctx.needs_input_grad[2]:
-            of_slopes = gradient_of_slopes(ctx.known.call.with_tensors(*tensors), dout, dlse)
+            of_slopes = gradient_of_slopes(ctx.prepared.call.with_tensors(*tensors), dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         upstream = BackwardInputs(dout, out, lse, rng_state, tuple(rest[ctx.others :]), gradient_of_lse(dlse, lse))
         if len(inputs) == 3:
-            return None, None, of_slopes, *gradients(ctx.known, tensors, upstream)[1].gradients
+            return None, None, of_slopes, *gradients(ctx.prepared, tensors, upstream)[1].gradients
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
-        gradients(ctx.known, tensors, upstream, into=Gradients(*unpack(packed)))
+        gradients(ctx.prepared, tensors, upstream, into=Gradients(*unpack(packed)))
         return None, None, of_slopes, *packed
 
 
@@ -233,5 +247,5 @@ def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
 
 
-def _outputs(known: Known, tensors: Tensors, result: Result) -> Outputs:
-    return result.out, result.lse.contiguous(), dmask(known, tensors, result.rng_state)
+def _outputs(prepared: Prepared, tensors: Tensors, result: Result) -> Outputs:
+    return result.out, result.lse.contiguous(), dmask(prepared, tensors, result.rng_state)

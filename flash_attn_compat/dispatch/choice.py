@@ -13,9 +13,10 @@ from typing import Any
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend, CallRefused
-from flash_attn_compat.core import cuda_capture, prepared
+from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Traits, split
+from flash_attn_compat.dispatch import call_cache
 
 
 class BackendNotSupported(RuntimeError):
@@ -151,9 +152,9 @@ def reasons_against(name: str, call: AttentionCall) -> list[str]:
 
 
 def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
-    traits, current = call.traits(), prepared.current()
-    key = traits, heeds_name, prepared.context_key(call.q)
-    found: Backend | None = current.decisions.get(key)
+    traits, current = call.traits(), call_cache.current()
+    key = traits, heeds_name, call_cache.context_key(call.q)
+    found: Backend | None = current.choices.get(key)
     if found is not None:
         return found
     _check_settings()
@@ -162,7 +163,7 @@ def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
     if backend is None:
         raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
     if not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
-        prepared.keep(current.decisions, key, backend)
+        call_cache.keep(current.choices, key, backend)
     return backend
 
 

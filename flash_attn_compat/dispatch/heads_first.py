@@ -14,16 +14,16 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, TENSORS
-from flash_attn_compat.core.prepared import Known, Request
+from flash_attn_compat.core.prepared import Prepared, Tensors
 from flash_attn_compat.dispatch.autograd import differentiate, is_wrapped, unwrapped
-from flash_attn_compat.dispatch.serve import find, run
+from flash_attn_compat.dispatch.serve import run, serve
 
 _MASK = TENSORS.index("bias") - 3  # its place among the tensors behind q, k and v, the last one
 
 
-def record(known: Known, request: Request) -> Tensor:
-    """out of a request, with its second and third axes swapped, recorded for autograd."""
-    out: Tensor = _record(known, request, None, *map(unwrapped, request.tensors[:3]))
+def record(prepared: Prepared, tensors: Tensors) -> Tensor:
+    """Return out of a prepared call, with its second and third axes swapped, recorded for autograd."""
+    out: Tensor = _record(prepared, tensors, None, *map(unwrapped, tensors[:3]))
     return out
 
 
@@ -34,13 +34,13 @@ def as_own(out: Tensor) -> Tensor:
 
 class _HeadsFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, known: Known, request: Request, slopes: None, *inputs: Tensor) -> Tensor:
-        ctx.known, result = run(known, request)
-        ctx.used, ctx.asked = settings.used_backend(), (request.kind, request.values)
+    def forward(ctx: Any, prepared: Prepared, tensors: Tensors, slopes: None, *inputs: Tensor) -> Tensor:
+        ctx.prepared, result = run(prepared, tensors)
+        ctx.used = settings.used_backend()
         # ``out`` has another version than result.out, whose memory it shares: writing to it does not end the graph.
         out = as_own(result.out)
         ctx.out_version, ctx.mask_version = _version(out), None
-        others = request.tensors[3:RNG_STATE]
+        others = tensors[3:RNG_STATE]
         if len(others) > _MASK and others[_MASK].dtype is torch.bool:
             mask = others[_MASK]
             ctx.mask_version, ctx.mask_was = _version(mask), mask._version
@@ -57,12 +57,12 @@ class _HeadsFirst(torch.autograd.Function):
         saved, others = ctx.saved_tensors, slice(6, 6 + ctx.others)  # once, as in autograd.py
         if ctx.mask_version is not None and ctx.mask_version._version != ctx.mask_was:
             place = others.start + _MASK
-            mask = _kept_mask(ctx.known, saved[place], saved[others.stop :])
+            mask = _kept_mask(ctx.prepared, saved[place], saved[others.stop :])
             saved = (*saved[:place], mask, *saved[place + 1 :])
         if ctx.out_version._version and not (torch.is_grad_enabled() or is_wrapped(dout)):  # which make their own
             saved = (*saved[:3], _again(ctx, (*saved[:3], *saved[others]), saved[5]), *saved[4:])
         state = SimpleNamespace(
-            known=ctx.known, used=ctx.used, inputs=3, others=ctx.others, needs_input_grad=ctx.needs_input_grad,
+            prepared=ctx.prepared, used=ctx.used, inputs=3, others=ctx.others, needs_input_grad=ctx.needs_input_grad,
             saved_tensors=saved,
         )  # fmt: skip
         return differentiate(state, dout.transpose(1, 2), None, None)
@@ -84,20 +84,19 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(0, dtype=dtype, device=device)
 
 
-def _kept_mask(known: Known, mask: Tensor, saved: tuple[Any, ...]) -> Tensor:
+def _kept_mask(prepared: Prepared, mask: Tensor, saved: tuple[Any, ...]) -> Tensor:
     """The mask of booleans as the forward saw it."""
-    found: Tensor | None = known.backend.saved_mask(mask, saved)
+    found: Tensor | None = prepared.backend.saved_mask(mask, saved)
     if found is None:
         raise RuntimeError(
             "attn_mask is needed for gradients, and has been modified by an inplace operation since the forward. The "
-            f"backend {known.backend.name} kept no copy of it: give the forward a copy"
+            f"backend {prepared.backend.name} kept no copy of it: give the forward a copy"
         )
     return found
 
 
 def _again(ctx: Any, tensors: tuple[Any, ...], rng_state: Tensor | None) -> Tensor:
     """The forward's out once more: the caller has written to the first one. Hooks may have laid tensors elsewhere."""
-    kind, values = ctx.asked
-    request = Request(kind, (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state), values)
+    prepared, tensors = ctx.prepared, (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state)
     with settings.using_backend(ctx.used):
-        return run(find(request), request)[1].out
+        return serve(prepared.build, tensors, prepared.scalars, prepared.flags)[1].out

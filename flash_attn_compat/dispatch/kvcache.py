@@ -3,8 +3,7 @@
 Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.arguments import cache_call, integer, plain
-from flash_attn_compat.core.call import AttentionCall
-from flash_attn_compat.core.prepared import Alike, Request, RequestKind, Tensors
+from flash_attn_compat.core.arguments import cache_call, hashable, integer
+from flash_attn_compat.core.call import RETURN_LSE, AttentionCall, Scalars
+from flash_attn_compat.core.prepared import Check, Prepared, Tensors
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, ops
-from flash_attn_compat.dispatch.serve import find, run
+from flash_attn_compat.dispatch.serve import serve
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
@@ -57,7 +56,6 @@ def attend(
             checks.are_dense(dict(zip(_Arguments._fields, arguments)))
         found: tuple[Tensor, Tensor] = _kvcache_op(*arguments, length, return_lse)
         return found
-    values = plain(0.0, softmax_scale, causal, window_size, softcap, False, return_lse)
     if rows is not None and table is not None:
         raise RuntimeError("Paged KVcache does not support cache_batch_idx")
     if type(num_splits) is not int:
@@ -68,10 +66,11 @@ def attend(
         bias, rng_state, k, v, cos, sin,
     )  # fmt: skip
     side = None if length is None else _side_of_rows(q, k, length)
-    others = values, bool(rotary_interleaved), num_splits, rows is not None, length is not None, side
-    request = Request(OVER_CACHE, tensors, others, length)
-    known, result = run(find(request), request)
-    return result.out, result.lse.contiguous() if known.call.return_lse else None
+    left, right = checks.two_bounds(window_size)
+    scalars = hashable(0.0, softmax_scale, causal, left, right, softcap, False, 0, 0)
+    scalars = *scalars, bool(rotary_interleaved), num_splits, rows is not None, length is not None, side
+    prepared, result = serve(over_cache, tensors, scalars, RETURN_LSE if return_lse else 0, length)
+    return result.out, result.lse.contiguous() if prepared.call.return_lse else None
 
 
 class _Arguments(NamedTuple):
@@ -117,40 +116,48 @@ def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
     return (keys > rows) - (keys < rows) if keys > 0 else None
 
 
-def _arguments(request: Request) -> _Arguments:
-    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, _, _, k, v, cos, sin = request.tensors
-    (_, scale, causal, left, right, softcap, _, _), interleaved, num_splits, has_rows, has_length, _ = request.values
+def _arguments(tensors: Tensors, scalars: tuple[Any, ...], length: int | None) -> _Arguments:
+    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, _, _, k, v, cos, sin = tensors
+    *given, interleaved, num_splits, has_rows, has_length, _ = scalars
+    x = Scalars(*given)
     rows, table = (pages, None) if has_rows else (None, pages)
     return _Arguments(
-        q, k_cache, v_cache, k, v, cos, sin, request.length if has_length else lengths, rows, leftpad, table, slopes,
-        scale, causal, left, right, softcap, interleaved, num_splits,
+        q, k_cache, v_cache, k, v, cos, sin, length if has_length else lengths, rows, leftpad, table, slopes,
+        x.softmax_scale, x.causal, x.window_size_left, x.window_size_right, x.softcap or 0.0, interleaved, num_splits,
     )  # fmt: skip
 
 
-def _build(request: Request) -> Alike:
-    kind, values = request.kind, request.values
-    given = _arguments(request)
+def over_cache(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
+    """Check a call over a cache and return it without a backend.
+
+    tensors: in the order of TENSORS, then those of Append; lengths, and rows or pages, stand in seqused_k's and
+        block_table's places
+    scalars: the fields of Scalars, then rotary_interleaved, num_splits, and whether there are cache_batch_idx and an
+        int length, and the sign of keys - rows with such a length
+    """
+    given = _arguments(tensors, scalars, length)
     _check(given)
 
     def bind(tensors: Tensors, length: int | None) -> tuple[AttentionCall, Append | None]:
-        arguments = _arguments(Request(kind, tensors, values, length))
-        call = _call(arguments, values[0])
+        arguments = _arguments(tensors, scalars, length)
+        call = _call(arguments, scalars, flags)
         return call, _new_keys(arguments, call)
 
-    call, new = bind(request.tensors, request.length)
-    whole = call if request.length is None else _call(given._replace(cache_seqlens=None), values[0])
-    return Alike(call, whole, new, bind, True, _number_check(given))
+    call, new = bind(tensors, length)
+    whole = call if length is None else bind(tensors, None)[0]
+    return Prepared(over_cache, scalars, flags, call, bind, _number_check(given, scalars), True, whole, new)
 
 
-def _call(arguments: _Arguments, values: tuple[Any, ...]) -> AttentionCall:
+def _call(arguments: _Arguments, scalars: tuple[Any, ...], flags: int) -> AttentionCall:
     q, k_cache, v_cache, _, _, _, _, lengths, rows, leftpad, table, slopes, *_ = arguments
-    return cache_call(q, k_cache, v_cache, lengths, arguments.seqlen_new, rows, leftpad, table, slopes, values)
+    numbers = scalars[: len(Scalars._fields)]
+    return cache_call(q, k_cache, v_cache, lengths, arguments.seqlen_new, rows, leftpad, table, slopes, numbers, flags)
 
 
 def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:
-    if arguments.k is None:
+    if arguments.k is None or arguments.cache_seqlens is None:  # without a length: of all slots
         return None
-    assert arguments.v is not None and arguments.cache_seqlens is not None
+    assert arguments.v is not None
     cos, sin = arguments.rotary_cos, arguments.rotary_sin
     # flash-attn looks at no sin without cos, and rotates row i at its own position only if the mask is banded.
     return Append(
@@ -238,24 +245,27 @@ def _check_new_keys(arguments: _Arguments) -> None:
         checks.is_on(name, new, q.device)
 
 
-def _number_check(given: _Arguments) -> Callable[[Request], None] | None:
+def _number_check(given: _Arguments, scalars: tuple[Any, ...]) -> Check | None:
     """Return the check per call that new keys fit and pages and rows exist; None if the host cannot read them."""
+
+    def check(tensors: Tensors, length: int | None) -> None:
+        _check_numbers(_arguments(tensors, scalars, length))
+
     numbers = given.cache_seqlens, given.cache_batch_idx, given.block_table, given.cache_leftpad
     if any([isinstance(x, Tensor) and checks.may_read(x) for x in numbers]):
-        return _check_numbers
+        return check
     if not isinstance(given.cache_seqlens, int):
         return None
     most = given.capacity - given.seqlen_new
 
-    def check_length(request: Request) -> None:
-        if request.length is None or not 0 <= request.length <= most:
-            _check_numbers(request)
+    def check_length(tensors: Tensors, length: int | None) -> None:
+        if length is None or not 0 <= length <= most:
+            check(tensors, length)
 
     return check_length
 
 
-def _check_numbers(request: Request) -> None:
-    arguments = _arguments(request)
+def _check_numbers(arguments: _Arguments) -> None:
     lengths, rows, pages = arguments.cache_seqlens, arguments.cache_batch_idx, arguments.block_table
     if lengths is not None and (isinstance(lengths, int) or checks.may_read(lengths)):
         _check_capacity(arguments, lengths)
@@ -267,18 +277,6 @@ def _check_numbers(request: Request) -> None:
     if pages is not None and checks.may_read(pages):
         keys = arguments.capacity if lengths is None else lengths + arguments.seqlen_new
         checks.values_of_pages(arguments.k_cache, pages, keys)
-
-
-def _appended(request: Request, q: Tensor) -> Request:
-    """Return the request that is left once the new keys are in the cache."""
-    _, *others, lengths, leftpad, pages, bias, rng_state, k, _, _, _ = request.tensors
-    length = None if request.length is None else request.length + k.shape[1]
-    lengths = None if lengths is None else lengths + k.shape[1]
-    tensors = q, *others, lengths, leftpad, pages, bias, rng_state, None, None, None, None
-    return replace(request, tensors=tensors, length=length)
-
-
-OVER_CACHE = RequestKind("cache", _build, _appended)
 
 
 def _check_capacity(arguments: _Arguments, lengths: int | Tensor) -> None:
@@ -326,7 +324,9 @@ def _check_rotary(arguments: _Arguments) -> None:
         raise RuntimeError(f"rotary_cos must have the same dtype as query, got {cos.dtype}, {sin.dtype}, {q.dtype}")
 
 
-_SCHEMA = ops.schema(_Arguments).replace("Tensor k_cache, Tensor v_cache", "Tensor(a!) k_cache, Tensor(b!) v_cache")
+_SCHEMA = ops.schema(_Arguments.__annotations__).replace(
+    "Tensor k_cache, Tensor v_cache", "Tensor(a!) k_cache, Tensor(b!) v_cache"
+)
 
 
 @torch.library.custom_op(

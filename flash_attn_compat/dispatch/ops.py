@@ -1,14 +1,15 @@
 """Custom operators for torch.compile, traces, dispatch modes and tensors without memory.
 
-Each operator makes the same request as an eager call, so a graph holds one opaque node per attention, with known
+Each operator takes the tensors and scalars of an eager call, so a graph holds one opaque node per attention, with known
 shapes. Gradients and the LSE are left out where tracing shows that they are not used. The forward takes the dropout's
 rng_state as a tensor drawn by torch.randint. Compilers, checkpoints and vmap know that torch.randint is random: a
 recomputation gets the same numbers, and two draws are never merged into one.
 The namespace is flash_attn_compat, for flash_attn:: belongs to flash-attn. Eager calls use no operator.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,9 +18,22 @@ from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, dropout
-from flash_attn_compat.core.arguments import TRANSFORMED, Options, Packing, Purpose, request_of
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
-from flash_attn_compat.core.prepared import PLAIN, Request
+from flash_attn_compat.core.arguments import Keyed, keyed
+from flash_attn_compat.core.call import (
+    GIVEN_LSE,
+    NEEDS_GRAD,
+    NO_TENSORS,
+    RETURN_DMASK,
+    RETURN_LSE,
+    SHARES_DROPOUT_MASK,
+    TENSORS,
+    TRANSFORMED,
+    AttentionCall,
+    BackwardInputs,
+    Gradients,
+    Scalars,
+)
+from flash_attn_compat.core.prepared import PLAIN, Tensors
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on, with_autograd
 from flash_attn_compat.core.varlen import lse_dtype
@@ -39,10 +53,7 @@ def must_be_one_operator(tensors: tuple[Any, ...]) -> bool:
     Dispatch modes are fake tensors, selective checkpointing, counters and the like; a subclass may have no memory for a
     kernel to read. Transforms of torch.func differentiate plain operators instead.
     """
-    if is_compiling():
-        return True
-    is_seen = count_modes() or tracing_state() is not None or not PLAIN.issuperset(map(type, tensors))
-    return bool(is_seen) and _are_seen(tensors)
+    return is_compiling() or (_may_be_seen(tensors) and _are_seen(tensors))
 
 
 def must_be_one_operator_without_derivatives(*tensors: Any) -> bool:
@@ -51,8 +62,17 @@ def must_be_one_operator_without_derivatives(*tensors: Any) -> bool:
         return True
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
         op_derivatives.refuse_private()
-    is_seen = count_modes() or tracing_state() is not None or not PLAIN.issuperset(map(type, tensors))
-    return bool(is_seen) and _are_seen(tensors)
+    return _may_be_seen(tensors) and _are_seen(tensors)
+
+
+def _may_be_seen(tensors: tuple[object, ...]) -> bool:
+    """Whether a mode, a trace or a type that is not plain is there: the test that most calls end with."""
+    if count_modes() or tracing_state() is not None:
+        return True
+    for tensor in tensors:  # noqa: SIM110  a third of the time of any(), and of issuperset(map(type, tensors))
+        if type(tensor) is not Tensor and type(tensor) not in PLAIN:
+            return True
+    return False
 
 
 def _are_seen(tensors: tuple[object, ...]) -> bool:
@@ -71,40 +91,34 @@ def _has_dispatch(tensor: object) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None, return_lse: bool = False
+    tensors: Tensors, scalars: tuple[Any, ...], return_probs: bool, return_lse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, softmax_lse, S_dmask), differentiable; the latter two have elements with options.return_attn_probs.
+    """Return (out, softmax_lse, S_dmask), differentiable; the latter two have elements with return_probs.
 
-    return_lse: softmax_lse has elements in any case
+    return_lse: softmax_lse has elements in any case; tensors, scalars: as ``keyed`` takes them
     """
-    return_probs = options.return_attn_probs
-    return_dmask = return_probs and options.dropout_p > 0.0
-    out, lse, dmask, _ = forward(q, k, v, options, packing, return_dmask, return_probs or return_lse)
+    return_dmask = return_probs and scalars[0] > 0.0
+    out, lse, dmask, _ = forward(tensors, scalars, return_dmask, return_probs or return_lse)
     return out, lse, dmask
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    packing: Packing | None = None,
-    return_dmask: bool = False,
-    return_lse: bool = True,
+    tensors: Tensors, scalars: tuple[Any, ...], return_dmask: bool = False, return_lse: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, softmax_lse, S_dmask, rng_state); outputs that tracing shows to be unused have no elements."""
-    _check(q, k, v, options, packing)
-    arguments, trains_slopes = _flatten(options, packing), are_trained(options.alibi_slopes)
+    _check(tensors)
+    q, k, v, slopes, *_ = tensors
+    arguments, trains_slopes = _flatten(tensors, scalars), are_trained(slopes)
     drops = arguments[_DROPOUT_P] > 0.0
     may_be_theirs = not trains_slopes and _only_modes_look_on(q, k, v)
     if under_flash_attns_name is not None and may_be_theirs and not (drops and _goes_into_graph()):
-        found = under_flash_attns_name(q, k, v, Arguments(*arguments), return_dmask)
+        found = under_flash_attns_name(arguments, return_dmask)
         if found is not None:
             return found
     needs_grad = trains_slopes or _gradients_follow(q, k, v)
     asked = return_lse or needs_grad, return_dmask, needs_grad
     rng_state = _draw_rng_state(q) if drops else None
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_op(q, k, v, *arguments, *asked, rng_state)
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_op(*arguments, *asked, rng_state)
     return outputs
 
 
@@ -117,11 +131,10 @@ def _draw_rng_state(q: Tensor) -> Tensor | None:
     return dropout.new_rng_state(q.device)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, *others: Options | Packing | BackwardInputs | None) -> None:
+def _check(tensors: Tensors, upstream: BackwardInputs | None = None) -> None:
     """Refuse nested and sparse tensors by name; PyTorch's own error would name no argument."""
     if not is_compiling():
-        named = {name: value for other in others if other is not None for name, value in other._asdict().items()}
-        checks.are_dense({"q": q, "k": k, "v": v, **named})
+        checks.are_dense(dict(zip(TENSORS, tensors)) | ({} if upstream is None else upstream._asdict()))
 
 
 def _only_modes_look_on(*tensors: Tensor) -> bool:
@@ -143,88 +156,40 @@ def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
 under_flash_attns_name: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | None] | None = None
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: BackwardInputs, packing: Packing | None = None
-) -> Gradients:
+def backward(tensors: Tensors, scalars: tuple[Any, ...], upstream: BackwardInputs) -> Gradients:
     """Return dq, dk and dv as new tensors."""
-    _check(q, k, v, options, packing, upstream)
+    _check(tensors, upstream)
     # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
     dout, out, softmax_lse, rng_state, _, _ = upstream
-    return Gradients(*backward_op(dout, out, softmax_lse, rng_state, None, q, k, v, *_flatten(options, packing)))
+    return Gradients(*backward_op(dout, out, softmax_lse, rng_state, None, *_flatten(tensors, scalars)))
 
 
-_UNPACKED = None, None, 0, 0, None, None, None  # as Packing
+# The operators' arguments: these tensors, the longest lengths where they are tensors, then the fields of Scalars.
+_TENSORS = TENSORS[: TENSORS.index("bias")]
+NAMES = *_TENSORS, "max_seqlen_q_tensor", "max_seqlen_k_tensor", *Scalars._fields
+_SLOPES, _CU_SEQLENS_Q, _DROPOUT_P = (NAMES.index(name) for name in ("alibi_slopes", "cu_seqlens_q", "dropout_p"))
+_COUNT = len(NAMES)
 
 
-def _flatten(options: Options, packing: Packing | None) -> tuple[Any, ...]:
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, _ = options
-    scalars = (
-        checks.number("dropout_p", dropout_p), softmax_scale, checks.causal(causal),
-        *checks.two_bounds(window_size), checks.softcap(softcap), bool(deterministic),
+def _flatten(tensors: Tensors, scalars: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the operators' arguments. A longest length given as a tensor stays one: tracing need not read it."""
+    dropout_p, softmax_scale, causal, left, right, softcap, deterministic, *longest = scalars
+    return (
+        *(*tensors, *NO_TENSORS)[: len(_TENSORS)], *[x if isinstance(x, Tensor) else None for x in longest],
+        checks.number("dropout_p", dropout_p), softmax_scale, checks.causal(causal), left, right,
+        checks.softcap(softcap), bool(deterministic), *[0 if isinstance(x, Tensor) else x for x in longest],
     )  # fmt: skip
-    cu_q, cu_k, max_q, max_k, block_table, seqused_k, leftpad_k = _UNPACKED if packing is None else packing
-    # A longest length given as a tensor stays one, so that tracing does not have to read it.
-    numbers = [0 if isinstance(value, Tensor) else value for value in (max_q, max_k)]
-    tensors = [value if isinstance(value, Tensor) else None for value in (max_q, max_k)]
-    return cu_q, cu_k, block_table, seqused_k, leftpad_k, alibi_slopes, *numbers, *tensors, *scalars
 
 
-class Arguments(NamedTuple):
-    """The ops' arguments after the tensors q, k and v, in order."""
-
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    block_table: Tensor | None
-    seqused_k: Tensor | None
-    leftpad_k: Tensor | None
-    alibi_slopes: Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
-    max_seqlen_q_tensor: Tensor | None
-    max_seqlen_k_tensor: Tensor | None
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size_left: int
-    window_size_right: int
-    softcap: float
-    deterministic: bool
-
-    def request(self, q: Tensor, k: Tensor, v: Tensor, purpose: Purpose) -> Request:
-        window_size = self.window_size_left, self.window_size_right
-        options = Options(
-            self.dropout_p, self.softmax_scale, self.causal, window_size, self.softcap, self.alibi_slopes,
-            self.deterministic,
-        )  # fmt: skip
-        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
-            return request_of(q, k, v, options, purpose)
-        longest_q = self.max_seqlen_q if self.max_seqlen_q_tensor is None else self.max_seqlen_q_tensor
-        longest_k = self.max_seqlen_k if self.max_seqlen_k_tensor is None else self.max_seqlen_k_tensor
-        others = self.block_table, self.seqused_k, self.leftpad_k
-        packing = Packing(self.cu_seqlens_q, self.cu_seqlens_k, longest_q, longest_k, *others)
-        return request_of(q, k, v, options, purpose, packing)
-
-
-_DROPOUT_P = Arguments._fields.index("dropout_p")
-
-
-class Asked(NamedTuple):
-    """The forward's arguments after those.
-
-    rng_state: (2,) int64, describes the dropout mask. With None the operator draws one: graphs saved by earlier
-        versions lack the argument.
-    """
-
-    return_lse: bool
-    return_dmask: bool
-    needs_grad: bool
-    rng_state: Tensor | None = None
-
-
-def _split(arguments: tuple[Any, ...]) -> tuple[Arguments, Asked]:
-    """The operator's arguments after q, k and v. PyTorch leaves out the last one if it has its default."""
-    count = len(Arguments._fields)
-    return Arguments(*arguments[:count]), Asked(*arguments[count:])
+def _keyed(arguments: Sequence[Any], flags: int) -> Keyed:
+    """Return ``keyed`` of the operators' arguments."""
+    tensors, scalars = tuple(arguments[: len(_TENSORS)]), Scalars(*arguments[len(_TENSORS) + 2 : _COUNT])
+    longest_q, longest_k = arguments[len(_TENSORS) : len(_TENSORS) + 2]
+    if longest_q is not None:
+        scalars = scalars._replace(max_seqlen_q=longest_q)
+    if longest_k is not None:
+        scalars = scalars._replace(max_seqlen_k=longest_k)
+    return keyed(tensors if tensors[_CU_SEQLENS_Q] is not None else tensors[:_CU_SEQLENS_Q], scalars, flags)
 
 
 SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
@@ -232,36 +197,60 @@ SPELLINGS |= {kind | None: f"{spelling}?" for kind, spelling in SPELLINGS.items(
 SPELLINGS[int | Tensor | None] = "Tensor?"  # the int goes by an argument of its own
 
 
-def schema(arguments: type) -> str:
-    """The fields of a NamedTuple as an operator's schema names its arguments."""
-    return ", ".join(f"{SPELLINGS[kind]} {name}" for name, kind in arguments.__annotations__.items())
+def schema(kinds: Mapping[str, Any]) -> str:
+    """Return an operator's arguments, from their names and types, as its schema names them."""
+    return ", ".join(f"{SPELLINGS[kind]} {name}" for name, kind in kinds.items())
+
+
+_SCALARS = typing.get_type_hints(Scalars) | {"softcap": float, "max_seqlen_q": int, "max_seqlen_k": int}
+_SCHEMA = schema(dict.fromkeys(NAMES, Tensor | None) | dict.fromkeys("qkv", Tensor) | _SCALARS)
 
 
 @torch.library.custom_op(
     "flash_attn_compat::attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {schema(Arguments)}, {schema(Asked)}=None)"
+    # rng_state: (2,) int64, the dropout mask. With None the operator draws one: older exported graphs lack it.
+    schema=f"({_SCHEMA}, bool return_lse, bool return_dmask, bool needs_grad, Tensor? rng_state=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given, (return_lse, return_dmask, needs_grad, rng_state) = _split(arguments)
+def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return_lse, return_dmask, needs_grad, rng_state = _asked(arguments)
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
-    purpose = Purpose(needs_grad, return_lse, return_dmask, shares_dropout_mask=True)
-    request = given.request(q, k, v, purpose)
-    if rng_state is not None:  # copied, since an operator must not return its argument
-        request = serve.with_rng_state(request, rng_state.clone(memory_format=torch.contiguous_format))
-    out, lse, dmask, rng_state = serve.whole(request)
+    flags = SHARES_DROPOUT_MASK | _flags(return_lse, return_dmask) | (NEEDS_GRAD if needs_grad else 0)
+    # A copy, since an operator must not return its argument.
+    copy = None if rng_state is None else rng_state.clone(memory_format=torch.contiguous_format)
+    return _results(arguments, flags, copy)
+
+
+def _asked(arguments: Sequence[Any]) -> tuple[bool, bool, bool, Tensor | None]:
+    """Return the forward's last arguments. PyTorch leaves out the last one if it has its default."""
+    return_lse, return_dmask, needs_grad, rng_state = (*arguments[_COUNT:], None)[:4]
+    return return_lse, return_dmask, needs_grad, rng_state
+
+
+def _flags(return_lse: bool, return_dmask: bool) -> int:
+    return (RETURN_LSE if return_lse else 0) | (RETURN_DMASK if return_dmask else 0)
+
+
+def _results(
+    arguments: Sequence[Any], flags: int, rng_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    build, tensors, scalars, flags = _keyed(arguments, flags)
+    if rng_state is not None:
+        tensors = serve.with_rng_state(tensors, rng_state)
+    out, lse, dmask, rng_state = serve.whole(build, tensors, scalars, flags)
     return out.contiguous(), lse, dmask, rng_state
 
 
 @_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, (return_lse, return_dmask, _, _) = _split(arguments)
-    rows, keys = (x.max_seqlen_q, x.max_seqlen_q_tensor), (x.max_seqlen_k, x.max_seqlen_k_tensor)
-    if x.cu_seqlens_q is None:
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, (return_lse, return_dmask, _, _) = dict(zip(NAMES, arguments)), _asked(arguments)
+    q, k, v, starts_q = x["q"], x["k"], x["v"], x["cu_seqlens_q"]
+    rows, keys = ((x[name], x[f"{name}_tensor"]) for name in ("max_seqlen_q", "max_seqlen_k"))
+    if starts_q is None:
         rows, keys = (q.shape[1], None), (k.shape[1], None)
     lengths = (_rounded_length(*rows), _rounded_length(*keys)) if return_dmask else None
-    return unwritten(q, v, x.cu_seqlens_q, return_lse, lengths)
+    return unwritten(q, v, starts_q, return_lse, lengths)
 
 
 def _rounded_length(number: int, tensor: Tensor | None) -> Any:
@@ -286,77 +275,53 @@ def unwritten(
 @torch.library.custom_op(
     "flash_attn_compat::attention_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor out, Tensor softmax_lse, Tensor? rng_state, Tensor? dlse, Tensor q, Tensor k, "
-    f"Tensor v, {schema(Arguments)}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dout, Tensor out, Tensor softmax_lse, Tensor? rng_state, Tensor? dlse, {_SCHEMA})"
+    " -> (Tensor, Tensor, Tensor)",
 )
 def backward_op(
-    dout: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    rng_state: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *arguments: Any,
+    dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
-    request = Arguments(*arguments).request(q, k, v, purpose)
-    known = serve.find(request)
+    call = _keyed(arguments, _BACKWARD)
+    prepared, tensors = serve.find(*call), call[1]
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
-    _, derived = serve.gradients(known, serve.backward_tensors(request.tensors, rng_state), upstream)
+    _, derived = serve.gradients(prepared, serve.backward_tensors(tensors, rng_state), upstream)
     dq, dk, dv = derived.gradients
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
+_BACKWARD = NEEDS_GRAD | RETURN_LSE | SHARES_DROPOUT_MASK | GIVEN_LSE
+
+
 @backward_op.register_fake
 def _(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rng_state: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, dlse: Tensor | None, q: Tensor,
+    k: Tensor, v: Tensor, *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @torch.library.custom_op(
     "flash_attn_compat::alibi_slopes_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor? rng_state, Tensor? dlse, Tensor q, Tensor k, Tensor v, {schema(Arguments)})"
-    " -> Tensor",
+    schema=f"(Tensor dout, Tensor? rng_state, Tensor? dlse, {_SCHEMA}) -> Tensor",
 )
-def slopes_backward_op(
-    dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
-) -> Tensor:
-    purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
-    request = Arguments(*arguments).request(q, k, v, purpose)
-    call = serve.find(request).call
-    call = call.with_tensors(*serve.backward_tensors(request.tensors, rng_state))
+def slopes_backward_op(dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any) -> Tensor:
+    keyed_call = _keyed(arguments, _BACKWARD)
+    tensors = serve.backward_tensors(keyed_call[1], rng_state)
     with with_autograd():
-        return gradient_of_slopes(call, dout, dlse).detach()
+        return gradient_of_slopes(serve.find(*keyed_call).call.with_tensors(*tensors), dout, dlse).detach()
 
 
 @slopes_backward_op.register_fake
-def _(
-    dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
-) -> Tensor:
-    slopes = Arguments(*arguments).alibi_slopes
-    assert slopes is not None
+def _(dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any) -> Tensor:
+    slopes: Tensor = arguments[_SLOPES]
     return slopes.new_empty(slopes.shape)
 
 
-_SLOPES = 3 + Arguments._fields.index("alibi_slopes")  # behind q, k and v
-
-
 def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-    arguments, asked = _split(inputs[3:])
-    ctx.count, ctx.is_expected, ctx.used = len(inputs), asked.needs_grad, settings.used_backend()
-    inputs = *inputs[:3], *arguments
+    _, _, needs_grad, _ = _asked(inputs)
+    ctx.count, ctx.is_expected, ctx.used = len(inputs), needs_grad, settings.used_backend()
+    inputs = inputs[:_COUNT]
     # The returned rng_state, not the argument: a checkpoint may keep ``out`` and draw the argument anew.
     out, lse, _, rng_state = output
     ctx.scalars = tuple(None if isinstance(value, Tensor) else value for value in inputs)
@@ -393,48 +358,38 @@ _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
 
 
 def differentiable(
-    dout: Tensor, dlse: Tensor | None, rng_state: Tensor | None, inputs: Sequence[Any], wanted: tuple[bool, ...]
+    dout: Tensor, dlse: Tensor | None, rng_state: Tensor | None, arguments: Sequence[Any], wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """Gradients of the slopes, q, k and v, where each is wanted, that can be differentiated again.
+    """Return gradients of the slopes, q, k and v, where each is wanted, that can be differentiated again.
 
-    inputs: q, k, v and the fields of Arguments
+    arguments: the operators'
     """
-    call = _differentiable_call(inputs, rng_state)
+    call = _differentiable_call(arguments, rng_state)
     return differentiable_gradients((call.alibi_slopes, *call[:3]), wanted, call, dout, dlse)
 
 
-def _differentiable_call(inputs: Sequence[Any], rng_state: Tensor | None) -> AttentionCall:
-    q, k, v, *rest = inputs
-    return serve.differentiable_call(
-        Arguments(*rest).request(q, k, v, TRANSFORMED._replace(return_lse=True)), rng_state
-    )
+def _differentiable_call(arguments: Sequence[Any], rng_state: Tensor | None) -> AttentionCall:
+    return serve.differentiable_call(*_keyed(arguments, TRANSFORMED | RETURN_LSE), rng_state)
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the operator, of differentiable operators."""
-    given, (return_lse, return_dmask, _, rng_state) = _split(arguments)
-    purpose = TRANSFORMED._replace(return_lse=return_lse, return_dmask=return_dmask)
-    request = given.request(q, k, v, purpose)
-    if rng_state is not None:
-        request = serve.with_rng_state(request, rng_state)
-    out, lse, dmask, rng_state = serve.whole(request)
-    return out.contiguous(), lse, dmask, rng_state
+def _plain_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the forward by differentiable operators."""
+    return_lse, return_dmask, _, rng_state = _asked(arguments)
+    return _results(arguments, TRANSFORMED | _flags(return_lse, return_dmask), rng_state)
 
 
 def _plain_backward(
-    dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor,
-    v: Tensor, *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same of the backward."""
+    dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the backward by differentiable operators."""
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
-    call = _differentiable_call((q, k, v, *arguments), rng_state)
-    dq, dk, dv = serve.plain_gradients(call, upstream)
+    dq, dk, dv = serve.plain_gradients(_differentiable_call(arguments, rng_state), upstream)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-def _plain_slopes_backward(dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *inputs: Any) -> Tensor:
-    """The same of the slopes' backward."""
-    return gradient_of_slopes(_differentiable_call(inputs, rng_state), dout, dlse).detach()
+def _plain_slopes_backward(dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any) -> Tensor:
+    """Compute the slopes' backward by differentiable operators."""
+    return gradient_of_slopes(_differentiable_call(arguments, rng_state), dout, dlse).detach()
 
 
 def _refuse_joint_graph(*arguments: Any, **named: Any) -> NoReturn:

@@ -12,54 +12,49 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, unwritten
-from flash_attn_compat.core.arguments import Options, Packing, Purpose, request_of
-from flash_attn_compat.core.call import RNG_STATE, BackwardInputs, Gradients
-from flash_attn_compat.core.prepared import Request
+from flash_attn_compat.core.arguments import Keyed, keyed
+from flash_attn_compat.core.call import (
+    GIVEN_LSE,
+    RETURN_DMASK,
+    RETURN_LSE,
+    RNG_STATE,
+    SHARES_DROPOUT_MASK,
+    BackwardInputs,
+    Gradients,
+    Scalars,
+)
+from flash_attn_compat.core.prepared import Tensors
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
 from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, whole
 
 # rng_state describes the mask, and any backend may draw it again.
-_FORWARD = Purpose(return_lse=True, shares_dropout_mask=True)
-_WITH_DMASK = _FORWARD._replace(return_dmask=True)
-_BACKWARD = Purpose(given_lse=True, shares_dropout_mask=True)
+_FORWARD = RETURN_LSE | SHARES_DROPOUT_MASK
+_BACKWARD = GIVEN_LSE | SHARES_DROPOUT_MASK
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 Written = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def options_of(
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    deterministic: bool = False,
-) -> Options:
-    """In the order in which flash-attn's private functions have them."""
-    window_size = window_size_left, window_size_right
-    return Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-
-
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, return_softmax: bool, packing: Packing | None = None
-) -> Results:
-    """Return (out, softmax_lse, S_dmask, rng_state); S_dmask has no elements without return_softmax."""
-    if return_softmax and checks.dropout(options.dropout_p) <= 0.0:
+def forward(tensors: Tensors, scalars: Scalars, return_softmax: bool) -> Results:
+    """Return (out, softmax_lse, S_dmask, rng_state); S_dmask has no elements without return_softmax.
+
+    tensors: in the order of TENSORS
+    """
+    q, k, v, slopes, *_ = tensors
+    if return_softmax and checks.dropout(scalars.dropout_p) <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
     if ops.must_be_one_operator_without_derivatives(q, k, v):
-        return ops.forward(q, k, v, options, packing, bool(return_softmax))
-    purpose = _WITH_DMASK if return_softmax else _FORWARD
+        return ops.forward(tensors, scalars, bool(return_softmax))
+    flags = _FORWARD | RETURN_DMASK if return_softmax else _FORWARD
 
     def run() -> Results:
-        return whole(request_of(q, k, v, options, purpose, packing))
+        return whole(*keyed(tensors, scalars, flags))
 
-    inputs = q, k, v, options.alibi_slopes
+    inputs = q, k, v, slopes
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return run()
     results: Results = _WithoutFormula.apply(run, *inputs)
@@ -67,23 +62,25 @@ def forward(
 
 
 def varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, return_softmax: bool, packing: Packing, zero_tensors: bool,
-    num_splits: int,
-) -> Results:  # fmt: skip
-    """zero_tensors, num_splits: as in _flash_attn_varlen_forward"""
-    if num_splits > 1 and packing.block_table is not None:
-        _check_num_splits(num_splits, q, k, options, packing)
-    out, lse, dmask, rng_state = forward(q, k, v, options, return_softmax, packing)
+    tensors: Tensors, scalars: Scalars, return_softmax: bool, zero_tensors: bool, num_splits: int
+) -> Results:
+    """As ``forward`` of a packed call. zero_tensors, num_splits: as in _flash_attn_varlen_forward"""
+    q, starts_q, table = tensors[0], tensors[4], tensors[8]
+    if num_splits > 1 and table is not None:
+        _check_num_splits(num_splits, tensors, scalars)
+    out, lse, dmask, rng_state = forward(tensors, scalars, return_softmax)
     if zero_tensors:
-        lse = lse.masked_fill(unwritten.is_outside(packing.cu_seqlens_q, q.shape[0]), -torch.inf)
+        lse = lse.masked_fill(unwritten.is_outside(starts_q, q.shape[0]), -torch.inf)
     return out, lse, dmask, rng_state
 
 
-def _check_num_splits(num_splits: int, q: Tensor, k: Tensor, options: Options, packing: Packing) -> None:
+def _check_num_splits(num_splits: int, tensors: Tensors, scalars: Scalars) -> None:
+    q, k, _, slopes, *_ = tensors
     checks.is_tensor("q", q)
     checks.is_tensor("k", k)
-    is_plain = options.dropout_p <= 0.0 and options.alibi_slopes is None and max(options.window_size) < 0
-    if packing.max_seqlen_q != 1 or q.shape[-2] <= k.shape[-2] or not is_plain:
+    has_window = max(scalars.window_size_left, scalars.window_size_right) >= 0
+    is_plain = scalars.dropout_p <= 0.0 and slopes is None and not has_window
+    if scalars.max_seqlen_q != 1 or q.shape[-2] <= k.shape[-2] or not is_plain:
         raise RuntimeError(f"num_splits > 1 is not supported with a block_table, got num_splits = {num_splits}")
     if num_splits > 128:
         raise RuntimeError(f"num_splits > 128 not supported, got {num_splits}")
@@ -107,44 +104,42 @@ class _WithoutFormula(torch.autograd.Function):
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: BackwardInputs, written: Written,
-    packing: Packing | None = None,
-) -> Tensor:  # fmt: skip
+def backward(tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, written: Written) -> Tensor:
     """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do."""
     dout, out, lse = upstream[:3]
-    if ops.must_be_one_operator_without_derivatives(dout, q, k, v, out, lse):
+    q, starts_q = tensors[0], (*tensors, None)[4]
+    if ops.must_be_one_operator_without_derivatives(dout, *tensors[:3], out, lse):
         with torch.no_grad():
-            _write(ops.backward(q, k, v, options, upstream, packing), written)
+            _write(ops.backward(tensors, scalars, upstream), written)
         delta = None
     else:
-        delta = _backward(request_of(q, k, v, options, _BACKWARD, packing), upstream, written)
+        delta = _backward(keyed(tensors, scalars, _BACKWARD), upstream, written)
     if delta is None:
         delta = (dout.detach().float() * out.detach()).sum(-1, dtype=torch.float32).transpose(-1, -2)
-    dropout_p = checks.dropout(options.dropout_p)
+    dropout_p = checks.dropout(scalars.dropout_p)
     if dropout_p > 0.0:
         delta = delta * (1.0 - dropout_p)
-    if packing is not None:
-        return _packed_softmax_d(delta, packing.cu_seqlens_q)
+    if starts_q is not None:
+        return _packed_softmax_d(delta, starts_q)
     seqlen_q = q.shape[1]
     behind = round_up(seqlen_q, 128) - seqlen_q
     return torch.nn.functional.pad(delta, (0, behind)) if behind else delta.contiguous()
 
 
-def _backward(request: Request, upstream: BackwardInputs, written: Written) -> Tensor | None:
+def _backward(call: Keyed, upstream: BackwardInputs, written: Written) -> Tensor | None:
     """Write dq, dk and dv; return delta if the backend computed it, else None."""
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return _backward(request, upstream, written)
-    known = find(request)
+            return _backward(call, upstream, written)
+    prepared, tensors = find(*call), call[1]
     checks.upstream_memory(upstream, *written)
     dout, out, lse, given_state = upstream.dout, upstream.out, upstream.lse, upstream.rng_state
     upstream = BackwardInputs(dout.resolve_neg(), out.resolve_neg(), lse.resolve_neg(), given_state)
-    rng_state = given_state if known.call.dropout_p else None
+    rng_state = given_state if prepared.call.dropout_p else None
     into = _places_for_kernels(written)
     backend, found = gradients(
-        known, backward_tensors(request.tensors, rng_state), upstream, into,
-        lambda: checks.upstream(known.call.with_tensors(*request.tensors[:RNG_STATE]), upstream, *written),
+        prepared, backward_tensors(tensors, rng_state), upstream, into,
+        lambda: checks.upstream(prepared.call.with_tensors(*tensors[:RNG_STATE]), upstream, *written),
     )  # fmt: skip
     if backend is not None:
         choice.served[backend.name] += 1

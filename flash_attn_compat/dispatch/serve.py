@@ -1,4 +1,4 @@
-"""Finds or prepares the call of a request and runs it, for every function.
+"""Finds or prepares a call and runs it, for every function.
 
 If a kernel fails to compile, load, launch or pass its self-test, at a first call or later, forward or backward, its
 backend keeps the reason, the cache of prepared calls is discarded, and the next backend computes.
@@ -7,15 +7,14 @@ backend keeps the reason, the cache of prepared calls is discarded, and the next
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, NegatedView
-from flash_attn_compat.core import cuda_capture, prepared, torch_state
-from flash_attn_compat.core.append import by_operators
+from flash_attn_compat.core import cuda_capture, torch_state
+from flash_attn_compat.core.append import after_append, by_operators
 from flash_attn_compat.core.call import (
     NO_TENSORS,
     RNG_STATE,
@@ -26,92 +25,106 @@ from flash_attn_compat.core.call import (
     Result,
 )
 from flash_attn_compat.core.features import Feature
-from flash_attn_compat.core.prepared import Alike, BackwardRun, Key, Known, Request, Run, Tensors
+from flash_attn_compat.core.prepared import BackwardRun, Build, Key, Prepared, Run, Tensors
 from flash_attn_compat.core.scores import signed_probabilities
 from flash_attn_compat.core.varlen import lse_dtype
-from flash_attn_compat.dispatch import at_exit, choice
+from flash_attn_compat.dispatch import at_exit, call_cache, choice
 
 
-def run(known: Known, request: Request) -> tuple[Known, Result]:
+def serve(
+    build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None = None
+) -> tuple[Prepared, Result]:
+    """Find or prepare a call and run it; the arguments are those of ``find``, the results those of ``run``."""
+    return run(find(build, tensors, scalars, flags, length), tensors, length)
+
+
+def find(
+    build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None = None
+) -> Prepared:  # fmt: skip
+    """Return the prepared call of these arguments. The numbers in tensors pass their checks here.
+
+    Args:
+        build, tensors, scalars, flags: as ``keyed`` in core/arguments.py returns them, or of a call over a cache
+        length: an int cache_seqlens for all sequences, which is in no key
+    """
+    key, prepared = call_cache.look_up(build, tensors, scalars, flags)
+    if prepared is None:
+        prepared = build(tensors, scalars, flags, length)
+        if prepared.check is not None:
+            prepared.check(tensors, length)
+        return _prepare(key, prepared)
+    if prepared.check is not None:
+        prepared.check(tensors, length)
+    return prepared
+
+
+def run(prepared: Prepared, tensors: Tensors, length: int | None = None) -> tuple[Prepared, Result]:
     """Run a prepared call; return its result, and the prepared call that served in the end (a fallback's, maybe)."""
     while True:
-        assert known.run is not None  # a backward alone is never run forward
+        assert prepared.run is not None  # a backward alone is never run forward
         try:
-            result = known.run(request.tensors, request.length)
+            result = prepared.run(tensors, length)
         except KernelsFailed as failure:
-            alike = request.kind.build(request)
-            if failure.appended is None or request.kind.appended is None:
-                known = _prepared(prepared.look_up(request)[0], alike, known.backend, failure)
+            build, scalars, flags, backend = prepared.build, prepared.scalars, prepared.flags, prepared.backend
+            again = build(tensors, scalars, flags, length)
+            if failure.appended is None:
+                prepared = _prepare(call_cache.look_up(build, tensors, scalars, flags)[0], again, backend, failure)
             else:  # nothing is written twice
-                _note(known.backend, alike.call, failure)
-                request = request.kind.appended(request, failure.appended)
-                known = find(request)
+                _note(backend, again.call, failure)
+                tensors, length = after_append(tensors, length, failure.appended)
+                prepared = find(build, tensors, scalars, flags, length)
         except NegatedView:
-            request = _stored(known, request)
-            known = find(request)
+            tensors = _without_negated_views(prepared, tensors)
+            prepared = find(prepared.build, tensors, prepared.scalars, prepared.flags, length)
         else:
-            if known.backend is not None:
-                choice.served[known.backend.name] += 1
-            return known, result
+            if prepared.backend is not None:
+                choice.served[prepared.backend.name] += 1
+            return prepared, result
 
 
-def find(request: Request) -> Known:
-    """Return the prepared call of a request, whose numbers pass their checks here."""
-    key, known = prepared.look_up(request)
-    if known is None:
-        alike = request.kind.build(request)
-        if alike.check is not None:
-            alike.check(request)
-        return _prepared(key, alike)
-    if known.check is not None:
-        known.check(request)
-    return known
-
-
-def _stored(known: Known, request: Request) -> Request:
-    """Return the request without lazily negated views. Raises NegatedView if the only one is a cache to write to."""
-    written = (1, 2) if known.call.appends else ()
-    given = enumerate(request.tensors)
-    stored = tuple([x if x is None or index in written else x.resolve_neg() for index, x in given])
-    if all([one is other for one, other in zip(stored, request.tensors)]):
+def _without_negated_views(prepared: Prepared, tensors: Tensors) -> Tensors:
+    """Return the tensors without lazily negated views. Raises NegatedView if the only one is a cache to write to."""
+    written = (1, 2) if prepared.call.appends else ()
+    stored = tuple([x if x is None or index in written else x.resolve_neg() for index, x in enumerate(tensors)])
+    if all([one is other for one, other in zip(stored, tensors)]):
         raise NegatedView(
             "a negated view of a cache cannot be written by a kernel: give it the cache itself, or a copy"
         )
-    return replace(request, tensors=stored)
+    return stored
 
 
-def whole(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def whole(
+    build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, softmax_lse, S_dmask, rng_state) outside autograd; outputs not asked for have no elements."""
-    known, result = run(find(request), request)
+    prepared, result = serve(build, tensors, scalars, flags)
     out, rng_state = result.out, result.rng_state
-    lse = result.lse.contiguous() if known.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
+    lse = result.lse.contiguous() if prepared.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
-    return out, lse, dmask(known, request.tensors, rng_state), rng_state
+    return out, lse, dmask(prepared, tensors, rng_state), rng_state
 
 
-def dmask(known: Known, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
+def dmask(prepared: Prepared, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
     """Return S_dmask, without elements where the call does not ask for it."""
-    if not known.call.return_dmask:
+    if not prepared.call.return_dmask:
         return torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
-    return signed_probabilities(known.call.with_tensors(*tensors[:RNG_STATE]), rng_state)
+    return signed_probabilities(prepared.call.with_tensors(*tensors[:RNG_STATE]), rng_state)
 
 
-def with_rng_state(request: Request, rng_state: Tensor) -> Request:
-    """Return the request with ``rng_state``'s dropout mask instead of a new one."""
-    tensors = *request.tensors, *NO_TENSORS
-    behind = tensors[RNG_STATE + 1 : len(request.tensors)]
-    return replace(request, tensors=(*tensors[:RNG_STATE], rng_state, *behind))
+def with_rng_state(tensors: Tensors, rng_state: Tensor) -> Tensors:
+    """Return a call's tensors with ``rng_state``, whose dropout mask is used instead of a new one."""
+    return *(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state, *tensors[RNG_STATE + 1 :]
 
 
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
-    """Return a request's tensors as a backward takes them: no negated views, and the rng_state of the forward."""
+    """Return a call's tensors as a backward takes them: no negated views, and the rng_state of the forward."""
     state = None if rng_state is None else rng_state.contiguous()  # kernels read two neighbours
     return (*[x if x is None else x.resolve_neg() for x in (*tensors, *NO_TENSORS)[:RNG_STATE]], state)
 
 
 def gradients(
-    known: Known, tensors: Tensors, upstream: BackwardInputs, into: Gradients | None = None,
+    prepared: Prepared, tensors: Tensors, upstream: BackwardInputs, into: Gradients | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Backend | None, BackwardResult]:  # fmt: skip
     """Return the backend that computed the gradients of a call, and the gradients.
@@ -124,7 +137,7 @@ def gradients(
         check: raises if upstream or into do not fit; skipped where tensors of the same signatures passed before
     """
     at_exit.wait_for_autograd(tensors[0])
-    if known.backend is None:
+    if prepared.backend is None:
         check()
         found = into or Gradients(*map(torch.empty_like, tensors[:3]))
         for gradient in found:
@@ -132,28 +145,30 @@ def gradients(
         return None, BackwardResult(found)
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
-    if known.memory is not prepared.current():  # discarded, and held by an autograd graph
-        known.memory, known.backward = prepared.current(), {}
+    if prepared.tables is not call_cache.current():  # discarded, and held by an autograd graph
+        prepared.tables, prepared.backward = call_cache.current(), {}
     dout, out, lse, _, saved, dlse = upstream
     given = *tensors, dout, out, lse, dlse, *saved, *(into or ())  # hooks may have moved saved tensors
-    key = prepared.backward_key(given)
-    kept = None if key is None else known.backward.get(key)
+    key = call_cache.backward_key(given)
+    kept = None if key is None else prepared.backward.get(key)
     if kept is None or into is None:
         check()
-    backend, run = kept or _prepared_backward(known, key, tensors, upstream, into)
+    backend, run = kept or _prepare_backward(prepared, key, tensors, upstream, into)
     while True:
         try:
             return backend, run(tensors, upstream, into)
         except KernelsFailed as failure:
-            backend, run = _prepared_backward(known, key, tensors, upstream, into, backend, failure)
+            backend, run = _prepare_backward(prepared, key, tensors, upstream, into, backend, failure)
 
 
-def differentiable_call(request: Request, rng_state: Tensor | None) -> AttentionCall:
-    """Return the checked call of a transformed request. No backend is chosen: a forced one may lack derivatives."""
-    alike = request.kind.build(request)
-    if alike.check is not None:
-        alike.check(request)
-    return alike.call.with_tensors(*backward_tensors(request.tensors, rng_state))
+def differentiable_call(
+    build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int, rng_state: Tensor | None
+) -> AttentionCall:
+    """Return the checked call of a transformed function. No backend is chosen: a forced one may lack derivatives."""
+    prepared = build(tensors, scalars, flags, None)
+    if prepared.check is not None:
+        prepared.check(tensors, None)
+    return prepared.call.with_tensors(*backward_tensors(tensors, rng_state))
 
 
 def plain_gradients(call: AttentionCall, upstream: BackwardInputs) -> Gradients:
@@ -162,46 +177,46 @@ def plain_gradients(call: AttentionCall, upstream: BackwardInputs) -> Gradients:
         return choice.choose_unforced(call).backward(call, upstream, None)
 
 
-def _prepared(
-    key: Key | None, alike: Alike, failed: Backend | None = None, failure: KernelsFailed | None = None
-) -> Known:
-    """Choose a backend, prepare its run, and cache both under ``key``.
+def _prepare(
+    key: Key | None, prepared: Prepared, failed: Backend | None = None, failure: KernelsFailed | None = None
+) -> Prepared:
+    """Choose a backend for a checked call, prepare its run, and cache both under ``key``.
 
     failed, failure: the backend whose kernels failed last time, and its error
     """
-    call = alike.call
-    found = _note(failed, call, failure)
-    current = prepared.current()
-    backend = found or choice.choose_backend(call)
+    call = prepared.call
+    fallback = _note(failed, call, failure)
+    tables = call_cache.current()
+    backend = fallback or choice.choose_backend(call)
     run: Run | None = None
     if backend is None:
-        run = _nothing(alike)
+        run = _nothing(prepared)
     elif not call.given_lse:
         try:
-            run = backend.prepare(alike)
+            run = backend.prepare(prepared)
         except KernelsFailed as error:
-            return _prepared(key, alike, backend, error)
+            return _prepare(key, prepared, backend, error)
     if run is not None and torch_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
-    known = Known(call.with_tensors(), backend, run, alike.check, current)
+    prepared.seal(backend, run, tables)
     if key is not None and not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
-        prepared.keep(current.known, key, known)
-    return known
+        call_cache.keep(tables.calls, key, prepared)
+    return prepared
 
 
 def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | None) -> Backend | None:
-    """Keep a failure's reason and discard prepared calls; return the fallback where it is known already, else None."""
+    """Keep a failure's reason and discard prepared calls; return the fallback if it is known already, else None."""
     if failed is None or failure is None:
         return None
     if isinstance(failure, CallRefused):  # for the sizes of this call alone
         return choice.choose_fallback(failed, call, failure)
     failed.record_failure(call.traits(), failure)
-    prepared.forget()
+    call_cache.forget()
     return None
 
 
-def _prepared_backward(
-    known: Known,
+def _prepare_backward(
+    prepared: Prepared,
     key: Key | None,
     tensors: Tensors,
     upstream: BackwardInputs,
@@ -210,13 +225,13 @@ def _prepared_backward(
     failure: KernelsFailed | None = None,
 ) -> tuple[Backend, BackwardRun]:
     """Choose a backend for the backward of a served call, prepare its run, and cache both under ``key``."""
-    call, has_dlse, own = known.call.with_tensors(*tensors), upstream.dlse is not None, known.backend
+    call, has_dlse, own = prepared.call.with_tensors(*tensors), upstream.dlse is not None, prepared.backend
     # The call as a fallback would see it: a backward from another backend's results.
     given = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0, lse_gradient=has_dlse)
     backend = _note(failed, given, failure)
-    current = prepared.current()
+    tables = call_cache.current()
     if failed is not None:
-        known.memory, known.backward = current, {}
+        prepared.tables, prepared.backward = tables, {}
     if backend is None:
         if has_dlse and not own.capabilities.features & Feature.LSE_GRADIENT:
             backend = choice.choose_unforced(given)
@@ -228,13 +243,13 @@ def _prepared_backward(
     try:
         run = backend.prepare_backward(call if is_own else given, start, into)
     except KernelsFailed as error:
-        return _prepared_backward(known, key, tensors, upstream, into, backend, error)
+        return _prepare_backward(prepared, key, tensors, upstream, into, backend, error)
     if not is_own:
         run = _from_given_results(run)
     if torch_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
-    if key is not None and not cuda_capture.is_capturing(call.q.get_device()) and known.memory is current:
-        prepared.keep(known.backward, key, (backend, run), most=16)
+    if key is not None and not cuda_capture.is_capturing(call.q.get_device()) and prepared.tables is tables:
+        call_cache.keep(prepared.backward, key, (backend, run), most=16)
     return backend, run
 
 
@@ -250,11 +265,13 @@ def _without_autocast(run: Any, device: torch.device) -> Any:
     return without
 
 
-def _nothing(alike: Alike) -> Run:
+def _nothing(prepared: Prepared) -> Run:
     """Return a run for calls without rows or without keys: out is 0, LSE +inf; new keys are still appended."""
 
+    bind = prepared.bind
+
     def run(tensors: Tensors, length: int | None) -> Result:
-        call, new = alike.bind(tensors, length)
+        call, new = bind(tensors, length)
         if new is not None:
             with torch.no_grad():
                 by_operators(call, new)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from flash_attn_compat import private_interface, settings
 from flash_attn_compat.dispatch import op_derivatives, ops
 from flash_attn_compat.dispatch.autograd import is_wrapped
-from flash_attn_compat.dispatch.ops import SPELLINGS, Arguments
+from flash_attn_compat.dispatch.ops import SPELLINGS
 from flash_attn_compat.dropin import installed_package
 from flash_attn_compat.private_interface import round_multiple
 
@@ -53,15 +53,17 @@ def register() -> None:
     ops.under_flash_attns_name = _call_operators
 
 
-def _call_operators(
-    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, return_dmask: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Compute a call under a dispatch mode by flash-attn's operators; None if they are not ours or lack an argument."""
-    name = "_flash_attn_forward" if arguments.cu_seqlens_q is None else "_flash_attn_varlen_forward"
+def _call_operators(arguments: tuple[Any, ...], return_dmask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Return the results of flash-attn's operators under a mode; None if they are not ours or lack an argument.
+
+    arguments: as our operators take them
+    """
+    values = dict(zip(ops.NAMES, arguments))
+    name = "_flash_attn_forward" if values["cu_seqlens_q"] is None else "_flash_attn_varlen_forward"
     is_named = hasattr(sys.modules.get("flash_attn"), "_flash_attn_compat_api")
-    if not is_named or not _is_ours(name) or any(getattr(arguments, field) is not None for field in _UNSUPPORTED):
+    if not is_named or not _is_ours(name) or any(values[field] is not None for field in _UNSUPPORTED):
         return None
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = _OperatorCall.apply(q, k, v, name, arguments, return_dmask)
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _OperatorCall.apply(name, return_dmask, *arguments)
     return results
 
 
@@ -79,51 +81,50 @@ class _OperatorCall(torch.autograd.Function):
     """One operator forward and one backward, as flash-attn's own autograd functions."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, name: str, arguments: Arguments, return_dmask: bool
-    ) -> tuple[Tensor, ...]:
-        options = _operator_options(arguments, q.shape[-1])
-        results: tuple[Tensor, ...] = getattr(torch.ops.flash_attn, name)(q, k, v, *options, return_dmask)
+    def forward(ctx: Any, name: str, return_dmask: bool, *arguments: Any) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = getattr(torch.ops.flash_attn, name)(
+            *arguments[:3], *_operator_options(arguments), return_dmask
+        )
         out, lse, dmask, rng_state = results
         ctx.name, ctx.used = name.replace("forward", "backward"), settings.used_backend()
-        ctx.numbers = arguments._replace(cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=None)
-        ctx.save_for_backward(
-            q, k, v, out, lse, rng_state, arguments.cu_seqlens_q, arguments.cu_seqlens_k, arguments.alibi_slopes
-        )
+        tensors = [value if isinstance(value, Tensor) else None for value in arguments]
+        ctx.scalars = tuple(value if tensor is None else None for value, tensor in zip(arguments, tensors))
+        ctx.save_for_backward(out, lse, rng_state, *tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(dmask, rng_state)
         return results
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+        no_gradients = (None,) * (len(ctx.scalars) - 3)
         if dout is None and dlse is None:
-            return (None,) * 6
-        q, k, v, out, lse, rng_state, starts_q, starts_k, slopes = ctx.saved_tensors
-        arguments = ctx.numbers._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, alibi_slopes=slopes)
+            return (None,) * (2 + len(ctx.scalars))
+        out, lse, rng_state, *tensors = ctx.saved_tensors
+        arguments = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
         dout = torch.zeros_like(out) if dout is None else dout
         with settings.using_backend(ctx.used):
             # flash-attn's operators take no gradient of the LSE, and are not differentiable themselves.
             if torch.is_grad_enabled():
-                needs_grad = False, *ctx.needs_input_grad[:3]  # a call with trained slopes does not come here
-                derived = ops.differentiable(dout, dlse, rng_state, (q, k, v, *arguments), needs_grad)
-                return *derived[1:], None, None, None
+                needs_grad = False, *ctx.needs_input_grad[2:5]  # a call with trained slopes does not come here
+                derived = ops.differentiable(dout, dlse, rng_state, arguments, needs_grad)
+                return None, None, *derived[1:], *no_gradients
             if dlse is not None or is_wrapped(dout):
-                gradients = ops.backward_op(dout, out, lse, rng_state, dlse, q, k, v, *arguments)
-                return *gradients, None, None, None
+                return None, None, *ops.backward_op(dout, out, lse, rng_state, dlse, *arguments), *no_gradients
+            q, k, v = arguments[:3]
             gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-            options = _operator_options(arguments, q.shape[-1])
+            deterministic = arguments[ops.NAMES.index("deterministic")]
             operator = getattr(torch.ops.flash_attn, ctx.name)
-            operator(dout, q, k, v, out, lse, *gradients, *options, arguments.deterministic, rng_state)
-        return *gradients, None, None, None
+            operator(dout, q, k, v, out, lse, *gradients, *_operator_options(arguments), deterministic, rng_state)
+        return None, None, *gradients, *no_gradients
 
 
-def _operator_options(arguments: Arguments, head_dim: int) -> tuple[Any, ...]:
-    """Return the arguments from the lengths to alibi_slopes, in the operators' order."""
-    starts_q, starts_k, *_, alibi_slopes = arguments[:6]
-    lengths = () if starts_q is None else (starts_q, starts_k, arguments.max_seqlen_q, arguments.max_seqlen_k)
-    scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
-    window = arguments.window_size_left, arguments.window_size_right
-    return *lengths, arguments.dropout_p, scale, arguments.causal, *window, arguments.softcap, alibi_slopes
+def _operator_options(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return flash-attn's arguments from the lengths to alibi_slopes, in its operators' order."""
+    x = dict(zip(ops.NAMES, arguments))
+    lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k") if x["cu_seqlens_q"] is not None else ()
+    x["softmax_scale"] = x["q"].shape[-1] ** -0.5 if x["softmax_scale"] is None else x["softmax_scale"]
+    names = "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes"
+    return tuple([x[name] for name in (*lengths, *names)])
 
 
 def _schema(function: Callable[..., object]) -> str:

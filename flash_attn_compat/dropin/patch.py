@@ -142,9 +142,9 @@ def _release(holder: object) -> None:
 
 def _forget_decisions() -> None:
     """Discard prepared calls: an installed flash-attn must not serve while it runs on our functions."""
-    prepared = sys.modules.get("flash_attn_compat.core.prepared")
-    if prepared is not None:
-        prepared.forget()
+    call_cache = sys.modules.get("flash_attn_compat.dispatch.call_cache")
+    if call_cache is not None:
+        call_cache.forget()
 
 
 def _provide_name(undo: ExitStack, api: str | None) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn_compat.core.arguments import Options
+from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.core.prepared import PLAIN
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on
@@ -176,34 +176,36 @@ def _run_fused(
         bias = attn_mask.expand(batch, heads, rows, keys)
     call = _as_flash(q, k, v, dropout_p, is_causal, scale)
     if is_explaining():
-        q, k, v, options = call
-        reasons = bridge.decline_reasons(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options, bias=bias)
-        bridge.explain(reasons)
+        q, k, v, scalars = call
+        tensors = bridge.dense_tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias)
+        bridge.explain(bridge.decline_reasons(tensors, scalars))
     return _attend(*call, bias)
 
 
 def _as_flash(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, Options]:
-    """Return the call's tensors and options in flash-attn's terms, which align a causal mask with the last key."""
-    window = -1, -1
+) -> tuple[Tensor, Tensor, Tensor, Scalars]:
+    """Return the call's tensors and scalars in flash-attn's terms, which align a causal mask with the last key."""
+    right = -1
     if is_causal:
-        k, v, is_causal, window = bridge.align_with_last_key(q, k, v, 2)
-    return q, k, v, Options(dropout_p, scale, is_causal, window, deterministic=_is_deterministic())
+        k, v, is_causal, right = bridge.align_with_last_key(q, k, v, 2)
+    return q, k, v, Scalars(dropout_p, scale, is_causal, -1, right, 0.0, _is_deterministic())
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None) -> Tensor | None:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scalars: Scalars, bias: Tensor | None) -> Tensor | None:
     """Run bridge.attend. A group's heads of one row under one mask become rows, so that their keys are read once.
 
     Not with dropout or gradients: a forward and its recomputation must drop the same.
     """
-    if bias is None or options.dropout_p or q.shape[2] > 1 or q.shape[1] == k.shape[1] or bias.stride(1) or (
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    ):  # fmt: skip
-        return bridge.attend(q, k, v, options, bias)
-    heads, heads_k = q.shape[1], k.shape[1]
+    if bias is None or scalars.dropout_p:
+        return bridge.attend(q, k, v, scalars, bias)
+    (_, heads, rows, _), heads_k = q.shape, k.shape[1]
+    if rows > 1 or heads == heads_k or bias.stride(1):
+        return bridge.attend(q, k, v, scalars, bias)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return bridge.attend(q, k, v, scalars, bias)
     grouped = q[:, :, 0].unflatten(1, (heads_k, -1))
-    out = bridge.attend(grouped, k, v, options, bias[:, :heads_k].expand(-1, -1, heads // heads_k, -1))
+    out = bridge.attend(grouped, k, v, scalars, bias[:, :heads_k].expand(-1, -1, heads // heads_k, -1))
     return None if out is None else bridge.as_own(out.flatten(1, 2)[:, None])
 
 

@@ -1,4 +1,4 @@
-"""The only file of torch_sdpa that calls dispatch: it builds a request and runs it if our kernels are chosen for it."""
+"""The only file of torch_sdpa that calls dispatch: it prepares a call and runs it if our kernels are chosen for it."""
 
 from __future__ import annotations
 
@@ -8,66 +8,74 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.core.arguments import RECORDED, Options, Packing, Purpose, request_of
-from flash_attn_compat.core.call import BackwardInputs, Gradients, Result
-from flash_attn_compat.core.prepared import Known, Request
+from flash_attn_compat.core.arguments import Keyed, call_of, keyed
+from flash_attn_compat.core.call import (
+    GIVEN_LSE,
+    NEEDS_GRAD,
+    RETURN_LSE,
+    BackwardInputs,
+    Gradients,
+    Result,
+    Scalars,
+)
+from flash_attn_compat.core.prepared import Prepared, Tensors
 from flash_attn_compat.dispatch import autograd, choice, heads_first, serve
 
 KERNELS, PYTORCH = "fused", "pytorch"
 as_own = heads_first.as_own
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None = None) -> Tensor | None:
+def attend(q: Tensor, k: Tensor, v: Tensor, scalars: Scalars, bias: Tensor | None = None) -> Tensor | None:
     """Compute dense attention, recorded by autograd; None if another backend would serve the call.
 
     q, k, v and out: (batch, heads, rows, channels); out's memory is contiguous as (batch, rows, heads, channels)
     """
-    purpose = autograd.purpose((q, k, v))
+    flags = autograd.recording_flags((q, k, v))
     rows_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    request = request_of(*rows_first, options, _deciding_purpose(purpose, options), bias=bias)
-    known = _find_fused(request)
-    if known is None:
+    call = keyed(dense_tensors(*rows_first, bias), scalars, _deciding_flags(flags, scalars))
+    prepared = _find_fused(call)
+    if prepared is None:
         return None
-    if purpose.needs_grad:
-        return heads_first.record(known, request)
-    return heads_first.as_own(serve.run(known, request)[1].out)
+    if flags & NEEDS_GRAD:
+        return heads_first.record(prepared, call[1])
+    return heads_first.as_own(serve.run(prepared, call[1])[1].out)
 
 
-def _deciding_purpose(purpose: Purpose, options: Options) -> Purpose:
-    """Return the purpose that decides on the backend: with dropout always that of a recorded call.
+def dense_tensors(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensors:
+    """Return the tensors of a dense call in the order of TENSORS."""
+    return (q, k, v, None) if bias is None else (q, k, v, *(None,) * 6, bias)
+
+
+def _deciding_flags(flags: int, scalars: Scalars) -> int:
+    """Return the flags by which a backend is chosen: with dropout those of a recorded call.
 
     Under a reentrant checkpoint the forward is not recorded and its recomputation is; both must drop the same.
     """
-    return RECORDED if options.dropout_p else purpose
+    return NEEDS_GRAD if scalars.dropout_p else flags
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, bias: Tensor | None, return_lse: bool
-) -> Result | None:
-    """Compute dense or packed attention outside of autograd; None if another backend would serve the call."""
-    request = request_of(q, k, v, options, Purpose(return_lse=return_lse), packing, bias)
-    known = _find_fused(request)
-    return None if known is None else serve.run(known, request)[1]
+def forward(tensors: Tensors, scalars: Scalars, return_lse: bool) -> Result | None:
+    """Compute out and the LSE, dense or packed, outside of autograd; None if another backend would serve the call."""
+    call = keyed(tensors, scalars, RETURN_LSE if return_lse else 0)
+    prepared = _find_fused(call)
+    return None if prepared is None else serve.run(prepared, call[1])[1]
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, bias: Tensor | None,
-    upstream: BackwardInputs, into: Gradients | None,
+    tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, into: Gradients | None
 ) -> Gradients | None:  # fmt: skip
     """Compute gradients from any kernel's out and LSE, outside of autograd; None if another backend would do so."""
-    request = request_of(q, k, v, options, Purpose(given_lse=True), packing, bias)
-    known = _find_fused(request)
-    if known is None:
+    call = keyed(tensors, scalars, GIVEN_LSE)
+    prepared = _find_fused(call)
+    if prepared is None:
         return None
-    return serve.gradients(known, serve.backward_tensors(request.tensors, None), upstream, into)[1].gradients
+    return serve.gradients(prepared, serve.backward_tensors(call[1], None), upstream, into)[1].gradients
 
 
-def decline_reasons(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None, bias: Tensor | None = None
-) -> list[str]:
+def decline_reasons(tensors: Tensors, scalars: Scalars) -> list[str]:
     """Return our kernels' reasons to decline the call. Shapes as in flash_attn_func."""
-    request = request_of(q, k, v, options, _deciding_purpose(autograd.purpose((q, k, v)), options), packing, bias)
-    return choice.reasons_against(KERNELS, request.kind.build(request).call)
+    flags = _deciding_flags(autograd.recording_flags(tensors[:3]), scalars)
+    return choice.reasons_against(KERNELS, call_of(tensors, scalars, flags))
 
 
 def explain(reasons: list[str]) -> NoReturn:
@@ -76,24 +84,24 @@ def explain(reasons: list[str]) -> NoReturn:
     raise choice.Explained(choice.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
 
 
-def _find_fused(request: Request) -> Known | None:
-    """Return the prepared call if our kernels serve the request, else None."""
+def _find_fused(call: Keyed) -> Prepared | None:
+    """Return the prepared call if our kernels compute it."""
     try:
-        known = serve.find(request)
+        prepared = serve.find(*call)
     except choice.BackendNotSupported:  # the user forces another backend
         return None
-    return known if known.backend is not None and known.backend.name == KERNELS else None
+    return prepared if prepared.backend is not None and prepared.backend.name == KERNELS else None
 
 
-def align_with_last_key(q: Tensor, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor, bool, tuple[int, int]]:
+def align_with_last_key(q: Tensor, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor, bool, int]:
     """Express a causal mask aligned with the first key in flash-attn's terms, which align it with the last key.
 
-    Returns k and v without the keys that no row sees, causal, and window_size. axis: of rows and keys
+    Returns k and v without the keys that no row sees, causal, and window_size_right. axis: of rows and keys
     """
     rows, keys = q.shape[axis], k.shape[axis]
     if rows < keys:
         k, v = k.narrow(axis, 0, rows), v.narrow(axis, 0, rows)
-    return (k, v, False, (-1, rows - keys)) if rows > keys else (k, v, True, (-1, -1))
+    return (k, v, False, rows - keys) if rows > keys else (k, v, True, -1)
 
 
 def has_flash(device: torch.device) -> bool:

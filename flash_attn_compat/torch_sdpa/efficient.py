@@ -16,9 +16,8 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import cuda_capture, unwritten
-from flash_attn_compat.core.arguments import Options, Packing
-from flash_attn_compat.core.call import BackwardInputs, Gradients
-from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.call import BackwardInputs, Gradients, Scalars
+from flash_attn_compat.core.prepared import PLAIN, Tensors
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.torch_sdpa import bridge
@@ -123,7 +122,7 @@ def forward(
     return_lse = arguments[10] if len(arguments) > 10 else False
     reason = decline_reason(policy, problem, return_lse)
     if settings.is_explaining():
-        bridge.explain([reason] if reason else bridge.decline_reasons(*_as_flash(problem), problem.expanded_bias))
+        bridge.explain([reason] if reason else bridge.decline_reasons(*_as_flash(problem)))
     results = None if reason else _forward(problem, return_lse)
     if results is None:
         choice.served[bridge.PYTORCH] += 1
@@ -208,25 +207,27 @@ def _check_lengths(problem: Problem) -> str | None:
     return None
 
 
-def _as_flash(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Options, Packing | None]:
+def _as_flash(problem: Problem) -> tuple[Tensors, Scalars]:
     """Return the problem in flash-attn's arguments, which align a causal mask with the last key."""
     q, k, v = problem.query, problem.key, problem.value
-    is_causal, window = problem.custom_mask_type != NO_MASK, (-1, -1)
+    is_causal, left, right = problem.custom_mask_type != NO_MASK, -1, -1
     if problem.window_size is not None:
-        window = (problem.window_size - 1, 0)
+        left, right = problem.window_size - 1, 0
     elif problem.custom_mask_type == TOP_LEFT and not problem.is_packed:
-        k, v, is_causal, window = bridge.align_with_last_key(q, k, v, 1)
-    options = Options(0.0, problem.scale, is_causal, window, deterministic=torch._C._get_deterministic_algorithms())
+        k, v, is_causal, right = bridge.align_with_last_key(q, k, v, 1)
+    scalars = Scalars(
+        0.0, problem.scale, is_causal, left, right, deterministic=torch._C._get_deterministic_algorithms()
+    )
     if problem.cu_seqlens_q is None or problem.cu_seqlens_k is None:
-        return q, k, v, options, None
+        return bridge.dense_tensors(q, k, v, problem.expanded_bias), scalars
     starts_k = problem.cu_seqlens_q if problem.has_equal_lengths else problem.cu_seqlens_k
-    packing = Packing(problem.cu_seqlens_q, starts_k, problem.rows, problem.keys, seqused_k=problem.seqlen_k)
-    return q[0], k[0], v[0], options, packing
+    tensors = q[0], k[0], v[0], None, problem.cu_seqlens_q, starts_k, problem.seqlen_k
+    return tensors, scalars._replace(max_seqlen_q=problem.rows, max_seqlen_k=problem.keys)
 
 
 def _forward(problem: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int] | None:
-    q, k, v, options, packing = _as_flash(problem)
-    result = bridge.forward(q, k, v, options, packing, problem.expanded_bias, return_lse)
+    tensors, scalars = _as_flash(problem)
+    result, q = bridge.forward(tensors, scalars, return_lse), problem.query
     if result is None:
         return None
     out = result.out.contiguous()
@@ -235,7 +236,7 @@ def _forward(problem: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor
     # PyTorch's place for them without dropout; during a capture all results are on the GPU.
     place = q.device if cuda_capture.is_capturing(q.get_device()) else "cpu"
     seed, offset = (torch.empty((), dtype=torch.int64, device=place) for _ in range(2))
-    return out if packing is None else out[None], lse, seed, offset, problem.rows, problem.keys
+    return out[None] if problem.is_packed else out, lse, seed, offset, problem.rows, problem.keys
 
 
 def _pad_lse(problem: Problem, lse: Tensor) -> Tensor:
@@ -248,21 +249,21 @@ def _pad_lse(problem: Problem, lse: Tensor) -> Tensor:
 
 
 def _backward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    q, k, v, options, packing = _as_flash(problem)
+    tensors, scalars = _as_flash(problem)
+    q, k, *_ = tensors
     if problem.cu_seqlens_q is None:
         lse = lse[:, :, : q.shape[1]]
     else:
         dout, out, lse = dout[0], out[0], unwritten.packed_lse(lse, problem.cu_seqlens_q, q.shape[0])
     into = None
-    if k.shape != problem.key.shape and packing is None:  # keys that no row sees get gradients of 0
+    if k.shape != problem.key.shape and not problem.is_packed:  # keys that no row sees get gradients of 0
         dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (problem.key, problem.value))
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         into = Gradients(dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]])
-    upstream = BackwardInputs(dout, out, lse, None)
-    gradients = bridge.backward(q, k, v, options, packing, problem.expanded_bias, upstream, into)
+    gradients = bridge.backward(tensors, scalars, BackwardInputs(dout, out, lse, None), into)
     if gradients is None:
         return None
     if into is not None:
         return dq, dk, dv
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
-    return (dq, dk, dv) if packing is None else (dq[None], dk[None], dv[None])
+    return (dq[None], dk[None], dv[None]) if problem.is_packed else (dq, dk, dv)

@@ -45,7 +45,7 @@ def test_random_problems(first: int, served: Launches) -> None:
 
 MISTAKES: dict[str, Any] = {
     "the window stands at the first key": (efficient, "_as_flash", lambda found, p: (
-        *found[:3], found[3]._replace(window_size=(-1, -1)), found[4])),
+        found[0], found[1]._replace(window_size_left=-1, window_size_right=-1))),
     "bottom right for top left": (attention, "_as_flash", lambda found, q, k, v, p, causal, scale: (
         q, k, v, found[3]._replace(causal=causal))),
     "the scale is lost": (attention, "_as_flash", lambda found, *_: (

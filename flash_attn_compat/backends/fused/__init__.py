@@ -10,9 +10,10 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import backward, forward, masks, nvrtc, tensor_cores, tuned
+from flash_attn_compat.core.arguments import dense
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits
-from flash_attn_compat.core.prepared import Alike, BackwardRun, Run, shared_properties
+from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, checked
 
 # Features that the kernels combine with a dense mask.
 _SUPPORTED_WITH_BIAS = (
@@ -62,8 +63,8 @@ class Fused(Backend):
         reason = nvrtc.decline_reason()
         return [] if reason is None else [reason]
 
-    def prepare(self, alike: Alike) -> Run:
-        return forward.prepare(alike) or super().prepare(alike)
+    def prepare(self, prepared: Prepared) -> Run:
+        return forward.prepare(prepared) or super().prepare(prepared)
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)
@@ -72,8 +73,8 @@ class Fused(Backend):
         return masks.unpack_saved_mask(mask, saved)
 
     def forward(self, call: AttentionCall) -> Result:
-        alike = shared_properties(call)
-        return self.prepare(alike)(alike.tensors, None)
+        run = self.prepare(checked(dense, (), 0, call))
+        return run(call.tensors, None)
 
     def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
         return backward.prepare(call, upstream, into)(call.tensors, upstream, into).gradients

@@ -17,27 +17,30 @@ from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import dropout, kernel_layout
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, TENSORS, AttentionCall, Result
-from flash_attn_compat.core.prepared import Alike, Run, Tensors
+from flash_attn_compat.core.prepared import Prepared, Run, Tensors
 from flash_attn_compat.core.torch_state import note_written
 
 # The decode kernel appends at most so many new keys itself: each block that sees new keys writes all of them.
 _MAX_NEW_KEYS = 16
-# Functions that copy some of a request's tensors, by index.
+# Functions that copy some of a call's tensors, by index.
 _Copies = dict[int, Callable[[Tensor], Tensor]]
 
 
-def prepare(alike: Alike) -> Run | None:
-    """Return the run for all calls with the cache key of ``alike``; None if no kernel supports the cache's strides.
+def prepare(prepared: Prepared) -> Run | None:
+    """Return the run for all calls with the key of ``prepared``; None if no kernel supports the cache's strides.
 
     Inputs with unsupported strides are copied on every call. Raises KernelError where a kernel fails.
     """
-    tensors, call, new = alike.tensors, alike.whole, alike.new
+    call, new = prepared.whole, prepared.new
+    assert call is not None  # it is not sealed yet
+    given: Tensors = call.tensors if new is None else (*call.tensors, *new[:4])
+    tensors = given
     few = variants.takes_decode(launcher.max_rows(call), call.nheads // call.nheads_k, call.bias is not None)
     in_place = not call.is_dense and call.cu_seqlens_k is None
     appended = range(len(TENSORS), len(tensors))
     read = [0, 1, 2]
     copies: _Copies = dict.fromkeys(launcher.find_strided_inputs(tensors), launcher.copy_contiguous)
-    if alike.is_over_cache:
+    if prepared.is_over_cache:
         in_place = in_place or few
         if not launcher.has_kernel_layout(call.q):
             copies[0] = Tensor.contiguous
@@ -48,22 +51,22 @@ def prepare(alike: Alike) -> Run | None:
     tensors = _apply_copies(tensors, copies)
     vec = launcher.vector_size([tensors[index] for index in read], in_place)
     if not vec:
-        if alike.is_over_cache:
+        if prepared.is_over_cache:
             return None
         copies |= dict.fromkeys(read, launcher.align)
-        tensors, vec = _apply_copies(alike.tensors, copies), 8
+        tensors, vec = _apply_copies(given, copies), 8
     if copies:
         call = call.with_tensors(*tensors)
         new = new and new._replace(**dict(zip(Append._fields, tensors[len(TENSORS) :])))
     tensor_cores.warn_if_missing(call.q.get_device(), settings.gpu(call.q.device))
     kind = launcher.choose_kind(call, vec, decodes=few and not call.dropout_p)
-    forward = ForwardPlan(call, kind if few or alike.is_over_cache else enable_copies(call, kind, False), new)
+    forward = ForwardPlan(call, kind if few or prepared.is_over_cache else enable_copies(call, kind, False), new)
     forward.run_self_test()
     if new is not None and forward.appends_first:
         self_test_append(call, new)
     if not copies:
         return forward.run
-    width = alike.call.head_dim_v
+    width = prepared.call.head_dim_v
 
     def run(tensors: Tensors, length: int | None) -> Result:
         result = forward.run(_apply_copies(tensors, copies), length)
