@@ -14,7 +14,7 @@ from tests.plain import some
 from tests.torch_sdpa import fuzz, originals
 from tests.torch_sdpa.originals import counted
 
-SEEDS = range(16)
+SEEDS = range(24)
 
 
 def test_problems_are_drawn_alike_everywhere_and_of_every_kind() -> None:
@@ -35,12 +35,32 @@ def test_parts_are_solved_and_failures_told(served: Launches, monkeypatch: pytes
 original = fuzz.draw
 
 
-@pytest.mark.parametrize("first", some(range(0, len(SEEDS), 4), 4))
-def test_random_problems(first: int, served: Launches) -> None:
+@pytest.mark.parametrize("first", some(range(0, len(SEEDS), 4), 2))
+def test_random_problems_are_solved_within_the_bound(first: int, served: Launches) -> None:
     for seed in SEEDS[first : first + 4]:
         problem = fuzz.draw(seed, longest=fuzz.SMALL)
         assert not fuzz.examine(problem, "cpu"), problem
     assert counted().get("fused", 0) > 2
+
+
+DENSE = fuzz.Problem(
+    "sdpa", "float16", ((33, 70),) * 2, (4, 2), (32, 32), originals.NO_MASK, None, 0.3, ("heads first",) * 3, True, 0
+)
+MASKED = DENSE._replace(lengths=((150, 150),) * 2, bias="bool none left")
+NAMED = {
+    "head_dim 512": DENSE._replace(dims=(512, 512), mask=originals.TOP_LEFT),
+    "1,100 keys under booleans": MASKED._replace(lengths=((40, 1100),), bias="bool none some"),
+    "1,100 keys under biases": MASKED._replace(lengths=((40, 1100),), bias="own none some"),
+    "two tiles of rows a warp, several key heads a block": MASKED._replace(dims=(64, 64)),
+    "rows off the 16 bytes": MASKED._replace(dims=(20, 20)),
+    "warps in pairs": MASKED._replace(dims=(136, 136)),
+    "one row under biases of each head": MASKED._replace(lengths=((1, 130),) * 2, bias="fp32 batch some"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_problems_are_solved_within_the_bound(name: str, served: Launches) -> None:
+    assert not fuzz.examine(NAMED[name], "cpu") and counted() == {"fused": 1}
 
 
 MISTAKES: dict[str, Any] = {

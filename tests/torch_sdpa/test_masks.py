@@ -8,7 +8,6 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from flash_attn_compat.backends.fused import Fused, candidates, nvrtc, variants
 from flash_attn_compat.torch_sdpa.policy import check_mask
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
-from tests.plain import pairwise, some, some_of
+from tests.plain import pairwise, some_of
 from tests.support import randn
 from tests.test_fused_backend import mutated
 from tests.torch_sdpa import originals
@@ -32,76 +31,25 @@ sdpa, aten = F.scaled_dot_product_attention, torch.ops.aten
 HALF, BF16 = torch.float16, torch.bfloat16
 
 
-class Case(NamedTuple):
-    """shape: of the mask, 0 for all that there are along an axis; hidden: what of it"""
-
-    dtype: torch.dtype
-    kind: str
-    lengths: tuple[int, int]
-    heads: tuple[int, int]
-    shape: tuple[int, ...]
-    hidden: str
-    layout: str
-    scale: float | None = None
-    head_dim: int = 32
-
-
-def sizes(case: Case) -> tuple[int, ...]:
-    return 2, case.heads[0], *case.lengths
-
-
-def mask(case: Case) -> Tensor:
-    """Numbers or truths, with rows that see nothing; tiles that hide all are larger than a kernel's."""
-    shape = [own or whole for own, whole in zip(case.shape, sizes(case)[-len(case.shape) :])]
-    rows, keys = case.lengths
+def mask(kind: str, *shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    """Booleans, or biases of "own" dtype or fp32: a third of the keys is hidden, and the first row sees none."""
     numbers = randn(*shape, seed=7)
-    row, key = torch.arange(rows)[:, None], torch.arange(keys)
-    hidden = {
-        "some": numbers > 0.5,
-        "left": (key < keys * 2 // 3) | ((key > row + keys - rows) if shape[-2] > 1 else False),
-        "blocks": (key * 5 // keys != row * 5 // rows) if shape[-2] > 1 else key > keys // 2,
-    }[case.hidden].expand(shape).clone()  # fmt: skip
-    hidden[..., :1, :] |= shape[-2] > 1 and case.hidden != "blocks"
-    if case.kind == "bool":
-        found = ~hidden
-    else:
-        values = numbers if case.hidden == "some" else torch.zeros_like(numbers)
-        found = values.masked_fill(hidden, -torch.inf).to(torch.float32 if case.kind == "fp32" else case.dtype)
-    if case.layout == "keys apart":
-        return found.repeat_interleave(2, -1)[..., ::2]
-    if case.layout == "rows last":
-        return found.mT.contiguous().mT
-    return torch.cat([found, found], -1)[..., : shape[-1]] if case.layout == "a slice" else found
+    hidden = numbers > 0.5
+    hidden[..., :1, :] |= shape[-2] > 1
+    return ~hidden if kind == "bool" else numbers.masked_fill(hidden, -torch.inf).to({"own": dtype}.get(kind))
 
 
-CASES = [
-    Case(*kind, *values)
-    for kind, *values in pairwise(
-        ((HALF, "bool"), (BF16, "bool"), (HALF, "own"), (BF16, "own"), (HALF, "fp32")),
-        ((40, 40), (33, 150), (150, 71), (1, 130)),
-        ((4, 4), (3, 1)),
-        ((0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 1, 1, 0), (1, 0, 0, 0), (0, 1, 0, 0)),
-        ("some", "left", "blocks"),
-        ("as it is", "keys apart", "rows last", "a slice"),
-        (None, 0.3),
-    )
-]
-CASES += [CASES[0]._replace(lengths=(40, 1100), kind=kind, hidden="some") for kind in ("bool", "own")]
-# One with two tiles of rows a warp and several key heads a block, one off the 16 bytes, one with warps in pairs.
-CASES += [CASES[0]._replace(lengths=(150, 150), hidden="left", head_dim=head_dim) for head_dim in (64, 20, 136)]
-
-
-@pytest.mark.parametrize("case", some(CASES, 5), ids=str)
-def test_answers_and_gradients_are_right(case: Case, served: Launches) -> None:
-    inputs = qkv(Inputs(case.dtype, case.lengths, case.heads, case.head_dim))
-    bias = mask(case)
-    attend = functools.partial(sdpa, attn_mask=bias, scale=case.scale, enable_gqa=True)
-    check(with_gradients(attend, inputs), functools.partial(plainly, bias=bias, scale=case.scale), inputs)
-    *slabs, rows, keys = bias.shape  # what is shared is looked through once, and so copied once
+@pytest.mark.parametrize("kind", ["bool", "own", "fp32"])
+@pytest.mark.parametrize("shape", [(150, 130), (4, 150, 130), (2, 4, 20, 600), (1, 4, 40, 40), (2, 1, 1, 600)])
+def test_the_mask_pass_reads_each_value_in_memory_once(shape: tuple[int, ...], kind: str, served: Launches) -> None:
+    """Booleans once for both directions: the backward takes the results of the forward's pass."""
+    inputs = qkv(Inputs(lengths=(max(shape[-2], 20), shape[-1])))
+    with_gradients(functools.partial(sdpa, attn_mask=mask(kind, *shape)), inputs)
+    *slabs, rows, keys = shape
     blocks = math.prod(slabs) * -(-rows // 64) * -(-keys // 512)
     assert counted() == {"fused": 1}
-    passes = 1 if case.kind == "bool" else 2  # the backward takes what the forward found in booleans
-    assert [launch.blocks for launch in served.seen if launch.variant.entry == "mask"] == [blocks] * passes
+    passes = [launch.blocks for launch in served.seen if launch.variant.entry == "mask"]
+    assert passes == [blocks] * (1 if kind == "bool" else 2)
 
 
 def bytes_as_truths(keys: int) -> Tensor:
@@ -126,6 +74,9 @@ ODD: dict[str, Callable[[], Tensor]] = {
     "begins amid a row of odd length": lambda: randn(2, 4, 41, 53, seed=5, dtype=HALF)[:, :, 1:, 3:],
     "truths that begin so": lambda: (randn(2, 4, 41, 53, seed=5) > 0)[:, :, 1:, 3:],
     "rows of odd length in fp32": lambda: randn(2, 4, 40, 51, seed=6)[..., 1:],
+    "biases, keys apart": lambda: mask("own", 4, 40, 100)[..., ::2],
+    "keys first": lambda: mask("fp32", 50, 40).mT,
+    "a slice of keys": lambda: mask("bool", 2, 1, 40, 100)[..., :50],
     "heads first": lambda: randn(4, 2, 40, 50, seed=6, dtype=HALF).transpose(0, 1),
     "smallest numbers": lambda: randn(40, 50, seed=6, dtype=HALF) * 6e-8,
     "nothing seen": lambda: torch.zeros(40, 50, dtype=torch.bool),
@@ -206,14 +157,14 @@ def test_no_tile_is_wider_than_a_pass_over_a_mask_expects() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "writes", "create_graph"),
-    pairwise(((0, 0), (0, 1, 0, 0), (1, 0, 1, 0)), (HALF, BF16), (False, True), (False, True)),
+    pairwise(((40, 150), (2, 1, 40, 150), (1, 4, 1, 150)), (HALF, BF16), (False, True), (False, True)),
 )
 def test_booleans_may_be_refilled_before_the_backward(
     shape: tuple[int, ...], dtype: torch.dtype, writes: bool, create_graph: bool, served: Launches
 ) -> None:
     """As programs with static buffers do. What the forward saw counts, in all that may come after it."""
     inputs = qkv(Inputs(dtype, (40, 150), (4, 2)))
-    bias = mask(CASES[0]._replace(kind="bool", shape=shape, lengths=(40, 150), heads=(4, 2)))
+    bias = mask("bool", *shape)
 
     def gradients(refills: bool) -> tuple[Tensor, ...]:
         seen = bias.clone()
@@ -226,16 +177,11 @@ def test_booleans_may_be_refilled_before_the_backward(
     assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
-def test_a_backward_does_not_look_through_booleans_again(served: Launches) -> None:
-    sdpa(*qkv(Inputs(HALF, (70, 150))), attn_mask=torch.ones(70, 150, dtype=torch.bool)).sum().backward()
-    assert served.entries.count("mask") == 1
-
-
 def test_refilled_booleans_that_a_backend_did_not_keep_are_an_error(
     served: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Fused, "saved_mask", lambda *_: None)
-    bias = mask(CASES[0]._replace(kind="bool", shape=(0, 0)))
+    bias = mask("bool", 40, 40)
     out = sdpa(*qkv(Inputs()), attn_mask=bias)
     bias.zero_()
     with pytest.raises(RuntimeError, match=r"attn_mask .*modified by an inplace operation.*give the forward a copy"):
@@ -245,7 +191,7 @@ def test_refilled_booleans_that_a_backend_did_not_keep_are_an_error(
 @pytest.mark.parametrize("kind", ["own", "fp32"])
 def test_biases_that_change_before_the_backward_are_an_error(kind: str, served: Launches) -> None:
     q, k, v = qkv(Inputs())
-    bias = mask(CASES[0]._replace(kind=kind, shape=(0, 0)))
+    bias = mask(kind, 40, 40)
     out = sdpa(q, k, v, attn_mask=bias)
     bias.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -256,7 +202,7 @@ def test_biases_that_change_before_the_backward_are_an_error(kind: str, served: 
 @pytest.mark.parametrize("dim", [-4, -3, -2])
 def test_a_mask_may_reach_farther_than_32_bits(kind: str, dim: int, served: Launches) -> None:
     inputs = qkv(Inputs(HALF, (40, 50), (4, 4)))
-    near = mask(CASES[0]._replace(kind=kind, lengths=(40, 50), heads=(4, 4), shape=(0, 0, 0, 0), layout="as it is"))
+    near = mask(kind, 2, 4, 40, 50)
     strides = list(near.stride())
     strides[dim] = 2**32 if dim == -4 else 2**32 // (near.shape[dim] - 1) // 8 * 8
     last = sum((size - 1) * stride for size, stride in zip(near.shape, strides))
