@@ -16,7 +16,6 @@ from flash_attn_compat.backends.torch_efficient import TorchEfficient
 from flash_attn_compat.core.reentry import as_decided
 from flash_attn_compat.torch_sdpa.efficient import Problem
 from tests.fused_on_cpu import Launches
-from tests.plain import pairwise
 from tests.support import cumulative, ints, randn
 from tests.torch_sdpa import originals
 from tests.torch_sdpa.originals import counted, stand_in_backward, stand_in_forward
@@ -52,45 +51,36 @@ def close(got: Tensor, right: Tensor) -> None:
     assert float((got.double() - right.double()).abs().max()) <= bound
 
 
+# The fuzz compares values of other problems, but no gradients under a window, and no backward of another's forward.
 CASES = [
-    Case(*values)
-    for values in pairwise(
-        (HALF, torch.bfloat16), ((40, 40), (33, 70), (70, 33), (1, 50)), (0, 1, 2), (None,), (32, 20), (None, 0.3)
-    )
+    *(Case(lengths=lengths, custom_mask_type=mask) for lengths in ((33, 70), (70, 33)) for mask in (0, 1, 2)),
+    Case(torch.bfloat16, (33, 70), 1, head_dim=20, scale=0.3),
+    Case(lengths=(40, 40), custom_mask_type=1, window_size=9),
+    *(Case(lengths=lengths, custom_mask_type=2, window_size=9) for lengths in ((33, 70), (40, 40))),
 ]
-CASES += [Case(lengths=(40, 40), custom_mask_type=1, window_size=9)]
-CASES += [Case(lengths=lengths, custom_mask_type=2, window_size=9) for lengths in ((33, 70), (40, 40))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_operator_is_what_pytorchs_is(case: Case, served: Launches) -> None:
+def test_results_match_the_stand_ins_shapes_strides_and_gradients(case: Case, served: Launches) -> None:
     q, k, v, dout = inputs(case)
     positional, named = arguments(case)
     right = stand_in_forward(q.double(), k.double(), v.double(), *positional, True, **named)
     found = aten._efficient_attention_forward(q, k, v, *positional, True, **named)
     assert counted() == {"fused": 1}
-    close(found[0], right[0])
     assert torch.equal(found[1].isinf(), right[1].isinf())
-    close(found[1].nan_to_num(posinf=0).half(), right[1].nan_to_num(posinf=0))
-    for got, meta in zip(
-        found, aten._efficient_attention_forward(*(x.to("meta") for x in (q, k, v)), *positional, True)
-    ):
-        if isinstance(got, Tensor):
-            assert (got.shape, got.stride(), got.dtype) == (meta.shape, meta.stride(), meta.dtype)
-        else:
-            assert got == meta
-    for out, lse in ((found[0], found[1]), (right[0].to(case.dtype), right[1])):  # ours, and somebody else's
-        ours, theirs = (
-            backward(x, *x_inputs, out.to(x_inputs[0].dtype), lse, case)
-            for x, x_inputs in (
-                (aten._efficient_attention_backward, (dout, q, k, v)),
-                (stand_in_backward, (dout.double(), q.double(), k.double(), v.double())),
-            )
-        )
-        for got, exact, source in zip(ours[:3], theirs[:3], (q, k, v)):
+    meta = aten._efficient_attention_forward(*(x.to("meta") for x in (q, k, v)), *positional, True)
+    assert [layout(x) for x in found] == [layout(x) for x in meta]
+    for out, lse in ((found[0], found[1]), (right[0].to(case.dtype), right[1])):
+        ours = backward(aten._efficient_attention_backward, dout, q, k, v, out, lse, case)
+        wide = [x.double() for x in (dout, q, k, v, out)]
+        for got, exact, source in zip(ours[:3], backward(stand_in_backward, *wide, lse, case)[:3], (q, k, v)):
             assert got.is_contiguous() and got.shape == source.shape and got.dtype == case.dtype
             close(got, exact)
         assert ours[3] is None
+
+
+def layout(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
 def backward(operator: Any, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Any:
@@ -112,22 +102,15 @@ def test_lengths_of_dense_tensors_are_their_own(served: Launches) -> None:
     assert found[4:] == (40, 50) and counted() == {"fused": 1}
 
 
-def test_the_operator_above_is_served_below_with_its_layout(served: Launches) -> None:
+def test_the_composed_operator_has_pytorchs_strides(served: Launches) -> None:
     q, k, v, dout = (x.transpose(1, 2).detach().requires_grad_() for x in inputs(Case(lengths=(40, 50))))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
     gradients = torch.autograd.grad(out, (q, k, v), dout)
-    seen = torch.ones(40, 50, dtype=torch.bool).tril()
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    scores = (exact[0] @ exact[1].mT * 32**-0.5).masked_fill(~seen, -torch.inf)
-    right = scores.softmax(-1) @ exact[2]
-    close(out, right)
-    assert lse.shape == (2, 3, 64)
     meta = aten._scaled_dot_product_efficient_attention(*(x.to("meta") for x in (q, k, v)), None, True)
-    assert (out.stride(), lse.stride()) == (meta[0].stride(), meta[1].stride())
-    for got, wanted in zip(gradients, torch.autograd.grad(right, exact, dout.double())):
-        close(got, wanted)
-        assert got.transpose(1, 2).is_contiguous()
+    assert (layout(out), layout(lse)) == (layout(meta[0]), layout(meta[1]))
+    assert all(gradient.transpose(1, 2).is_contiguous() for gradient in gradients)
     assert counted() == {"fused": 1} and "dkdv" in served.entries
+    close(out, F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True))
 
 
 def test_autograd_of_the_operator_itself(served: Launches) -> None:
@@ -177,11 +160,7 @@ class Packed(NamedTuple):
 
 
 PACKED = [
-    Packed((20, 1, 33), (20, 1, 33), 0),
-    Packed((20, 1, 33), (20, 1, 33), 1),
     Packed((20, 1, 33), (20, 1, 33), 1, 7),
-    Packed((20, 1, 33), (30, 17, 5), 0),
-    Packed((20, 1, 33), (30, 17, 5), 2),
     Packed((20, 1, 33), (30, 17, 5), 2, 7),
     Packed((20, 3), (0, 12), 0),
     Packed((1, 1, 1), (30, 40, 40), 2, None, (7, 40, 1)),
