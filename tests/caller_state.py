@@ -19,7 +19,7 @@ import flash_attn_compat
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.dispatch import call_cache
-from tests.caller_calls import PROBLEMS, TABLE, Found, Prepared, Row
+from tests.calls import PROBLEMS, TABLE, Call, Prepared, Results
 
 Enter = Callable[[torch.device], contextlib.AbstractContextManager[object]]
 
@@ -88,8 +88,8 @@ def states() -> Iterator[State]:
             yield State(f"{variable}={value}", lambda _, set_to=set_to: set_to(), same_path=False)
 
 
-def why_not(state: State, device: torch.device) -> str:
-    """Why a state cannot be had here, or nothing."""
+def skip_reason(state: State, device: torch.device) -> str:
+    """Return why a state cannot be entered here; empty if it can."""
     if "cuda" in state.name and not torch.cuda.is_available():
         return "needs an NVIDIA GPU"
     if state.name.startswith("cuda:") and device.type != "cuda":
@@ -122,14 +122,14 @@ def random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
 
 
-def answer(row: Row, device: torch.device, state: State | None = None) -> tuple[Found | None, list[str]]:
+def answer(call: Call, device: torch.device, state: State | None = None) -> tuple[Results | None, list[str]]:
     """One call, None where the backend that was asked for refuses it, and what it left otherwise than it was."""
-    laid = row.prepare(device)
+    laid = call.prepare(device)
     before = {name: x.detach().clone() for name, x in laid.inputs.items()}
     torch.manual_seed(7)
     random_numbers = random_state(device)
     complaints: list[str] = []
-    results: list[Found | None] = []
+    results: list[Results | None] = []
 
     def run() -> None:
         with contextlib.nullcontext() if state is None else state.enter(device):
@@ -146,13 +146,13 @@ def answer(row: Row, device: torch.device, state: State | None = None) -> tuple[
             pool.submit(run).result()
     else:
         run()
-    if not row.draws and not torch.equal(random_numbers, random_state(device)):
+    if not call.draws and not torch.equal(random_numbers, random_state(device)):
         complaints.append("random numbers were taken")
     complaints += changed(laid, before)
     return results[0], complaints
 
 
-def changed(laid: Prepared, before: Found) -> list[str]:
+def changed(laid: Prepared, before: Results) -> list[str]:
     return [f"{n} was written to" for n in before.keys() - laid.written if not same(laid.inputs[n], before[n])]
 
 
@@ -171,9 +171,9 @@ def near(a: Tensor, b: Tensor) -> bool:
 
 
 @functools.cache
-def usual(row: Row, device: torch.device, backend: str | None) -> Found | None:
-    """What a row answers in whatever state nobody touched, once for all states; backend: the one that is forced."""
-    return answer(row, device)[0]
+def usual(call: Call, device: torch.device, backend: str | None) -> Results | None:
+    """Return what a call answers outside of every state; backend: the forced one, a part of the cache key."""
+    return answer(call, device)[0]
 
 
 @contextlib.contextmanager
@@ -192,39 +192,39 @@ def looking_up() -> Iterator[list[bool]]:
         yield known
 
 
-def examine(state: State, device: torch.device, rows: Iterable[Row] = TABLE) -> list[str]:
-    """Each row twice in the state, then once more as before: what is remembered in a state must serve outside of it."""
+def examine(state: State, device: torch.device, calls: Iterable[Call] = tuple(TABLE.values())) -> list[str]:
+    """Make each call twice in the state, then outside of it, where what was prepared in the state must serve too."""
     complaints, served = [], 0
-    for row in rows:
+    for call in calls:
         try:
-            expected = usual(row, device, os.environ.get(settings.BACKEND))
+            expected = usual(call, device, os.environ.get(settings.BACKEND))
             if expected is None:
                 continue
-            found, wrong = answer(row, device, state)
+            found, wrong = answer(call, device, state)
             with looking_up() as known:
-                warm, wrong_again = answer(row, device, state)
+                warm, wrong_again = answer(call, device, state)
             wrong += [f"{what} by what is known" for what in wrong_again if what not in wrong]
-            if found is not None and not (known and all(known)) and row.name in PROBLEMS:
+            if found is not None and not (known and all(known)) and call.name in PROBLEMS:
                 wrong.append("nothing is known of the call before")
             lasting = not state.name.startswith("FLASH_ATTN")
-            again = answer(row, device)[0] if lasting else expected
-        except Exception as error:  # noqa: BLE001 - whatever it is, the row that raises it must be named
-            complaints.append(f"{row.name}: {type(error).__name__}: {str(error)[:300]}")
+            again = answer(call, device)[0] if lasting else expected
+        except Exception as error:  # noqa: BLE001 - whatever it is, the call that raises it must be named
+            complaints.append(f"{call.name}: {type(error).__name__}: {str(error)[:300]}")
             continue
-        complaints += [f"{row.name}: {what}" for what in wrong]
+        complaints += [f"{call.name}: {what}" for what in wrong]
         assert again is not None
-        complaints += [f"{row.name}: {n} is another afterwards" for n in expected if not near(again[n], expected[n])]
-        if found is None or (row.casts and "autocast" in state.name):
+        complaints += [f"{call.name}: {n} is another afterwards" for n in expected if not near(again[n], expected[n])]
+        if found is None or (call.casts and "autocast" in state.name):
             continue
         served += 1
         # Dropout drawn by another path may be another mask; gradients added by a GPU's atomics have no order.
-        if row.draws and not state.same_path:
+        if call.draws and not state.same_path:
             continue
         names = [n for n in expected if n in found or state.grads]
         exact = state.same_path and device.type == "cpu"
         for name, (which, given) in itertools.product(names, {"": found, " by what is known": warm or {}}.items()):
             if name not in given or not (same if exact else near)(given[name], expected[name]):
-                complaints.append(f"{row.name}: {name} is another{which}")
+                complaints.append(f"{call.name}: {name} is another{which}")
     if not served and not state.name.startswith(settings.BACKEND):
-        complaints.append("no row was served")
+        complaints.append("no call was served")
     return complaints

@@ -1,4 +1,4 @@
-"""Kinds of tensors and modes that a call may meet, and the five calls that meet them: right, or one clear error."""
+"""Kinds of tensors and modes that a call may meet, and five calls of tests/calls.py: right, or one clear error."""
 
 from __future__ import annotations
 
@@ -21,68 +21,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
-from tests.support import cumulative, ints, randn
+from flash_attn_compat import flash_attn_interface
+from tests.calls import TABLE
 
-HALF = torch.float16
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Tensors]
 
 
 class Call(NamedTuple):
-    """function(*make()) are its results, tensors that it writes to included; is_differentiable: by autograd"""
+    """function(*make()) are its results, tensors that it writes to included.
+
+    fn: the public function's name; is_differentiable: whether autograd records it
+    """
 
     function: Function
     make: Callable[[], Tensors]
-    is_differentiable: bool = False
+    fn: str
+    is_differentiable: bool
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    return (flash_attn_func(q, k, v, causal=True),)
+def call_on(name: str, device: torch.device) -> Call:
+    """Return a call of the table, whose tensors ask for no gradients."""
+    call = TABLE[name]
+
+    def make() -> Tensors:
+        return tuple(x.detach() for x in call.prepare(device).inputs.values())
+
+    return Call(call.prepare(device).function, make, call.fn, is_differentiable=name in ("dense", "varlen"))
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensors:
-    return (flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, causal=True),)
-
-
-def _cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensors:
-    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
-    assert isinstance(out, Tensor)
-    return out, k_cache, v_cache
-
-
-def _private(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    options = (0.0, 0.2, True, -1, -1, 0.0, None)
-    out, lse, _, rng_state = _flash_attn_forward(q, k, v, *options, False)
-    grads = [x.new_empty(x.shape) for x in (q, k, v)]
-    softmax_d = _flash_attn_backward(out, q, k, v, out, lse, *grads, *options, False, rng_state)
-    return out, lse, softmax_d, *grads
-
-
-def _backward(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        out = flash_attn_func(*inputs, causal=True)
-        return torch.autograd.grad(out, inputs, torch.ones_like(out))
-
-
-def _inputs(*leading: int) -> Tensors:
-    return tuple(randn(*leading, heads, 32, seed=heads + at, dtype=HALF) for at, heads in enumerate((4, 2, 2)))
-
-
-def _cache_inputs() -> Tensors:
-    shapes = (2, 1, 4), (2, 12, 2), (2, 12, 2), (2, 1, 2), (2, 1, 2)
-    return *(randn(*shape, 32, seed=at, dtype=HALF) for at, shape in enumerate(shapes)), ints(3, 7)
-
-
-CALLS = {
-    "dense": Call(_dense, lambda: _inputs(2, 7), True),
-    "varlen": Call(_varlen, lambda: (*_inputs(8), cumulative(3, 5)), True),
-    "cache": Call(_cache, _cache_inputs),
-    "private": Call(_private, lambda: _inputs(2, 7)),
-    "backward": Call(_backward, lambda: _inputs(2, 7)),
-}
+NAMES = "dense", "varlen", "cache", "private", "backward"
+CALLS = {name: call_on(name, torch.device("cpu")) for name in NAMES}
 
 
 # ---------------------------------------------------------------- kinds of tensors
@@ -196,8 +165,7 @@ def _jit_trace(call: Call) -> Tensors:
 
 
 def _jit_script(call: Call) -> Tensors:
-    names = call.function.__code__.co_names
-    return torch.jit.script(next(getattr(flash_attn_interface, name) for name in names if "flash_attn" in name))(1)
+    return torch.jit.script(getattr(flash_attn_interface, call.fn))(1)
 
 
 def _make_fx(call: Call) -> Tensors:
@@ -310,7 +278,9 @@ def _copied(copied: Callable[[Any], Any]) -> Callable[[Call], Tensors]:
     def run(call: Call) -> Tensors:
         call.function(*(given := call.make()))  # something may be kept of it by now
         assert all(torch.equal(x, copied(x)) for x in given)
-        return copied(call.function)(*copied(call.make()))
+        public = getattr(flash_attn_interface, call.fn)
+        assert copied(public) is public
+        return call.function(*copied(call.make()))
 
     return run
 

@@ -1,6 +1,6 @@
 """The fused kernels under compute-sanitizer: `python -m tests.sanitize`, with a GPU and the CUDA toolkit.
 
-Every call of fused_coverage.py, and each row of caller_calls.py in some states of its caller, runs under memcheck
+Every call of fused_coverage.py, and each call of calls.py in some states of its caller, runs under memcheck
 (without PyTorch's caching allocator, so that a read past a tensor is seen), racecheck and initcheck, shared out among
 processes. One line for each tool; exit code 1 where one found something in a kernel of ours.
 FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
@@ -47,27 +47,27 @@ def child(shard: int, shards: int, seconds: float, tool: str) -> None:
 
 
 def of_the_table(place: torch.device, tool: str) -> Iterator[Callable[[], object]]:
-    """Each row in some states; those that our kernels have no part in once.
+    """Each call in some states; those that our kernels have no part in once.
 
     Modules multiply by cuBLAS, whose kernels racecheck breaks (its internal error, seen on an H200 with CUDA 13.0).
     """
     import flash_attn_compat
     from tests import caller_state
-    from tests.caller_calls import TABLE, Row
+    from tests.calls import TABLE, Call
 
     os.environ["FLASH_ATTN_COMPAT_BACKEND"] = "fused"  # in every thread
     states = [state for state in caller_state.states() if state.name in STATES]
 
-    def answers(row: Row) -> None:
+    def answers(call: Call) -> None:
         flash_attn_compat.reset_backend_counts()
-        caller_state.answer(row, place)
+        caller_state.answer(call, place)
         for state in states if flash_attn_compat.backend_counts().get("fused") else ():
-            caller_state.answer(row, place, state)
+            caller_state.answer(call, place, state)
 
-    for row in TABLE:
-        if row.casts and tool == "racecheck":
+    for call in TABLE.values():
+        if call.casts and tool == "racecheck":
             continue
-        yield functools.partial(answers, row)
+        yield functools.partial(answers, call)
 
 
 def run(tool: str | None, shard: int, shards: int, seconds: float) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from tests import caller_state, fused_on_cpu, others_kernels
-from tests.caller_calls import PROBLEMS, TABLE, Prepared, Row
 from tests.caller_state import State, examine, same, states
+from tests.calls import PROBLEMS, TABLE, Call, Prepared
 from tests.plain import some
 
 STATES = tuple(states())
@@ -32,7 +32,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @on_devices
 @pytest.mark.parametrize("state", some(STATES, 2), ids=lambda state: state.name)
 def test_no_answer_depends_on_the_state_and_the_state_stays(state: State, device: torch.device) -> None:
-    if reason := caller_state.why_not(state, device):
+    if reason := caller_state.skip_reason(state, device):
         pytest.skip(reason)
     assert not examine(state, device)
 
@@ -58,16 +58,16 @@ def test_no_backends_answer_depends_on_what_surrounds_its_kernels(
     elif backend == "fused":
         fused_on_cpu.emulate(monkeypatch)
     monkeypatch.setenv(settings.BACKEND, backend)
-    rows = [row for row in TABLE if row.name in PROBLEMS and row.name.startswith(CHOSEN[backend])]
-    assert len(rows) >= len(CHOSEN[backend])
+    calls = [call for call in TABLE.values() if call.name in PROBLEMS and call.name.startswith(CHOSEN[backend])]
+    assert len(calls) >= len(CHOSEN[backend])
     for state in AROUND:
-        assert not examine(state, torch.device("cpu"), rows), state.name
+        assert not examine(state, torch.device("cpu"), calls), state.name
 
 
 @on_devices
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_a_tensor_stays_the_callers(row: Row, device: torch.device) -> None:
-    prepared = row.prepare(device)
+@pytest.mark.parametrize("call", TABLE.values(), ids=lambda call: call.name)
+def test_a_tensor_stays_the_callers(call: Call, device: torch.device) -> None:
+    prepared = call.prepare(device)
     prepared.run()
     for name, x in prepared.inputs.items():
         assert isinstance(x, torch.nn.Parameter) or not vars(x), name
@@ -98,13 +98,13 @@ MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_table_finds_a_planted_mistake(mistake: str) -> None:
-    def row(change: Callable[[Tensor], Tensor]) -> Row:
+    def of(change: Callable[[Tensor], Tensor]) -> Call:
         x = torch.arange(3.0)
-        return Row(mistake, lambda device: Prepared({"x": x}, lambda: {"out": change(x)}))
+        return Call(mistake, lambda device: Prepared({"x": x}, lambda x: (change(x),)))
 
     fp16 = STATES[0]
     try:
-        assert examine(fp16, torch.device("cpu"), [row(MISTAKES[mistake])])
-        assert not examine(fp16, torch.device("cpu"), [row(lambda x: x + 1)])
+        assert examine(fp16, torch.device("cpu"), [of(MISTAKES[mistake])])
+        assert not examine(fp16, torch.device("cpu"), [of(lambda x: x + 1)])
     finally:
         torch.use_deterministic_algorithms(False)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from tests import fused_on_cpu
-from tests.kinds import CALLS, KINDS, Operators, Pending, Tensors
+from tests.kinds import CALLS, KINDS, Operators, Pending, Tensors, call_on
 from tests.plain import some_of
 from tests.support import GENERAL, cumulative, ints, qkv, randn
 
@@ -45,7 +45,7 @@ def _the_compiler_knows_pytorch() -> None:
 
 
 def check(kind: str, name: str, device: torch.device) -> None:
-    call = CALLS[name]._replace(make=lambda: tuple(x.to(device) for x in CALLS[name].make()))
+    call = call_on(name, device)
     right = call.function(*call.make())
     if (kind, name) in ERRORS:
         with pytest.raises(Exception, match=ERRORS[kind, name]):
@@ -99,7 +99,7 @@ def test_a_device_without_memory_is_served_as_others(kind: str, name: str) -> No
 
 
 def test_packed_calls_of_a_device_without_memory_have_gradients_and_an_s_dmask() -> None:
-    q, k, v, starts = (x.to("meta") for x in CALLS["varlen"].make())
+    q, k, v, starts, _ = (x.to("meta") for x in CALLS["varlen"].make())
     inputs = [x.requires_grad_() for x in (q, k, v)]
     rules: dict[str, Any] = dict(dropout_p=0.1, return_attn_probs=True)
     out, lse, s_dmask = flash_attn_varlen_func(*inputs, starts, starts, 5, 130, **rules)
@@ -148,7 +148,7 @@ def test_an_upstream_gradient_that_is_pending_is_waited_for(monkeypatch: pytest.
 
 def test_lengths_without_memory_are_named_rather_than_read(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.emulate(monkeypatch)
-    q, k, v, starts = CALLS["varlen"].make()
+    q, k, v, starts, _ = CALLS["varlen"].make()
     with pytest.raises(RuntimeError, match=r"cu_seqlens_q must be a tensor with memory of its own; got Pending"):
         flash_attn_varlen_func(q, k, v, Pending(starts), Pending(starts), 5, 5)
 

@@ -19,7 +19,7 @@ from flash_attn_compat.backends import base, smoke_test
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.dispatch import call_cache
 from tests import others_kernels
-from tests.caller_state import State, states, why_not
+from tests.caller_state import State, skip_reason, states
 from tests.others_kernels import BACKENDS, GENUINE, lay_flash_attn
 from tests.support import cumulative, qkv
 from verify.drawing import random_problem
@@ -292,7 +292,7 @@ def test_a_build_is_not_used_for_what_it_gets_wrong(install: Any, fault: str) ->
 @on("official")
 @pytest.mark.parametrize("state", [state for state in states() if "=" not in state.name], ids=lambda state: state.name)
 def test_the_trial_ends_well_in_every_state_of_the_callers(backend: str, state: State) -> None:
-    if reason := why_not(state, torch.device("cpu")):
+    if reason := skip_reason(state, torch.device("cpu")):
         pytest.skip(reason)
     tensors, slopes = qkv(**HALF), torch.tensor([0.1, 0.2])
     with state.enter(torch.device("cpu")):

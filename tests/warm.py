@@ -25,14 +25,13 @@ from flash_attn_compat import flash_attn_2_cuda as raw
 from flash_attn_compat.backends.fused import params
 from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.dispatch import call_cache
-from tests import fused_on_cpu
+from tests import calls, fused_on_cpu
+from tests.calls import CHANGES, FIRST
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
-from tests.support import ints, randn
 from verify.call import Call, moved, same, solve
 from verify.problems import FUNCTIONS, Problem, laid_out
 
 Answer = list[Any]
-Changes = dict[str, Any]
 State = Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -43,47 +42,6 @@ class WarmCall(NamedTuple):
     run: Callable[[], Answer]
 
 
-# ---- one change each of the first call of a function, of what problems do not say
-
-FIRST = {"flash_attn_func": DENSE, "flash_attn_varlen_func": PACKED, "flash_attn_with_kvcache": STEP}
-SCALE, SLOPES = {"softmax_scale": torch.tensor(0.5)}, torch.tensor([0.5, 0.1, 0.3, 0.2])
-APART = torch.stack([SLOPES, SLOPES], -1)[:, 0]  # which are copied
-FURTHER: dict[str, list[Changes]] = {
-    "flash_attn_func": [
-        SCALE, {"return_attn_probs": False}, {"q": randn(2, 7, 16, 4).transpose(2, 3)},
-        {"q": randn(1 + 2 * 7 * 4 * 16)[1:].view(2, 7, 4, 16)}, {"q": torch._neg_view(randn(2, 7, 4, 16))},
-        {"alibi_slopes": SLOPES}, {"alibi_slopes": APART},
-        {"q": randn(1 + 2 * 7 * 4 * 16)[1:].view(2, 7, 4, 16), "alibi_slopes": APART},
-        {"window_size": (1, 1)}, {"window_size": (1.0, 1)}, {"window_size": 3}, {"k": randn(2, 11, 3, 16)},
-        {"v": randn(2, 11, 2, 16).double()},
-        {"q": None}, {"k": torch.empty(2, 11, 2, 16, device="meta")}, {"alibi_slopes": SLOPES[:3]},
-        {"alibi_slopes": SLOPES.double()}, {"softmax_scale": "wide"}, {"dropout_p": 1.5}, {"softmax_scale": [1.0]},
-    ],
-    "flash_attn_varlen_func": [
-        SCALE, {"return_attn_probs": False}, {"cu_seqlens_q": ints(0, 5, 22, 23, 30)},
-        {"cu_seqlens_k": ints(0, 11, 13, 43, 52)},
-        {"cu_seqlens_q": ints(0, 5, 22, 23, 32).long()}, {"cu_seqlens_k": ints(0, 1, 9, 2, 13, 3, 43, 4, 52)[::2]},
-        {"max_seqlen_q": 17.0}, {"cu_seqlens_k": ints(0, 52)}, {"cu_seqlens_q": [0, 5, 22, 23, 32]},
-        {"max_seqlen_k": 2**31}, {"max_seqlen_q": 16},
-        *({"k": randn(32, 2, 16), "v": randn(32, 2, 16), "cu_seqlens_k": ints(0, n, 22, 23, 32)} for n in (5, 6)),
-    ],
-    "flash_attn_with_kvcache": [
-        SCALE, {"cache_seqlens": ints(29, 0)}, {"cache_seqlens": 7}, {"rotary_interleaved": False},
-        *({"k": None, "v": None, "cache_seqlens": length} for length in (None, 0, 7)),
-        {"cache_seqlens": 29}, {"k": randn(2, 2, 3, 32).transpose(1, 2)}, {"q": randn(2, 3, 4, 32)[:, :2]},
-        {"q": randn(1 + 2 * 3 * 4 * 32)[1:].view(2, 3, 4, 32)}, {"k": randn(1 + 2 * 3 * 2 * 32)[1:].view(2, 3, 2, 32)},
-        {"cache_seqlens": ints(4, 30)}, {"cache_seqlens": ints(4, -1)}, {"cache_seqlens": 30}, {"cache_seqlens": 4.0},
-        {"cache_seqlens": ints(4, 9).long()}, {"num_splits": 200}, {"rotary_sin": randn(32, 8)}, {"v": None},
-        {"k": randn(2, 3, 2, 8)}, {"rotary_cos": randn(19, 8), "rotary_sin": randn(19, 8)}, {"window_size": (1.0, 1)},
-        {"v_cache": randn(2, 32, 2, 32).bfloat16()}, {"k": randn(2, 3, 2, 32).double()},
-        {"rotary_cos": randn(32, 8), "rotary_sin": randn(32, 8).bfloat16()}, {"cache_leftpad": ints(1, 3).long()},
-        {"rotary_cos": randn(32, 16)[:, ::2], "rotary_sin": randn(32, 8)},
-        {"rotary_cos": randn(1 + 32 * 8)[1:].view(32, 8), "rotary_sin": randn(32, 8)},
-        {"v": torch.empty(2, 3, 2, 32, device="meta")},
-    ],
-}  # fmt: skip
-
-
 def calls_of(function: str, dtype: str = "") -> Iterator[WarmCall]:
     """Every short problem of it, the first one first, and changes of that one. dtype: of what is not half precision."""
     first = FIRST[function]
@@ -92,25 +50,8 @@ def calls_of(function: str, dtype: str = "") -> Iterator[WarmCall]:
         whole = replace(problem, dtype=dtype) if dtype and "16" not in problem.dtype else problem
         yield WarmCall(repr(problem), partial(outcome, whole.build()))
     call = replace(first, dtype=dtype or first.dtype).build()
-    for change in ({}, *FURTHER[function]):
-        yield WarmCall(f"{function} {list(change)}", partial(outcome, changed(call, change)))
-
-
-def changed(call: Call, change: Changes) -> Call:
-    """dout stays where out has its shape."""
-    lasts = "q" not in change and "return_attn_probs" not in change
-    args = {name: _of_dtype(name, x, call.dtype) for name, x in change.items()}
-    return Call(call.fn, call.args | args, call.dout if lasts else None)
-
-
-def _of_dtype(name: str, x: Any, dtype: torch.dtype) -> Any:
-    """Data, as it lies in memory."""
-    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.is_neg():
-        return x
-    if name in ("alibi_slopes", "softmax_scale"):
-        return x
-    memory = x.new_empty(0).set_(x.untyped_storage()).to(dtype)
-    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+    for change in ({}, *CHANGES[function]):
+        yield WarmCall(f"{function} {list(change)}", partial(outcome, calls.changed(call, change)))
 
 
 def outcome(call: Call) -> Answer:
@@ -193,12 +134,9 @@ def in_state(run: Callable[[], Answer], *states: str, seed: int = 0) -> Callable
 def private(problem: Problem, dropout_p: float = 0.0, has_places: bool = True, return_softmax: bool = False) -> Answer:
     """has_places: whether the caller gives those of the gradients, which lie as dout does"""
     call = problem.build()
-    q, k, v = call.qkv
-    rules = dropout_p, 0.5, problem.causal, *problem.window, problem.softcap, call.args.get("alibi_slopes")
-    drawn = flash_attn_interface._flash_attn_forward(q, k, v, *rules, return_softmax)
-    places = [laid_out(x, problem.layouts[3]) if has_places else None for x in (q, k, v)]
-    given = call.dout, q, k, v, *drawn[:2], *places, *rules, False, drawn[3]
-    return [*drawn, flash_attn_interface._flash_attn_backward(*given), *places]
+    places = [laid_out(x, problem.layouts[3]) if has_places else None for x in call.qkv]
+    slopes = call.args.get("alibi_slopes")
+    return list(calls.private(*call.qkv, call.dout, places, dropout_p, 0.5, problem.causal, slopes, return_softmax))
 
 
 def extension(problem: Problem, _: float = 0.0, has_place: bool = True) -> Answer:
@@ -351,8 +289,8 @@ def main(argv: list[str] | None = None) -> int:
     tallies = {"on a CPU": compare(random_call(number, ON_CPU) for number in numbers)}
     with pytest.MonkeyPatch.context() as patch:
         launches = fused_on_cpu.record(patch)
-        calls = (random_call(number, ON_CPU[1:]) for number in numbers)
-        tallies["by our own kernels"] = compare(calls, launched(launches))
+        randoms = (random_call(number, ON_CPU[1:]) for number in numbers)
+        tallies["by our own kernels"] = compare(randoms, launched(launches))
     for name, tally in tallies.items():
         counts = f"{tally.calls} calls, {tally.found} requests like an earlier one, {tally.errors} errors"
         print(f"{name}: {counts}: {len(tally.differing)} differ {tally.differing[:10]}")
