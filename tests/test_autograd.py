@@ -149,7 +149,7 @@ class Sees(Reference):
 
 @pytest.mark.parametrize("named", [None, "reference"])
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_a_backward_sees_what_the_forward_saw_wherever_it_runs(
+def test_a_backward_uses_the_forwards_choice_in_any_thread(
     named: str | None, in_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU that is a thread of autograd's, to which no context variable comes."""

@@ -29,7 +29,7 @@ def test_the_list_names_every_benchmark_and_verifys(capsys):
     assert "\nend_to_end" in shown and "verify bench" in shown
 
 
-def test_a_name_runs_what_its_module_runs_with_its_options(capsys, monkeypatch):
+def test_a_benchmarks_name_runs_its_module_with_its_options(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["pytest"])
     for name, said in (("cpu", "--threads"), ("bench", "--rivals"), ("kernel_tiles", "--kernels")):
         with pytest.raises(SystemExit, match="0"):
@@ -91,7 +91,7 @@ def test_contestants_that_do_not_agree_or_fail_or_are_too_slow_give_exit_code_1(
         )
 
 
-def test_no_other_thread_runs_beside_what_is_timed(tmp_path):
+def test_no_other_thread_runs_during_a_measurement(tmp_path):
     threads = []
     watch = Job(lambda: threads.append(threading.active_count()))
     before = threading.active_count()
@@ -136,7 +136,7 @@ def test_the_operators_shapes_run_with_and_without_our_kernels(name, tmp_path):
     assert {row["contestant"] for row in rows} == {"with", "without"} and all(row["memory_mib"] for row in rows)
 
 
-def test_what_is_replayed_from_a_graph_was_captured_with_our_kernels(monkeypatch):
+def test_replayed_graphs_were_captured_with_our_kernels(monkeypatch):
     captured = []
 
     def capture(job, device):

@@ -139,7 +139,7 @@ def with_a_byte_flipped(path: Path, place: float, name: Callable[[], str]) -> st
 
 
 @pytest.mark.parametrize("what", CACHES)
-def test_each_file_and_option_is_in_the_name_of_what_is_kept(
+def test_each_file_and_option_is_part_of_the_cache_name(
     what: str, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if what.startswith("emulated") and emulate.why_not():

@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_agrees_is_released_with_the_newest_section_of_the_changelog(release: ModuleType, root: Path) -> None:
+def test_a_consistent_release_has_the_newest_section_of_the_changelog(release: ModuleType, root: Path) -> None:
     assert list(release.against("v1.2.3", root)) == []
     assert release.notes(root) == "- New.\n\nMore.\n"
 
@@ -53,7 +53,7 @@ def test_what_agrees_is_released_with_the_newest_section_of_the_changelog(releas
         ("CHANGELOG.md", "1.2.3 (2026-11-23)", "1.2.3", "not with '## 1.2.3 (YYYY-MM-DD)'"),
     ],
 )
-def test_what_does_not_agree_is_refused_by_its_name(
+def test_an_inconsistent_release_is_refused_by_name(
     name: str, old: str, new: str, said: str, release: ModuleType, root: Path
 ) -> None:
     (root / name).write_text(FILES[name].replace(old, new))

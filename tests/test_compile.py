@@ -94,7 +94,7 @@ CALLS: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_output_and_gradients_are_those_of_the_eager_call(name: str) -> None:
+def test_compiled_output_and_gradients_match_the_eager_call(name: str) -> None:
     if name == "rotary module" and TorchVersion(torch.__version__) < "2.5":
         pytest.skip("PyTorch 2.4 traces no .data in a backward, by which the rotation writes into its input")
     function, inputs, args, options = CALLS[name]
@@ -125,7 +125,7 @@ def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longe
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_compiled_call_asks_for_what_its_eager_one_asks_for(asked: Asked, needs_grad: bool, mode: Any) -> None:
+def test_a_compiled_call_needs_gradients_if_its_eager_one_does(asked: Asked, needs_grad: bool, mode: Any) -> None:
     """Gradients and LSE are features that not every backend has; over pages, some serve what needs neither."""
     q, k, v = randn(5, 2, 16).requires_grad_(needs_grad), randn(4, 4, 2, 16, seed=1), randn(4, 4, 2, 16, seed=2)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
@@ -159,7 +159,7 @@ def test_steps_that_append_write_the_same_cache_and_an_int_length_may_grow(lengt
         step(call, caches[0], 20)
 
 
-def test_a_graph_holds_one_node_of_ours_per_call_and_serves_other_lengths() -> None:
+def test_a_graph_holds_one_node_per_call_and_serves_other_lengths() -> None:
     graphs = []
 
     def keeping(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:

@@ -154,7 +154,7 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("backend", "dtype", "form", "name"), CASES, ids=name_of)
-def test_gradients_of_out_and_lse_are_those_of_the_formula(
+def test_gradients_of_out_and_lse_match_the_formula(
     backend: str, dtype: torch.dtype, form: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (ours, plain), options, given = ATTENTION[form], OPTIONS[name], inputs(form, name, dtype)
@@ -168,7 +168,7 @@ def test_gradients_of_out_and_lse_are_those_of_the_formula(
 
 @pytest.mark.parametrize("backend", [*GENERAL, "fused"])
 @pytest.mark.parametrize("poison", [0.0, torch.nan])
-def test_rows_without_keys_have_no_gradient_whatever_a_loss_makes_of_their_infinite_lse(
+def test_rows_without_keys_have_no_gradient_under_any_loss_of_their_lse(
     backend: str, poison: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of 11 rows over 7 keys, under a causal mask."""
@@ -268,7 +268,7 @@ def test_slopes_alone_may_be_trained_and_their_dropout_mask_is_the_forwards() ->
         torch.testing.assert_close(found[index], torch.autograd.grad(plain.sin().sum(), one)[0], rtol=2e-2, atol=2e-2)
 
 
-def test_explain_names_who_computes_the_gradient_of_slopes() -> None:
+def test_explain_names_the_backend_of_the_slopes_gradient() -> None:
     given = qkv(sq=7, sk=11, h=4, hk=2)
     asked = explain(flash_attn_func, *given, alibi_slopes=SLOPES.clone().requires_grad_())
     assert asked.slopes_gradient == "reference" and "computes the gradient of alibi_slopes" in str(asked)
@@ -422,7 +422,7 @@ def test_create_graph_leaves_the_gradient_of_tensors_that_follow_from_each_other
 
 
 @pytest.mark.parametrize("form", ["dense", "packed", "pairs"])
-def test_batched_gradients_are_those_of_one_after_the_other(form: str) -> None:
+def test_batched_gradients_match_single_ones(form: str) -> None:
     given = [x.requires_grad_() for x in inputs(form, "causal", torch.float64)]
     out = ATTENTION[form][0](*given, causal=True)[0]
     upstream = torch.stack([out.detach().sin(), out.detach().cos()])
@@ -433,9 +433,7 @@ def test_batched_gradients_are_those_of_one_after_the_other(form: str) -> None:
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)], ids=str)
 @pytest.mark.parametrize("lengths", [(4, 4), (1, 7)])
-def test_packed_calls_under_vmap_are_those_of_one_after_the_other(
-    in_dims: tuple[int | None, ...], lengths: tuple[int, ...]
-) -> None:
+def test_packed_calls_under_vmap_match_single_ones(in_dims: tuple[int | None, ...], lengths: tuple[int, ...]) -> None:
     starts, given = cumulative(*lengths), [randn(2, 9, 2, 8, seed=seed).double() for seed in range(3)]
     given = [x[0] if axis is None else x for x, axis in zip(given, in_dims)]
 

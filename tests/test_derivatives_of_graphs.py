@@ -239,7 +239,7 @@ def test_inductor_computes_derivatives_of_packed_calls(derive: Function) -> None
 
 
 @pytest.mark.parametrize("derive", [jvp, recorded_dual, grad, twice], ids=lambda x: x.__name__)
-def test_derivatives_under_a_mode_drop_what_the_forward_drops(derive: Function) -> None:
+def test_derivatives_under_a_mode_use_the_forwards_dropout_mask(derive: Function) -> None:
     x, tangent = doubles(*DENSE), doubles(*DENSE, seed=5)
     found = under_a_mode(derive, flat(dropped), x, tangent)
     torch.testing.assert_close(found, derive(flat(dropped), x, tangent), rtol=1e-9, atol=1e-9)
@@ -262,7 +262,7 @@ def test_a_compiled_vmap_has_the_gradients_of_the_eager_one(backend: str) -> Non
     torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-9)
 
 
-def test_shapes_that_a_graph_leaves_open_may_be_others_in_a_derivative() -> None:
+def test_derivatives_of_graphs_accept_other_dynamic_shapes() -> None:
     def derivative(q: Tensor) -> Tensor:
         return jvp(lambda x: flash_attn_func(x, x, x, causal=True), q, q.cos())
 
@@ -296,7 +296,7 @@ def test_vmap_over_cu_seqlens_computes_each(mask: str, backend: str | None) -> N
             torch.testing.assert_close(ours[index], right, rtol=1e-9, atol=1e-9)
 
 
-def test_gradients_under_vmap_over_cu_seqlens_are_those_of_each() -> None:
+def test_gradients_under_vmap_over_cu_seqlens_match_single_calls() -> None:
     def gradient(x: Tensor, starts: Tensor) -> Tensor:
         found: Tensor = torch.func.grad(lambda x: of_lengths(starts, x, causal=True)[0].sin().sum())(x)
         return found
@@ -306,7 +306,7 @@ def test_gradients_under_vmap_over_cu_seqlens_are_those_of_each() -> None:
     torch.testing.assert_close(found, torch.stack([gradient(x, starts) for starts in LENGTHS]))
 
 
-def test_an_infinite_token_of_one_sequence_stays_out_of_the_others_under_vmap() -> None:
+def test_an_infinite_token_stays_in_its_sequence_under_vmap() -> None:
     """Of a sequence without keys beside it, above all."""
     q, k = doubles(6, 2, 8), doubles(6, 2, 8, seed=1)
     k[3] = torch.inf
@@ -337,7 +337,7 @@ def test_used_and_skipped_keys_are_served_in_a_compiled_vmap() -> None:
     (torch.tensor([6, 6, 6]), {}, "max_seqlen_q must be an int here"),
     (None, {"dropout_p": 0.5, "return_attn_probs": True}, "S_dmask of packed sequences needs their lengths"),
 ])  # fmt: skip
-def test_vmap_over_cu_seqlens_names_what_it_cannot_read(
+def test_vmap_over_cu_seqlens_names_unreadable_lengths(
     number: Tensor | None, options: dict[str, Any], words: str
 ) -> None:
     x = doubles(8, 2, 8)

@@ -58,7 +58,7 @@ def test_use_backend_ends_with_its_block_and_does_not_reach_other_threads() -> N
 
 
 @pytest.mark.parametrize("forced", [None, "chunked", "reference"])
-def test_only_backends_whose_turn_comes_are_asked(forced: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_behind_the_serving_one_are_not_asked(forced: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is installed and not wanted costs nothing: the real flash-attn takes seconds to load."""
     q, k, v = qkv()
     call = call_of((q, k, v, None))
@@ -131,7 +131,7 @@ def test_the_check_of_settings_refuses_a_wrong_value_of_every_variable_with_choi
         ("99.9", ""),
     ],
 )
-def test_a_capability_that_no_gpu_has_is_refused_with_those_that_exist(
+def test_an_unknown_capability_is_refused_with_the_known_ones(
     text: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", text)
@@ -259,7 +259,7 @@ def beyond(table: Capabilities, features: Feature) -> Iterator[Change]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-def test_whatever_a_table_lacks_is_a_reason(backend: Backend) -> None:
+def test_a_missing_capability_is_a_reason(backend: Backend) -> None:
     table = backend.capabilities
     device = "cuda" if table.devices is None or "cuda" in table.devices else "cpu"
     served = call_of((*qkv(dtype=torch.float16), None)).traits()
@@ -270,7 +270,7 @@ def test_whatever_a_table_lacks_is_a_reason(backend: Backend) -> None:
         assert any(words in reason for reason in reasons), (change, reasons)
 
 
-def test_only_these_serve_what_no_single_answer_shows() -> None:
+def test_only_listed_backends_declare_properties_that_one_answer_cannot_show() -> None:
     def serving(feature: Feature) -> list[str]:
         return [backend.name for backend in BACKENDS if backend.capabilities.features & feature]
 

@@ -221,7 +221,7 @@ def train(rank: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_gradients_are_those_of_the_whole_batch(way: str) -> None:
+def test_sharded_gradients_match_the_whole_batch(way: str) -> None:
     if way == "FSDP2" and not hasattr(importlib.import_module("torch.distributed.fsdp"), "fully_shard"):
         pytest.skip("PyTorch has this name from 2.6 on")
     in_group(train, way)

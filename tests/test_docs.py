@@ -117,7 +117,7 @@ def test_every_variable_that_is_named_is_read(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page, some in COMMANDS.items() if some])
-def test_every_command_exists_and_ours_take_the_arguments_that_are_shown(page: str) -> None:
+def test_every_documented_command_exists_and_takes_its_arguments(page: str) -> None:
     for program, *arguments in COMMANDS[page]:
         check_command(program, arguments)
 

@@ -57,7 +57,7 @@ def test_text_fits_a_terminal_and_says_a_reason_against_a_backend_once(report):
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.5", reason="before PyTorch 2.5 its attention stays its own")
-def test_who_serves_pytorchs_attention_is_told(report, monkeypatch):
+def test_doctor_names_the_backend_of_pytorchs_attention(report, monkeypatch):
     if report.machine.device == "cpu":
         assert report.sdpa.keys() == {"switched on", "here"}
     with originals.stand_ins(), originals.served(monkeypatch):
@@ -97,7 +97,7 @@ def test_a_cuda_build_without_a_driver_is_told_with_the_gpus_that_it_is_built_fo
 
 @pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="shown by a CPU build")
 @pytest.mark.parametrize(("has_mps", "told"), [(False, "CPU only"), (True, "MPS; no GPU or no driver found")])
-def test_a_build_without_cuda_is_told_as_what_it_is(has_mps, told, monkeypatch):
+def test_doctor_names_a_build_without_cuda(has_mps, told, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: has_mps)
     machine = doctor._examine_machine(torch.device("cpu"))
     assert any(line.endswith(f"yes (built for {told})") for line in doctor._format_facts(machine))
@@ -117,7 +117,7 @@ def test_without_a_home_directory_the_doctor_says_where_kernels_could_be_kept(mo
 
 
 @needs_fork
-def test_what_ends_a_process_is_named_after_the_machine_and_the_rest_is_checked(monkeypatch, capsys):
+def test_a_kernel_that_ends_the_process_is_named_and_the_others_are_checked(monkeypatch, capsys):
     """As on a GPU, where a kernel that faults ends the process's use of it."""
     if torch.cuda.is_initialized():
         pytest.skip("a process that has used a GPU cannot be copied")
@@ -160,7 +160,7 @@ def test_the_machine_is_told_before_anything_runs(monkeypatch):
     assert [machine.device for machine in told] == [str(doctor._choose_device())]
 
 
-def test_what_ended_a_process_is_forgotten_on_request(monkeypatch, capsys):
+def test_marks_of_ended_processes_are_removed_on_request(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(faults, "remove_marks", lambda: asked.append("forget") or 1)
     monkeypatch.setattr(doctor, "examine", lambda tell: asked.append("examine") or report_of_nothing())
@@ -201,7 +201,7 @@ def test_a_real_package_that_cannot_serve_is_named_with_its_reason(tmp_path):
     assert "OSError: libcudart.so.11.0" in name["real_unusable_because"]
 
 
-def test_a_patched_process_is_told_who_answers():
+def test_doctor_names_the_flash_attn_of_a_patched_process():
     with flash_attn_compat.patched():
         name = doctor.examine().name
     assert name.answered_by.startswith("flash_attn_compat (patched")
@@ -209,7 +209,7 @@ def test_a_patched_process_is_told_who_answers():
     assert name.looks["a child process (torchrun, accelerate)"].endswith("__init__.py")
 
 
-def test_a_variable_that_nobody_reads_is_warned_about_at_the_first_call_and_once(monkeypatch):
+def test_an_unknown_variable_warns_once_at_the_first_call(monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_COMPAT_BAKEND", "sdpa")
     settings._warn_of_unknown.cache_clear()
     call_cache.forget()

@@ -95,7 +95,7 @@ caller.join()
 """
 
 
-def test_the_end_waits_until_the_devices_thread_has_done_what_it_does() -> None:
+def test_exit_waits_for_the_devices_thread() -> None:
     answer = forked(f"import torch\n{exits._ON_STAND_IN}{_SLOW}")
     assert answer.returncode == 0, answer.stderr
 

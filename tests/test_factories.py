@@ -22,7 +22,7 @@ FACTORIES = {
 OF_WHOLE_NUMBERS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
 
 
-def test_whatever_makes_a_tensor_names_its_device_and_dtype() -> None:
+def test_every_tensor_factory_names_device_and_dtype() -> None:
     complaints = [
         f"{path}:{line}: {complaint}"
         for path in [*PACKAGE.rglob("*.py"), STAND_INS]
@@ -45,7 +45,7 @@ def test_whatever_makes_a_tensor_names_its_device_and_dtype() -> None:
         ("torch.zeros_like(x)", 0),
     ],
 )
-def test_the_rule_sees_what_it_should(source: str, count: int) -> None:
+def test_the_rule_finds_planted_violations(source: str, count: int) -> None:
     assert len(list(complaints_of(ast.parse(source)))) == count
 
 

@@ -34,7 +34,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Variant]:
 
 
 @pytest.mark.parametrize(("real", "forced"), [((7, 5), None), ((9, 0), None), ((9, 0), "7.5")])
-def test_a_gpu_finds_what_was_compiled_for_it(
+def test_a_gpu_finds_kernels_compiled_ahead(
     real: tuple[int, int], forced: str | None, compiled: list[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     architecture = "compute_75" if forced else f"sm_{real[0]}{real[1]}"
@@ -63,7 +63,7 @@ def test_kernels_for_dense_masks_are_compiled_where_sdpa_is_asked_for(
     assert of_masks <= set(compiled) if asks != "nobody" else of_masks.isdisjoint(compiled)
 
 
-def test_it_shows_how_far_it_is_and_what_is_there_is_not_compiled_again(
+def test_compile_shows_progress_and_skips_cached_kernels(
     compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_it_shows_how_far_it_is_and_what_is_there_is_not_compiled_again(
     assert told[1].startswith(f"0 kernels compiled, {count} were there")
 
 
-def test_a_kernel_that_does_not_compile_is_told_and_the_others_are_kept(
+def test_a_kernel_that_fails_to_compile_is_named_and_the_others_are_kept(
     compiled: list[Variant], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def binary(variant: Variant, architecture: str) -> bytes:
@@ -111,7 +111,7 @@ def test_without_a_home_directory_the_variable_that_names_a_folder_is_told_befor
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("name", ["sm_70", "sm_80", "turing", "sm_"])
-def test_an_architecture_that_nobody_has_kernels_for_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_architecture_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     check_refused_in_one_line(
         cli.main, ["compile", "--for", name], f"unknown architecture {name!r}; choose from sm_75, sm_90", capsys
     )

@@ -113,7 +113,7 @@ def test_gradients_into_places_that_overlap_are_an_error(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("seqlen_q", [1, 20])
 @pytest.mark.parametrize("change", ["q", "k", "rotary_sin", "block_table", "alibi_slopes"])
-def test_what_kernels_cannot_read_as_it_lies_is_copied_and_only_that(
+def test_only_inputs_with_unsupported_strides_are_copied(
     change: str, seqlen_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = fused_on_cpu.emulate(monkeypatch)
@@ -179,7 +179,7 @@ def test_right_steps_that_append_pass_their_trial(
 
 
 @pytest.mark.parametrize("head_dim", some([64, 256], 2))
-def test_what_tensor_cores_cut_off_large_sums_is_far_below_what_a_trial_allows(
+def test_truncation_of_large_sums_is_far_below_the_self_tests_bound(
     head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused_on_cpu.emulate(monkeypatch, tried=True, truncates=True)
@@ -190,9 +190,7 @@ def test_what_tensor_cores_cut_off_large_sums_is_far_below_what_a_trial_allows(
 
 
 @pytest.mark.parametrize("softcap", [1024.0, 1025.0, 1e30])
-def test_a_softcap_beside_which_its_tanh_is_too_coarse_is_left_to_others(
-    softcap: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_softcap_too_large_for_its_tanh_is_declined(softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, 80)
     examination = Examination(replace(TRIED, softcap=softcap))
     verdict = examination.judge("fused")
@@ -267,7 +265,7 @@ def test_a_wrong_kernel_is_caught_before_its_first_real_call(
         call()
 
 
-def test_what_is_found_right_is_remembered_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passed_self_test_is_remembered_by_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.record(monkeypatch)
     monkeypatch.setattr(self_test, "check_kernels", _check)
     tries = []
@@ -300,7 +298,7 @@ ALL_AT_ONCE = Kind(75, variants.FP16, 32, local=True, alibi=True, softcap=True, 
 
 
 @pytest.mark.parametrize("name", ["forward", "dropout", "decode", "append", "backward"])
-def test_a_judge_sees_nothing_of_what_lies_on_the_gpu(name: str) -> None:
+def test_a_self_tests_judge_computes_on_the_host(name: str) -> None:
     """Which is the meta device here: PyTorch refuses to compute with tensors of both."""
     kind, place = ALL_AT_ONCE._replace(dropout=name in ("dropout", "backward")), torch.device("meta")
 

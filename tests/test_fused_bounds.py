@@ -66,7 +66,7 @@ def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None
     assert turing.entries == ["decode", "decode"] + ["decode", "append", "decode"] * 3
 
 
-def test_new_keys_in_front_of_the_cache_or_behind_it_are_not_written(turing: Launches) -> None:
+def test_new_keys_outside_the_cache_are_not_written(turing: Launches) -> None:
     call = replace(CACHES["split keys"], seqlens_k=(318, 320), capacity=320, poison="").build()
     k_cache, before = call.args["k_cache"], call.args["k_cache"].clone()
     new = {name: torch.full((2, 5, 2, 64), 3.0).half() for name in ("k", "v")}
@@ -75,7 +75,7 @@ def test_new_keys_in_front_of_the_cache_or_behind_it_are_not_written(turing: Lau
     assert torch.equal(k_cache, before)
 
 
-def test_rows_behind_the_rotary_tables_are_not_rotated(turing: Launches) -> None:
+def test_rows_beyond_the_rotary_tables_are_not_rotated(turing: Launches) -> None:
     whole, short = APPENDS["rotated"].build(), APPENDS["rotated"].build()
     del whole.args["rotary_cos"], whole.args["rotary_sin"]
     attend(whole)

@@ -32,7 +32,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_was_written_is_read_and_what_was_damaged_or_renamed_is_not(damage: str, kernels: Path) -> None:
+def test_written_entries_are_read_and_damaged_or_renamed_ones_are_not(damage: str, kernels: Path) -> None:
     assert cache.read("name") is None
     assert cache.write("name", b"payload" * 100) and cache.read("name") == b"payload" * 100
     content = (kernels / "name").read_bytes()
@@ -42,7 +42,7 @@ def test_what_was_written_is_read_and_what_was_damaged_or_renamed_is_not(damage:
     assert cache.write("name", b"shorter") and cache.read("name") == b"shorter"
 
 
-def test_what_is_kept_first_stays(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_written_entry_stays(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.write_if_absent("answer", b"first") == b"first"
     assert cache.write_if_absent("answer", b"second") == b"first" == cache.read("answer")
     assert not cache.write("answer", b"third", only_first=True) and cache.read("answer") == b"first"
@@ -91,7 +91,7 @@ def owned_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         ("root", 0o666, "others may write them"),
     ],
 )
-def test_what_others_could_write_is_not_used_unless_they_are_trusted_and_one_warning_says_so(
+def test_entries_writable_by_others_are_ignored_with_one_warning_unless_trusted(
     owner: str, mode: int, said: str | None, owned_by: Callable[[int], None], kernels: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -128,7 +128,7 @@ def test_a_named_pipe_is_neither_waited_for_nor_read_and_a_kernel_takes_its_plac
 
 
 @has_owners
-def test_what_may_not_be_read_is_told_once_and_what_is_not_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_entry_warns_once_and_a_missing_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError
 
@@ -182,7 +182,7 @@ def test_whether_files_can_be_kept_is_known_before_one_is_and_leaves_nothing(
     assert (cache.write_error() or "").startswith(f"{kernels / 'file'} cannot be written: ")
 
 
-def test_writers_at_once_leave_one_whole_file() -> None:
+def test_concurrent_writers_leave_one_complete_file() -> None:
     payloads = [bytes([index]) * 100_000 for index in (1, 2)]
 
     def write_often(payload: bytes) -> None:

@@ -97,7 +97,7 @@ def test_a_kernel_that_faults_is_named_and_later_processes_use_the_next_backend(
     assert "failed before: forward" in str(explain(flash_attn_func, q(), q(1), q(2)))
 
 
-def test_what_a_user_asks_for_again_is_tried_again(start: Callable[..., None], folder: Path) -> None:
+def test_a_kernel_is_tried_again_on_request(start: Callable[..., None], folder: Path) -> None:
     start("forward", 700)
     with pytest.raises(ContextLost):
         flash_attn_func(q(), q(1), q(2))
@@ -108,7 +108,7 @@ def test_what_a_user_asks_for_again_is_tried_again(start: Callable[..., None], f
         flash_attn_func(q(), q(1), q(2))
 
 
-def test_what_broke_the_context_before_is_not_blamed_on_the_kernel_that_is_tried(
+def test_an_earlier_context_error_is_not_blamed_on_the_tried_kernel(
     start: Callable[..., None], library: ctypes.CDLL, folder: Path
 ) -> None:
     start("forward", 700)
@@ -125,7 +125,7 @@ def test_what_broke_the_context_before_is_not_blamed_on_the_kernel_that_is_tried
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt(), SystemExit(1), torch.cuda.OutOfMemoryError("no room")])
-def test_a_trial_whose_process_lives_on_leaves_no_mark(error: BaseException | None, folder: Path) -> None:
+def test_a_finished_trial_leaves_no_mark(error: BaseException | None, folder: Path) -> None:
     expected = contextlib.nullcontext() if error is None else pytest.raises(type(error))
     with expected, faults.watch_trial(TRIAL, "forward", lambda: None):
         assert len(marks(folder)) == 1 and faults.decline_reason(TRIAL) is None, "it is in progress"
@@ -186,7 +186,7 @@ for _ in range(60):
     assert not marks(folder)
 
 
-def test_a_mark_that_others_could_have_written_counts_for_nothing(folder: Path) -> None:
+def test_a_mark_writable_by_others_is_ignored(folder: Path) -> None:
     with pytest.raises(ContextLost), faults.watch_trial(TRIAL, "forward", iter([None, "ILLEGAL_ADDRESS"]).__next__):
         pass
     assert faults.decline_reason(TRIAL)

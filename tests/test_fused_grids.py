@@ -47,7 +47,7 @@ def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int)
         (16, 9, 1, "forward"),
     ],
 )
-def test_keys_are_read_for_sixteen_rows_at_once_whatever_the_heads(
+def test_keys_are_read_for_sixteen_rows_at_once_with_any_heads(
     rows: int, nheads: int, nheads_k: int, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = fused_on_cpu.record(monkeypatch)

@@ -146,7 +146,7 @@ DIGITS = {
 
 
 @pytest.mark.parametrize("name", DIGITS)
-def test_every_sequence_and_head_keeps_its_digits_however_large_the_others_are(turing: Launches, name: str) -> None:
+def test_every_sequence_and_head_keeps_its_digits_beside_large_ones(turing: Launches, name: str) -> None:
     check(DIGITS[name])
     assert "absmax" in turing.entries or DIGITS[name].kind == "kvcache"
 
@@ -194,9 +194,7 @@ def test_nan_and_infinity_stay_in_their_sequence_and_head(
 
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])
 @pytest.mark.parametrize("name", ["k", "dout"])
-def test_rows_that_see_nothing_of_what_is_not_finite_keep_their_bits(
-    turing: Launches, name: str, number: float
-) -> None:
+def test_rows_without_visible_nonfinite_values_keep_their_bits(turing: Launches, name: str, number: float) -> None:
     call = replace(BF16, seqlens_q=(200,), seqlens_k=(200,), causal=True).build()
     right = answers(call)
     (call.dout if name == "dout" else call.args[name])[0, 190, 0, 5] = number  # type: ignore[index]
@@ -223,7 +221,7 @@ def answers(call: Call) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("larger", some([slice(1160, 1200), slice(0, 40), slice(560, 600)], 3))
-def test_the_largest_values_of_a_long_sequence_are_found_wherever_they_are(turing: Launches, larger: slice) -> None:
+def test_the_largest_values_of_a_long_sequence_are_found_at_any_place(turing: Launches, larger: slice) -> None:
     call = replace(FEW, seqlens_q=(9, 0, 7), seqlens_k=(1200, 0, 900), causal=False, gap=(0, 0)).build()
     call.args["v"][larger] *= 2.0**30
     check(call)
@@ -357,7 +355,7 @@ def test_more_new_keys_are_appended_by_a_launch_of_its_own(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rotary_dim", [0, 16])
-def test_a_prefill_over_a_cache_sees_nothing_behind_a_length_that_is_a_number(
+def test_a_prefill_over_a_cache_ignores_keys_beyond_an_int_length(
     turing: Launches, rotary_dim: int, dtype: str
 ) -> None:
     """Neither as keys nor as what bf16 is scaled by; q lies head by head, which the rotated one does not."""
@@ -416,7 +414,7 @@ def test_an_infinite_value_reaches_the_rows_that_see_it(turing: Launches, dtype:
     assert torch.equal(out[touched].nan_to_num(7.0), torch.full_like(out[touched], value).nan_to_num(7.0))
 
 
-def test_a_window_leaves_alone_what_is_before_it(turing: Launches) -> None:
+def test_a_window_does_not_read_keys_before_it(turing: Launches) -> None:
     call = CACHES["window"].build()
     for name in ("k_cache", "v_cache"):
         call.args[name][0, : 200 - 41] = torch.nan

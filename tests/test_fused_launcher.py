@@ -157,7 +157,7 @@ def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(lau
     assert not launches.seen and not launches.variants
 
 
-def test_a_call_of_too_many_blocks_is_served_by_the_next_backend_and_others_like_it_as_ever(
+def test_a_call_of_too_many_blocks_goes_to_the_next_backend_alone(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, starts = half(300, 1, 256).requires_grad_(), cumulative(200, 100)
@@ -191,7 +191,7 @@ def test_a_step_of_too_many_blocks_is_served_by_operators_and_the_next_backend(
     assert not launches.seen
 
 
-def test_the_lse_is_left_out_where_nobody_wants_it(launches: Launches) -> None:
+def test_an_unwanted_lse_is_not_written(launches: Launches) -> None:
     q = half(1, 9, 4, 64)
     with use_backend("fused"):
         flash_attn_func(q, q, q)
@@ -255,7 +255,7 @@ def test_a_rotary_sin_without_cos_is_left_alone(launches: Launches) -> None:
     assert launches.last.fields["rotary_sin"] == launches.last.fields["rotary_dim"] == 0
 
 
-def test_a_stream_keeps_the_memory_in_which_splits_meet(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_keeps_its_workspace_of_splits(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     def counters() -> int:
         decode(cache_seqlens=torch.tensor([5, 700], dtype=torch.int32), rotary=False)
         found: int = launches.last.fields["counters"]
@@ -334,7 +334,7 @@ def test_memory_of_a_pool_is_known_where_pools_are_not_a_threads(
     assert launcher._is_in_pool(memory) == expected
 
 
-def test_a_workspace_lives_until_its_launch_whatever_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_lives_until_its_launch_among_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
     launches = fused_on_cpu.record(monkeypatch, compute=lambda *launch: alive.append(made[-1]() is not None))
@@ -383,7 +383,7 @@ def test_appending_is_known_to_autograd(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("note", [torch_state.note_written, torch_state._note_each], ids=["PyTorch's", "older ones'"])
-def test_what_was_written_is_noted_but_for_tensors_of_inference_mode(
+def test_written_tensors_change_version_except_in_inference_mode(
     note: Callable[[tuple[Tensor, ...]], None],
 ) -> None:
     with torch.inference_mode():

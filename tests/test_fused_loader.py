@@ -116,7 +116,7 @@ def test_a_capture_is_not_left_to_other_threads(gpu: pytest.MonkeyPatch) -> None
     assert done == []
 
 
-def test_a_failure_within_a_capture_says_what_to_do_and_is_not_remembered(gpu: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_a_capture_names_the_remedy_and_is_not_remembered(gpu: pytest.MonkeyPatch) -> None:
     loading(gpu, understood=b"nothing")
     gpu.setattr(cuda_capture, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match=r"forward kernel .* make the same call once before the capture") as caught:

@@ -167,7 +167,7 @@ def test_sequences_of_very_different_lengths_share_a_grid(
 
 
 @pytest.mark.skipif(not hasattr(torch.cuda, "use_mem_pool"), reason="PyTorch 2.5 brought memory pools")
-def test_what_is_kept_between_calls_lies_in_no_memory_pool_of_the_callers() -> None:
+def test_memory_kept_between_calls_is_outside_the_callers_pools() -> None:
     q, keys = half(1, 1, 8, 64), half(1, 4096, 2, 64)
 
     def attend() -> Tensor:
@@ -224,7 +224,7 @@ def test_a_graph_is_replayed_over_other_numbers_and_lengths(backend: str, name: 
         close(by(backend, call), right)  # between replays, by a workspace of its own
 
 
-def test_a_graph_of_a_variant_that_is_not_loaded_loads_it_or_says_what_to_do_before() -> None:
+def test_capturing_an_unloaded_variant_loads_it_or_names_the_remedy() -> None:
     q, graph = half(1, 50, 2, 32), torch.cuda.CUDAGraph()
 
     def call() -> Tensor:

@@ -86,7 +86,7 @@ def test_every_size_is_right_in_every_type_and_layout_and_values_are_not_padded_
 
 @NEEDS_EMULATOR
 @pytest.mark.parametrize("number", GPUS)
-def test_what_warps_share_out_may_be_an_odd_number_of_16_channels(number: int, launches: Launches) -> None:
+def test_warps_share_an_odd_number_of_16_channels(number: int, launches: Launches) -> None:
     check(replace(TRAINED, head_dim=192, head_dim_v=72, causal=True))
     assert sizes_of(launches) == {(192, 80), (192, 96)}, "forward; where halves are shared out"
     del launches.seen[:]
@@ -116,7 +116,7 @@ def test_every_size_is_right_when_decoding(
 @pytest.mark.parametrize(
     ("number", "head_dims"), some_of([*pairwise(GPUS, ((80, 80), (160, 160), (192, 128))), (90, (512, 512))], 3)
 )
-def test_blocks_that_share_a_tile_add_up_what_they_have_of_any_size(
+def test_blocks_that_share_a_tile_add_partial_results_of_any_size(
     head_dims: tuple[int, int], launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grids, "count_splits", lambda *shapes: 3)

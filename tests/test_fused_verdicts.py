@@ -66,7 +66,7 @@ def server(function: Any, *args: Any, **options: Any) -> str | None:
 # ---- who serves
 
 
-def test_the_faster_one_serves_what_was_timed_and_no_other_call() -> None:
+def test_the_faster_backend_serves_timed_calls_only() -> None:
     known(timed("full", SLOW), timed("causal", SLOW, training=True), timed("causal", FAST), timed("ALiBi", FAST))
     assert server(flash_attn_func, *qkv()) == "torch_efficient"
     assert server(flash_attn_func, *qkv(dim=56)) == "torch_efficient", "which takes kernels of 64, too"
@@ -263,7 +263,7 @@ def test_the_row_that_the_broken_ones_are_made_of_is_a_verdict() -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_row_among_those_that_were_sent_costs_no_other_its_verdict(
+def test_a_broken_row_costs_no_other_row_its_verdict(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tuned, "_SHIPPED", tmp_path / "cards.jsonl")
@@ -282,7 +282,7 @@ def test_a_broken_file_is_no_verdict_and_no_error(name: str, launches: Launches)
     assert tuned.store_card(card()) and tuned.find_card(GPU) == card(), "which tune writes anew"
 
 
-def test_what_cannot_be_written_counts_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_result_counts_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned.cache, "write", lambda name, payload: False)
     assert not tuned.store_card(card()) and tuned.find_card(GPU) == card()
 

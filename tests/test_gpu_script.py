@@ -43,7 +43,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_a_part_says_how_it_went_and_keeps_what_it_found(name: str, tmp_path: Path) -> None:
+def test_a_part_reports_its_verdict_and_its_findings(name: str, tmp_path: Path) -> None:
     code, stops, expected = CODES[name]
     found = gpu.run(python(code)._replace(stops=stops), 5, tmp_path)
     assert {key: found[key] for key in expected} == expected
@@ -82,9 +82,7 @@ def test_a_finding_in_a_kernel_of_ours_is_told_from_others() -> None:
     assert sanitize.findings(report) == ["=========     at dkdv+0x4f0"]
 
 
-def test_a_check_that_does_not_end_keeps_what_was_found_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_findings_before_a_check_that_hangs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text("#!/bin/sh\necho '=========     at dkdv+0x4f0'\nexec sleep 60\n")
     tool.chmod(0o755)

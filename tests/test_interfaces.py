@@ -26,7 +26,7 @@ def found(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_names_order_and_defaults_are_those_of_flash_attn(name: str) -> None:
+def test_names_order_and_defaults_match_flash_attn(name: str) -> None:
     parameters = list(inspect.signature(found(name)).parameters.values())  # type: ignore[arg-type]
     extensions = [p for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY]
     assert all(p.name in EXTENSIONS and p.default is None for p in extensions)

@@ -67,9 +67,7 @@ KILLED, EXITED = "its process ended by SIGKILL", "its process ended with exit co
     ],
     ids=lambda value: ",".join(value) if isinstance(value, list) else str(value),
 )
-def test_each_step_has_a_result_whatever_becomes_of_its_process(
-    plan: list[str], expected: list[str], processes: int
-) -> None:
+def test_each_step_has_a_result_even_if_its_process_ends(plan: list[str], expected: list[str], processes: int) -> None:
     assert told(plan) == (expected, processes)
 
 
@@ -89,7 +87,7 @@ def test_an_error_of_a_step_is_raised_here() -> None:
 
 @needs_fork
 @pytest.mark.usefixtures("forking")
-def test_whoever_takes_no_more_results_leaves_no_process() -> None:
+def test_closing_the_results_early_leaves_no_process() -> None:
     results = run_in_children(3, steps, ["right"] * 3)
     _, child = next(results)  # type: ignore[misc]
     results.close()  # type: ignore[attr-defined]

@@ -90,7 +90,7 @@ def test_only_a_probability_that_the_arithmetic_cannot_hold_may_be_lost(
 
 
 @pytest.mark.parametrize(("steps", "is_right"), [(1.0, True), (4.0, False)])
-def test_a_probability_may_be_rounded_before_it_is_divided_by_what_dropout_keeps(steps: float, is_right: bool) -> None:
+def test_a_probability_may_be_rounded_before_dropout_divides_it(steps: float, is_right: bool) -> None:
     """The first key, whose probability is nearly 1, is dropped; the second's is some steps of 2^-24."""
     problem = Problem(seqlens_q=(1,), seqlens_k=(2,), dtype="float16", dropout_p=0.9, backward=False)
     examination = Examination(problem)
@@ -114,7 +114,7 @@ def test_an_exception_is_a_failure_and_not_a_refusal(monkeypatch: pytest.MonkeyP
     assert verdict.failures == ["ZeroDivisionError: broken"] and not verdict.refused
 
 
-def test_inputs_are_looked_at_where_what_was_given_lies() -> None:
+def test_inputs_are_examined_on_their_own_device() -> None:
     examination = Examination(Problem(kind="varlen", max_seqlen_as="tensor"))
     examination.judges = "meta"  # stands for a GPU: a length that comes as a tensor stays on the host
     assert examination.written() == []
@@ -136,7 +136,7 @@ GAP = Problem(kind="varlen", gap=(0, 1))
         (GAP, "out", lambda x: replace(x, out=torch.cat([x.out[:-1], x.out[:1]]))),
     ],
 )
-def test_an_answer_of_another_form_or_beside_what_was_asked_is_wrong(
+def test_an_answer_of_another_form_or_with_extra_results_is_wrong(
     problem: Problem, quantity: str, spoil: Callable[[Answer], Answer]
 ) -> None:
     examination = Examination(problem)

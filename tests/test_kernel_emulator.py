@@ -84,7 +84,7 @@ def test_tensor_cores_that_truncate_cut_four_products_and_the_sum_to_24_bits(spr
     assert not torch.equal(product, (q[:16].double() @ q[16:].double().T).float())
 
 
-def test_tensor_cores_that_truncate_hand_on_what_is_not_finite() -> None:
+def test_truncating_tensor_cores_propagate_nonfinite_values() -> None:
     q, product = torch.ones(24, 8).half(), torch.empty(16, 8)
     q[0, 0], q[1, 5] = torch.inf, torch.nan
     launch("multiply_k8", q=q, lse=product, rules=RULES._replace(truncates=True))
@@ -152,7 +152,7 @@ def test_a_mistake_is_an_error(entry: str, said: str) -> None:
         )
 
 
-def test_blocks_may_read_as_fresh_what_others_wrote_and_write_the_same_bits() -> None:
+def test_blocks_may_read_fresh_writes_of_others_and_write_equal_bits() -> None:
     lse, counters = torch.zeros(64), torch.zeros(1, dtype=torch.int32)
     launch("fresh_load_of_what_others_write", blocks=2, lse=lse, counters=counters)
     launch("same_write_of_what_others_write", blocks=2, lse=lse)

@@ -78,7 +78,7 @@ def skip_unless_possible(kind: str, name: str) -> None:
 
 
 @cells((kind for kind in KINDS if kind != "meta"), 5)  # which our kernels do not serve
-def test_our_kernels_meet_nothing_but_memory(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_receive_only_tensors_with_memory(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated, which allows no address that is not a tensor's."""
     skip_unless_possible(kind, name)
     launches = fused_on_cpu.emulate(monkeypatch)
@@ -94,11 +94,11 @@ def test_every_backend_is_right_or_gives_one_clear_error(backend: str, kind: str
 
 
 @cells(["meta"])
-def test_a_device_without_memory_is_served_as_others(kind: str, name: str) -> None:
+def test_calls_on_the_meta_device_return_meta_tensors(kind: str, name: str) -> None:
     check(kind, name, torch.device("cpu"))
 
 
-def test_packed_calls_of_a_device_without_memory_have_gradients_and_an_s_dmask() -> None:
+def test_packed_calls_on_the_meta_device_have_gradients_and_an_s_dmask() -> None:
     q, k, v, starts, _ = (x.to("meta") for x in CALLS["varlen"].make())
     inputs = [x.requires_grad_() for x in (q, k, v)]
     rules: dict[str, Any] = dict(dropout_p=0.1, return_attn_probs=True)
@@ -117,7 +117,7 @@ def _in_another_process(given: dict[str, Tensors]) -> dict[str, Tensors]:
     return {name: CALLS[name].function(*tensors) for name, tensors in given.items()}
 
 
-def test_another_process_computes_shared_tensors() -> None:
+def test_another_process_computes_on_shared_tensors() -> None:
     given = {name: call.make() for name, call in CALLS.items()}
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = pool.apply(_in_another_process, (given,))
@@ -146,7 +146,7 @@ def test_an_upstream_gradient_that_is_pending_is_waited_for(monkeypatch: pytest.
     compare(gradients(Awaited.apply), gradients(lambda x: x))
 
 
-def test_lengths_without_memory_are_named_rather_than_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_without_memory_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.emulate(monkeypatch)
     q, k, v, starts, _ = CALLS["varlen"].make()
     with pytest.raises(RuntimeError, match=r"cu_seqlens_q must be a tensor with memory of its own; got Pending"):
@@ -167,7 +167,7 @@ def test_modes_see_one_operator_each_for_a_call_and_for_its_backward() -> None:
 
 
 @pytest.mark.parametrize("backend", GENERAL)
-def test_a_policy_that_looks_for_flash_attn_saves_the_attention(backend: str) -> None:
+def test_a_checkpoint_policy_for_flash_attn_saves_the_attention(backend: str) -> None:
     if not hasattr(checkpoint, "create_selective_checkpoint_contexts"):
         pytest.skip("PyTorch has checkpointing policies from 2.5 on")
 

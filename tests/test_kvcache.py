@@ -59,7 +59,7 @@ def test_an_int_length_that_does_not_fit_raises_on_every_device_before_anything_
         assert all(torch.equal(call.args[name], x) for name, x in zip(call.caches, before))
 
 
-def test_rows_of_q_behind_the_rotary_table_stay_as_they_are() -> None:
+def test_query_rows_beyond_the_rotary_table_are_not_rotated() -> None:
     """Three rows from position 31 on, of which the table of 32 holds one."""
     q, k_cache, v_cache, k, v = (ROTATED[name] for name in ("q", "k_cache", "v_cache", "k", "v"))
     call = AttentionCall(q, k_cache, v_cache, 1.0, mask=None, max_seqlen_q=3, max_seqlen_k=32)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def results(lengths: tuple[int, ...], longest: tuple[int, int], dtype: torch.dty
 
 
 @pytest.mark.parametrize("name", some(CASES, 2))
-def test_rows_behind_the_stated_length_are_right_or_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_max_seqlen_are_right_or_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, longest, dtype, options, (of_out, of_dq, of_dk) = CASES[name]
     fused_on_cpu.emulate(monkeypatch, number=75, held=7.0)
     with use_backend("fused"):

@@ -16,14 +16,14 @@ def test_a_rows_sum_drifts_by_no_factor_from_one_tile_of_keys_to_the_next(decode
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_truncating_tensor_cores_lose_of_one_sided_values_is_allowed(dtype: str) -> None:
+def test_truncation_losses_of_one_sided_values_are_within_the_bound(dtype: str) -> None:
     rounding, truncating = (
         truncation.errors(truncation.problem(2**14, dtype, 1.0), truncates) for truncates in (False, True)
     )
     assert rounding["out"].error < truncating["out"].error < truncating["out"].bound / 2
 
 
-def test_the_command_shows_what_rounding_and_truncating_cost(
+def test_the_command_prints_the_errors_of_rounding_and_truncation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["truncation", "--keys", "100"])

@@ -146,7 +146,7 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
 @pytest.mark.parametrize(
     ("error", "told", "call"), [(error, *case) for error, cases in REFUSED.items() for case in cases]
 )
-def test_what_does_not_fit_is_refused_by_name(error: type[Exception], told: str, call: Callable[[], Any]) -> None:
+def test_mismatched_arguments_are_refused_by_name(error: type[Exception], told: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error, match=told):
         call()
 

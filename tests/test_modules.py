@@ -300,7 +300,7 @@ class InternLMs(FusedDenseFunc):
         return grad_output @ weight, grad_output.t() @ x, None, None, None, None
 
 
-def test_a_subclass_of_the_function_finds_in_ctx_what_flash_attns_has() -> None:
+def test_a_subclass_of_the_function_finds_flash_attns_attributes_in_ctx() -> None:
     x, weight = (randn(4, 4, seed=seed).requires_grad_() for seed in (0, 1))
     found = torch.autograd.grad(InternLMs.apply(x, weight, None).sum(), (x, weight))
     torch.testing.assert_close(found, torch.autograd.grad(F.linear(x, weight).sum(), (x, weight)))

@@ -39,7 +39,7 @@ def sloping(*qkv: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("attend", [flash_attn_func, packed, dropping, sloping])
 @pytest.mark.parametrize("backend", ["fused", "sdpa", "chunked"])
-def test_answers_and_gradients_are_of_what_the_caller_sees(
+def test_negated_views_give_the_answers_and_gradients_of_their_values(
     attend: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "sdpa" and attend is dropping:
@@ -62,7 +62,7 @@ def test_answers_and_gradients_are_of_what_the_caller_sees(
 
 
 @pytest.mark.parametrize("backend", ["fused", "official", "chunked"])
-def test_a_private_backward_reads_and_writes_what_the_caller_sees(
+def test_a_private_backward_reads_and_writes_negated_views(
     backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if backend == "official":

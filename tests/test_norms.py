@@ -111,7 +111,7 @@ REFERENCES = triton_norms.layer_norm_ref, triton_norms.rms_norm_ref
 
 
 @pytest.mark.parametrize(("form", "rms", "dropout_p"), pairwise(list(FORMS)[2:], (False, True), (0.0, 0.3)))
-def test_a_reference_computes_what_the_fused_norm_does(form: str, rms: bool, dropout_p: float) -> None:
+def test_reference_norms_match_the_fused_norm(form: str, rms: bool, dropout_p: float) -> None:
     names = FORMS[form][1]
     given: dict[str, Any] = {"bias": None} | dict(zip(names, inputs(torch.float32, torch.float32, names)))
     options: dict[str, Any] = dict(eps=EPS, prenorm=True, zero_centered_weight=True, dropout_p=dropout_p)
@@ -155,7 +155,7 @@ def test_the_function_of_the_extension_is_served_by_its_apply(rms: bool) -> None
     check_function(ours, plain, x, residual, weight, scale)
 
 
-def test_an_output_that_nobody_uses_costs_no_gradient() -> None:
+def test_an_unused_output_costs_no_gradient() -> None:
     names = "x", "residual", "weight", "bias"
     x, residual, weight, bias = (t.requires_grad_() for t in inputs(torch.float32, torch.float32, names))
     _, h = layer_norm_fn(x, weight, bias, residual=residual, prenorm=True)

@@ -48,7 +48,7 @@ def on(*names: str) -> pytest.MarkDecorator:
 
 @on(*ALL)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_agrees_with_the_oracle_wherever_it_serves(backend: str, kind: str) -> None:
+def test_every_served_call_matches_the_oracle(backend: str, kind: str) -> None:
     served, most = 0, 6 if kind == "private_varlen" else 3
     for seed in range(30 if kind == "paged" else 400):
         problem = random_problem(seed, (kind,), ("float16", "bfloat16"))
@@ -101,13 +101,13 @@ def cases(table: dict[str, tuple[tuple[str, ...], Problem]]) -> pytest.MarkDecor
 
 
 @cases(SERVED)
-def test_what_their_kernels_do_otherwise_is_made_good(backend: str, problem: Problem) -> None:
+def test_differences_of_their_kernels_are_corrected(backend: str, problem: Problem) -> None:
     verdict = Examination(problem.build() if problem.gap[0] else problem).judge(backend)
     assert not verdict.failures and not verdict.refused, verdict
 
 
 @on("official", "torch_flash", "torch_efficient")
-def test_rows_behind_the_stated_length_are_zero(backend: str) -> None:
+def test_rows_beyond_max_seqlen_are_zero(backend: str) -> None:
     """Of 50 rows where max_seqlen_q is 20: out, LSE and dq."""
     q, k, v = (x[0].requires_grad_() for x in qkv(b=1, sq=60, sk=60, d=16, **HALF))
     starts, found = cumulative(50, 10), []
@@ -122,7 +122,7 @@ def test_rows_behind_the_stated_length_are_zero(backend: str) -> None:
 
 
 @cases(REFUSED)
-def test_what_cannot_be_made_good_is_refused(backend: str, problem: Problem) -> None:
+def test_uncorrectable_calls_are_refused(backend: str, problem: Problem) -> None:
     assert Examination(problem).judge(backend).refused
 
 
@@ -193,7 +193,7 @@ COMBINED: list[tuple[str, Feature | int, dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("name", "features", "changes", "words"), COMBINED)
-def test_what_its_kernels_get_wrong_or_lack_is_a_reason(
+def test_calls_that_its_kernels_get_wrong_or_lack_are_declined(
     name: str, features: int, changes: dict[str, Any], words: str | None
 ) -> None:
     reasons = BACKENDS[name]().extra_reasons(PLAIN._replace(features=int(features), **changes))
@@ -201,7 +201,7 @@ def test_what_its_kernels_get_wrong_or_lack_is_a_reason(
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_they_are_on_amds_gpus_is_unknown_and_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_on_amd_gpus_are_declined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert any("ROCm" in reason for reason in BACKENDS[name]().reasons(PLAIN))
 
@@ -281,7 +281,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_build_is_not_used_for_what_it_gets_wrong(install: Any, fault: str) -> None:
+def test_a_build_is_not_used_for_calls_it_gets_wrong(install: Any, fault: str) -> None:
     forward, shape, options, words = WRONG[fault]
     rest = "bwd, varlen_fwd, varlen_bwd = o.bwd, o.varlen_fwd, o.varlen_bwd\n"
     install(f"import tests.others_kernels as o\n{forward}{rest}")
@@ -311,7 +311,7 @@ def test_the_trial_is_made_on_a_gpu_of_the_calls_kind(
 
 
 @on("official")
-def test_loading_it_leaves_the_name_to_whoever_has_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_it_keeps_another_module_named_flash_attn_2_cuda(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = type(sys)("flash_attn_2_cuda")
     monkeypatch.setitem(sys.modules, "flash_attn_2_cuda", stand_in)
     flash_attn_func(*qkv(**HALF))

@@ -19,7 +19,7 @@ from tests.support import UNSEEN, OnGpu, cumulative
 
 @pytest.mark.parametrize("where", [Tensor, OnGpu])
 @pytest.mark.parametrize("how", UNSEEN)
-def test_tokens_outside_are_those_of_the_present_numbers_however_they_came(where: type[Tensor], how: str) -> None:
+def test_tokens_outside_follow_the_current_cu_seqlens_however_written(where: type[Tensor], how: str) -> None:
     cu_seqlens = cumulative(30, 50).as_subclass(where)
     for lengths in ((30, 50), (30, 50), (30, 20)):
         if lengths != (30, 50):
@@ -32,7 +32,7 @@ def test_tokens_outside_are_those_of_the_present_numbers_however_they_came(where
 
 @pytest.mark.parametrize("where", [Tensor, OnGpu])
 @pytest.mark.parametrize("longest", [0, 1, 20, 30, 49, 50, 100])
-def test_tokens_behind_the_longest_length_count_as_outside(where: type[Tensor], longest: int) -> None:
+def test_tokens_beyond_max_seqlen_count_as_outside(where: type[Tensor], longest: int) -> None:
     rows = torch.ones(90, 2, 8)
     unwritten.clear(cumulative(30, 0, 50).as_subclass(where), [rows], longest)
     written = [*range(min(longest, 30)), *range(30, 30 + min(longest, 50))]
@@ -40,7 +40,7 @@ def test_tokens_behind_the_longest_length_count_as_outside(where: type[Tensor], 
 
 
 @pytest.mark.parametrize("longest", [30, 100])
-def test_nobody_waits_for_the_numbers(longest: int) -> None:
+def test_unwritten_tokens_are_cleared_without_synchronisation(longest: int) -> None:
     starts = cumulative(30, 50).to("meta")  # which has none to wait for
     unwritten.clear(starts, [torch.ones(80, 2, 8, device="meta")], longest)
 

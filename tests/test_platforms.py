@@ -35,7 +35,7 @@ def imported_at_once(nodes: list[ast.stmt]) -> Iterator[str]:
             yield from imported_at_once([child for child in ast.walk(node) if isinstance(child, ast.stmt)][1:])
 
 
-def test_no_file_imports_at_once_what_windows_lacks() -> None:
+def test_no_file_imports_modules_missing_on_windows_at_once() -> None:
     for path in SOURCES:
         found = POSIX_ONLY & {name.partition(".")[0] for name in imported_at_once(ast.parse(path.read_bytes()).body)}
         assert not found, f"{path.relative_to(ROOT)}: import {found} where it is used"
@@ -152,7 +152,7 @@ def test_kernels_are_kept_where_the_platform_keeps_caches(
     assert cache.folder() == tmp_path / expected
 
 
-def test_where_files_have_no_owners_what_is_kept_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_files_are_used_on_systems_without_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path))
     assert cache.write("name", b"payload")
     (tmp_path / "name").chmod(0o666)

@@ -104,7 +104,7 @@ def without_memory(x: Tensor) -> Tensor:
         ("dout", torch.Tensor.to_sparse, "dout must be a dense tensor, got layout torch.sparse_coo"),
     ],
 )
-def test_what_kernels_would_misread_is_refused_before_anything_is_written(name: str, change: Any, message: str) -> None:
+def test_unreadable_layouts_are_refused_before_any_write(name: str, change: Any, message: str) -> None:
     q, k, v = qkv()
     out, lse, _, _ = forward(q, k, v)
     backward(q, q, k, v, out, lse, *empty_grads(q, k, v))  # whose like is known from then on
@@ -161,7 +161,7 @@ def test_a_row_with_plus_inf_lse_gets_and_sends_nothing(backend: str) -> None:
 
 
 @on_general_backends
-def test_rng_state_reproduces_the_dropout_mask_and_softmax_d_is_of_what_was_kept(backend: str) -> None:
+def test_rng_state_reproduces_the_dropout_mask_and_softmax_d_is_of_kept_scores(backend: str) -> None:
     q, k, v = qkv(sq=130, sk=9)
     dout = randn(*q.shape, seed=5)
     torch.manual_seed(3)
@@ -198,7 +198,7 @@ def test_the_varlen_backward_writes_each_sequences_gradients_and_zeros_outside(b
 
 
 @pytest.mark.parametrize("backend", [*GENERAL, "fused"])
-def test_softmax_d_is_0_wherever_no_token_of_a_sequence_stands(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_softmax_d_is_0_outside_of_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels leave what the memory held at tokens outside of all sequences."""
     if backend == "fused":
         fused_on_cpu.emulate(monkeypatch)
@@ -214,7 +214,7 @@ def test_softmax_d_is_0_wherever_no_token_of_a_sequence_stands(backend: str, mon
     close(softmax_d, expected, 16)
 
 
-def test_softmax_d_is_fp32_whatever_number_the_dropout_is() -> None:
+def test_softmax_d_is_fp32_for_any_type_of_dropout_p() -> None:
     q, k, v = qkv()
     for dropout_p in (0.5, torch.tensor([0.5], dtype=torch.float64)):
         out, lse, _, rng_state = forward(q, k, v, dropout_p=dropout_p)

@@ -59,7 +59,7 @@ def ask(call: Call, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("label", CALLS)
-def test_what_is_no_tensor_and_no_integer_is_refused_by_its_name(label: str) -> None:
+def test_arguments_of_a_wrong_type_are_refused_by_name(label: str) -> None:
     call = CALLS[label]
     before = [call.args[cache].clone() for cache in call.caches]
     for name, wrong in _wrong(call):
@@ -289,9 +289,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("label", "changes", "words"), REFUSED)
-def test_what_does_not_fit_is_refused_before_anything_is_written(
-    label: str, changes: dict[str, Any], words: str
-) -> None:
+def test_mismatched_arguments_are_refused_before_any_write(label: str, changes: dict[str, Any], words: str) -> None:
     call = CALLS[label]
     before = [call.args[cache].clone() for cache in call.caches]
     # flash-attn asserts what its Python function looks at itself.

@@ -134,7 +134,7 @@ def test_a_rotation_can_be_differentiated_twice(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["in place", "packed in place", "qkv", "qkv of grouped heads", "kv"])
-def test_in_place_means_in_the_given_memory_which_may_be_a_leafs(form: str) -> None:
+def test_inplace_rotary_writes_to_the_given_memory_of_leaves_too(form: str) -> None:
     shape, ours, plain = FORMS[form]
     leaf, of_q = randn(*shape).requires_grad_(), tables(10)
     expected, version = plain(leaf.detach().clone(), of_q, of_q, 1, False), leaf._version

@@ -144,14 +144,14 @@ REFUSED: list[tuple[Feature, dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("feature", "changes", "part"), REFUSED, ids=str)
-def test_what_is_not_tried_is_refused_without_a_trial(
+def test_unsupported_calls_are_declined_without_a_smoke_test(
     feature: Feature, changes: dict[str, object], part: str, seen: Seen
 ) -> None:
     (reason,) = Sdpa().reasons(traits(CAUSAL | feature, **changes))
     assert part in reason and not seen
 
 
-def test_during_a_capture_which_allows_no_trial_it_refuses(amd: pytest.MonkeyPatch) -> None:
+def test_calls_in_a_capture_are_declined_before_a_smoke_test(amd: pytest.MonkeyPatch) -> None:
     amd.setattr(cuda_capture, "is_capturing", lambda device: True)
     assert Sdpa().reasons(traits(CAUSAL)) == ["cannot run its smoke test while a graph is captured"]
 
@@ -175,7 +175,7 @@ def test_a_call_is_dispatched_to_it_and_its_memory_is_laid_out_as_the_trials(cau
         torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_what_it_does_not_serve_goes_to_chunked_as_before(seen: Seen) -> None:
+def test_declined_calls_go_to_chunked(seen: Seen) -> None:
     q = randn(2, 40, 4, 16)
     reset_backend_counts()
     flash_attn_func(q, q, q, causal=True, window_size=(8, 0))

@@ -77,7 +77,7 @@ def test_ranks_that_ask_at_once_have_the_answer_that_was_kept_first(
 
 
 @pytest.mark.parametrize("failing", ["time", "file"])
-def test_what_goes_wrong_is_no_answer_and_fails_no_call(
+def test_a_failed_measurement_decides_nothing_and_fails_no_call(
     failing: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(device: int) -> float:
@@ -136,7 +136,7 @@ def test_without_tensor_cores_chunked_goes_first_but_for_steps_over_a_cache(
         assert "use float32 there" in str(warning.message)
 
 
-def test_what_was_timed_there_counts_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_results_come_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     takes(monkeypatch, 64.0)
     traits = Traits("cuda", (7, 5), torch.float16, 64, 64, "=", int(Feature.CAUSAL), GPU)
     found = {"fused": 2.0, "chunked": 3.0, "torch_efficient": 1.0, "sdpa": 4.0}
@@ -171,9 +171,7 @@ def test_the_fastest_of_several_launches_decides(monkeypatch: pytest.MonkeyPatch
     assert tensor_cores.measure_cycles(-1) == pytest.approx(8.1)
 
 
-def test_tune_asks_again_and_what_it_finds_replaces_what_was_kept(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tune_measures_again_and_replaces_the_kept_result(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     takes(monkeypatch, 64.0)
     assert not tensor_cores.has_tensor_cores(0)
     asked = takes(monkeypatch, 8.0)
@@ -217,7 +215,7 @@ def test_other_gpus_and_captures_are_not_asked(monkeypatch: pytest.MonkeyPatch) 
     assert tensor_cores.has_tensor_cores(0) and not asked
 
 
-def test_doctor_says_that_there_are_none_and_what_is_known_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_missing_tensor_cores_and_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "compiler", lambda: SimpleNamespace(version=(13, 0)))
     takes(monkeypatch, 64.0)
     first, *others = doctor.describe_kernels(torch.device("cuda", 0))

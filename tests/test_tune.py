@@ -119,7 +119,7 @@ def test_a_tile_must_be_faster_by_more_than_noise(launches: Launches, monkeypatc
     assert not tune_here().card.tiles
 
 
-def test_what_fails_is_left_out_and_told_and_the_rest_is_timed(
+def test_failing_candidates_are_reported_and_the_others_are_timed(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = nvrtc.kernel
@@ -168,7 +168,7 @@ def test_a_kept_tile_that_is_none_of_the_candidates_is_not_taken(launches: Launc
 
 
 @pytest.mark.parametrize("name", ["softcap", "dropout", "few_rows", "window"])
-def test_tiles_are_for_kinds_like_those_that_were_timed(name: str) -> None:
+def test_tuned_tiles_serve_kinds_like_the_timed_ones(name: str) -> None:
     kind = Kind(75, FP16, 64, local=True, tiles=(("forward", EIGHT_WARPS), ("dkdv", EIGHT_WARPS), ("dq", EIGHT_WARPS)))
     for make in (variants.forward, variants.dkdv, variants.dq):
         assert make(kind).threads == make(kind._replace(alibi=True)).threads == 256
@@ -225,7 +225,7 @@ def command(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @pytest.mark.usefixtures("command")
 @pytest.mark.parametrize("has_rich", [True, False])
-def test_the_command_shows_its_progress_keeps_prints_and_writes_what_it_found(
+def test_tune_shows_progress_and_keeps_prints_and_writes_its_results(
     has_rich: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if not has_rich:
@@ -283,7 +283,7 @@ def test_a_cache_that_keeps_nothing_is_told_before_anything_is_timed_unless_a_fi
 
 @pytest.mark.usefixtures("command")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_file_that_becomes_unwritable_meanwhile_costs_nothing_of_what_was_found(
+def test_an_unwritable_output_loses_no_tuning_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["tune", "--seqlen", "128", "--json", "/dev/full"]) == 1
@@ -299,13 +299,13 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("arguments", [["--seqlen", "12"], ["--head-dim", "0"], ["--dtype", "float32"]])
-def test_what_cannot_be_tuned_for_is_wrong_usage(arguments: list[str]) -> None:
+def test_tuning_for_an_unsupported_target_is_a_usage_error(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["tune", *arguments])
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
-def test_usual_shapes_are_those_of_the_gpus_models(
+def test_usual_shapes_follow_the_gpus_models(
     capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -345,9 +345,7 @@ def test_a_batch_fits_the_gpus_memory_and_no_launch_takes_longer_than_it_may(
         assert tune.find_batch(seqlen, limits) == expected
 
 
-def test_a_fault_ends_the_tuning_which_says_to_run_it_again(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_ends_the_tuning_with_the_advice_to_rerun(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     def clock(served: str, seen: Sequence[Variant]) -> float:
         if any(map(has_four_warps, seen)):
             raise nvrtc.ContextLost("dkdv broke this process's use of the GPU")

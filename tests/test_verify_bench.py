@@ -51,7 +51,7 @@ def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(cross_sho
         assert "cross_short_q" in text and "pad_sdpa" in text and told in text
 
 
-def test_against_names_what_became_slower_and_exits_with_1(cross_short_q, tmp_path, capsys):
+def test_against_names_slower_rows_and_exits_with_1(cross_short_q, tmp_path, capsys):
     saved = tmp_path / "a.json"
     arguments = [*QUICK, "--forward-only", "--rivals", "none"]
     assert main([*arguments, "--json", str(saved)]) == 0
@@ -144,7 +144,7 @@ def test_inputs_that_do_not_fit_are_a_failure_of_everybody(monkeypatch):
     assert {row.reason for row in _rows_of(_stub("one", _right), RIVALS["plain"]).values()} == {"out of memory"}
 
 
-def test_a_wrong_answer_of_ours_gives_exit_code_1(cross_short_q, monkeypatch, capsys):
+def test_a_wrong_answer_of_the_package_gives_exit_code_1(cross_short_q, monkeypatch, capsys):
     monkeypatch.setattr(bench, "ours", lambda name: _stub("default", _off))
     assert main([*QUICK, "--rivals", "none"]) == 1
     assert "WRONG OR FAILED  cross_short_q default: " in capsys.readouterr().out
@@ -212,7 +212,7 @@ def _nan_in(longest_or_shortest):
         ("decode_32x4096", lambda workload, inputs: lambda q, k, v: q, "out"),
     ],
 )
-def test_a_wrong_answer_is_seen_whichever_way_it_is_wrong(name, wrong, quantity):
+def test_every_kind_of_wrong_answer_is_found(name, wrong, quantity):
     found = _checked(_stub("wrong", wrong), TINY[name])
     assert not found.ok
     assert quantity is None or found.quantity == quantity
@@ -248,7 +248,7 @@ def test_a_call_with_dropout_is_judged_without_it():
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
-def test_peak_memory_on_a_cpu_counts_what_lives_at_once():
+def test_peak_memory_on_a_cpu_counts_live_tensors():
     def work():
         first = torch.ones(2**18)  # 1 MiB
         second = first + first
@@ -302,7 +302,7 @@ def _row(contestant, forward=None, both=None, ok=True, ours=False):
     return Row("w", contestant, ours, "", *times, verdict=Check("out", "fp64", 0.5 if ok else 2.0, 1.0))
 
 
-def test_a_ratio_is_theirs_over_ours_and_of_the_fastest_that_is_right():
+def test_a_ratio_is_the_fastest_right_rivals_time_over_ours():
     pad, plain = _row("pad_sdpa", 8.0, 12.0), _row("plain", 1.0, 18.0)
     rows = [_row("default", 2.0, 6.0, ours=True), pad, plain, _row("official", 1.0)]
     (found,) = bench_report.compared(rows)

@@ -47,7 +47,7 @@ def _graphed(names, backward=False, contestants=BOTH) -> dict[tuple[str, str], R
     return {(row.workload, row.contestant): row for each in plan.workloads for row in run(plan, each)}
 
 
-def test_what_wants_neither_gradients_nor_dropout_is_timed_in_a_graph_too(monkeypatch):
+def test_workloads_without_gradients_and_dropout_are_timed_in_a_graph_too(monkeypatch):
     monkeypatch.setattr(graphs, "capture", _faithful)
     for backward, expected in ((True, [DECODE]), (False, ["cross_short_q", DECODE])):
         found = _graphed(["cross_short_q", "dropout_train", DECODE], backward)
@@ -92,7 +92,7 @@ def test_a_captured_append_leaves_no_row_in_other_sequences_pages():
     assert all(torch.equal(given.args[name], rows) for name, rows in held.items())
 
 
-def test_what_a_graph_reads_lives_as_long_as_it_is_replayed(monkeypatch):
+def test_a_graphs_inputs_live_as_long_as_its_replays(monkeypatch):
     monkeypatch.setattr(graphs, "capture", lambda call, device: ((lambda: None), call.run()))
     masks = []
 
@@ -111,7 +111,9 @@ REASON = "cannot be captured: RuntimeError: operation not permitted when stream 
 
 
 @pytest.mark.parametrize(("capture", "verdict"), [(_faithful, "PASS"), (_refused, REASON), (_stale, "WRONG OR FAILED")])
-def test_terminal_and_json_say_what_a_graph_takes_or_why_there_is_none(capture, verdict, monkeypatch, tmp_path, capsys):
+def test_terminal_and_json_have_the_graphs_time_or_the_reason_against_it(
+    capture, verdict, monkeypatch, tmp_path, capsys
+):
     planned = bench.plan_from
     monkeypatch.setattr(bench, "plan_from", lambda arguments: replace(planned(arguments), graphs=True))
     monkeypatch.setattr(bench, "SMALL", (TINY[DECODE],))

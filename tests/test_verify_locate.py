@@ -105,7 +105,7 @@ RANDOM = torch.Generator().manual_seed(0)
         (of(change_out=lambda out: torch.randn(out.shape, generator=RANDOM)), {}, "two calls differ"),
     ],
 )
-def test_a_mistake_is_called_what_it_is(kernel, settings, part):
+def test_each_planted_mistake_is_named(kernel, settings, part):
     assert part in named(located(kernel, **settings))
 
 
@@ -156,7 +156,7 @@ def test_a_right_kernel_of_lower_precision_is_told_that_it_rounds_and_nothing_el
     assert headings == [f"A (mine) is right in {'bf16' if 'bf16' in said else 'fp16'} only:"]
 
 
-def test_what_rounds_is_named_by_a_kernel_of_one_length_too():
+def test_rounding_is_named_for_a_kernel_of_one_length_too():
     def of_96(q, k, v, causal=False):
         if q.shape[1] != 96:
             raise ValueError("96 or nothing")
@@ -243,7 +243,7 @@ def test_a_gradient_that_is_a_little_too_large_is_different_also_within_the_slac
     assert "=> dk: all of it is 1.05 times the right value" in " ".join(capsys.readouterr().out.split())
 
 
-def test_gradients_behind_a_wrong_output_are_said_not_to_be_looked_at(capsys):
+def test_gradients_of_a_wrong_output_are_reported_as_not_examined(capsys):
     assert main(["locate", "verify.planted:row_sum_not_rescaled", *SMALL, "--backward"]) == 1
     assert "dq, dk and dv were not compared" in " ".join(capsys.readouterr().out.split())
 
@@ -286,7 +286,7 @@ def spoiled(*index, by=1.0):
         (([0, 0], [70, 17], [0, 1], [5, 3]), (0, 0, 70, 5, 2), "scattered elements"),
     ],
 )
-def test_the_first_difference_and_the_largest_thing_that_differs_as_a_whole_are_named(where, first, texture):
+def test_the_first_difference_and_the_largest_wrong_unit_are_named(where, first, texture):
     found = located(spoiled(*where))
     assert found.first == first
     (line,) = [line for line in report(found, {}).conclusion if line.startswith("DIFFERENT")]

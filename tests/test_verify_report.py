@@ -77,7 +77,7 @@ class Reader(HTMLParser):
             self.words += data
 
 
-def test_the_page_is_well_formed_fetches_nothing_and_says_what_the_runs_say(tmp_path):
+def test_the_page_is_well_formed_fetches_nothing_and_shows_the_runs(tmp_path):
     code, text = written(tmp_path, COMPARED, BENCHED)
     reader = Reader(text)
     assert code == 0
@@ -99,13 +99,13 @@ def test_the_page_is_well_formed_fetches_nothing_and_says_what_the_runs_say(tmp_
     ],
     ids=["wrong", "wrong when timed", "different"],
 )
-def test_whatever_is_wrong_turns_its_verdict_red_and_the_exit_code_1(runs, verdict, part, tmp_path):
+def test_any_wrong_row_makes_the_verdict_red_and_the_exit_code_1(runs, verdict, part, tmp_path):
     code, text = written(tmp_path, *runs)
     assert code == 1 and f'<p class="verdict FAIL">{verdict}</p>' in text
     assert part in Reader(text).words
 
 
-def test_the_packages_verdict_comes_first_and_is_not_coloured_by_somebody_elses_kernel(tmp_path):
+def test_the_packages_verdict_comes_first_and_ignores_other_kernels(tmp_path):
     theirs = replace(WRONG, subject="their.py:kernel", tables=[replace(ANSWERS, title="Theirs")])
     code, text = written(tmp_path, theirs, COMPARED)
     places = [text.index(part) for part in (
@@ -115,7 +115,7 @@ def test_the_packages_verdict_comes_first_and_is_not_coloured_by_somebody_elses_
     assert places == sorted(places) and code == 1
 
 
-def test_a_page_of_somebody_elses_kernel_asks_about_that_kernel(tmp_path):
+def test_a_page_of_a_users_kernel_is_about_that_kernel(tmp_path):
     text = written(tmp_path, replace(WRONG, subject="their.py:kernel"))[1]
     assert "<h1>Is their.py:kernel right on this machine?</h1>" in text
     assert "flash_attn_compat is meant to" not in text
@@ -136,13 +136,13 @@ def test_a_picture_is_the_same_after_a_trip_through_a_file_and_is_drawn_into_the
     assert svg(picture) == svg(picture)
 
 
-def test_without_matplotlib_a_page_says_what_brings_its_pictures(tmp_path, monkeypatch):
+def test_without_matplotlib_a_page_names_the_package_for_its_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "can_draw", lambda: False)
     text = written(tmp_path, replace(LOCATED, pictures=PICTURES))[1]
     assert "There would be pictures here: pip install" in text and "<svg" not in text and "··▒█" in text
 
 
-def test_what_a_long_cell_says_goes_under_its_row(tmp_path):
+def test_a_long_cell_is_printed_under_its_row(tmp_path):
     long = "a note of some length that would squeeze all other columns"
     table = Table("T", ("case", "verdict", "note"), [("one", "FAIL", long), (f"random {long}", "pass", "short")])
     text = written(tmp_path, replace(COMPARED, tables=[table]))[1]
@@ -360,12 +360,12 @@ def words_of(picture) -> list[str]:
     return re.findall(r"<text[^>]*>(.*?)</text>", svg(picture))
 
 
-def test_a_legend_names_only_what_has_a_bar():
+def test_a_legend_names_only_series_with_a_bar():
     bars = Bars("Speed", "flash-attn", ["forward", "both"], [("small", [Bar(0.5, "2 ms"), None])])
     assert "forward" in words_of(bars) and "both" not in words_of(bars)
 
 
-def test_a_wrong_answers_bar_is_red_and_hatched_and_says_so_whichever_colour_its_series_has():
+def test_the_bar_of_a_wrong_answer_is_red_hatched_and_labelled():
     bars = Bars("Error", "allowed", ["official", "fp64"], [("mine", [Bar(0.5, "out"), Bar(9.0, "dv", True)])])
     drawn = svg(bars)
     assert WRONG_COLOUR in drawn and "<pattern" in drawn and "\N{RIGHTWARDS ARROW} dv, wrong fp64" in words_of(bars)
@@ -373,7 +373,7 @@ def test_a_wrong_answers_bar_is_red_and_hatched_and_says_so_whichever_colour_its
     assert WRONG_COLOUR not in right and "<pattern" not in right
 
 
-def test_a_single_row_is_not_called_rows_and_a_note_says_what_its_figures_are(tmp_path, capsys):
+def test_a_single_row_is_singular_and_a_note_explains_its_figures(tmp_path, capsys):
     table = replace(ANSWERS, note="in brackets: error / bound")
     code, text = written(tmp_path, replace(COMPARED, tables=[table]))
     assert code == 0 and "Every answer (1 row)" in text and "<p>in brackets: error / bound</p>" in text

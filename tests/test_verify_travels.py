@@ -141,7 +141,7 @@ def test_the_bare_help_shows_the_usual_options(capsys):
 
 
 @pytest.mark.parametrize(("name", "code"), [("right", 0), ("wrong", 1)])
-def test_a_function_of_a_file_is_judged_and_what_lies_beside_it_is_importable(kernel, name, code, capsys):
+def test_a_function_of_a_file_is_judged_and_neighbouring_files_are_importable(kernel, name, code, capsys):
     judged = ["--implementation", f"{kernel}:{name}", "--quick", "--device", "cpu", "-k", "func causal gqa fp32"]
     assert main(judged) == code
     assert main(["locate", f"{kernel}:{name}", "--causal", "--n", "32", "--heads", "1", "--batch", "1"]) == code
@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_used_ends_in_one_line(suffix, part, tmp_path):
     ],
     ids=str,
 )
-def test_a_kernel_declines_by_an_error_that_says_what_is_not_supported(error, counts):
+def test_an_error_that_names_an_unsupported_feature_counts_as_declined(error, counts):
     assert declines(error) is counts
 
 
@@ -191,7 +191,7 @@ def half_only(q, k, v, causal=False):
     return correct.flash_attn_func(q, k, v)
 
 
-def test_what_was_declined_is_counted_with_its_reasons_beside_what_is_wrong(tmp_path, capsys):
+def test_declined_cases_are_counted_with_reasons_beside_wrong_ones(tmp_path, capsys):
     saved = tmp_path / "a.json"
     given = ["--implementation", "tests.test_verify_travels:half_only", "--forward-only", "--json", str(saved)]
     assert main([*CASES, *given]) == 1

@@ -125,7 +125,7 @@ def test_few_answers_are_no_pass_unless_nothing_more_was_asked(rows: list[str], 
     assert verdict_words([*map(row, rows)], narrowed) == words
 
 
-def test_the_verdict_names_what_was_judged_declined_and_not_asked() -> None:
+def test_the_verdict_names_judged_declined_and_unasked_features() -> None:
     rows = [row(PASS), row(PASS, causal=True), row(PASS), row(DECLINED, softcap=2.0)]
     found = report(rows, {}, False, [], "mine", is_own=True)
     assert found.ok and found.conclusion[-1] == (
@@ -205,7 +205,7 @@ SEVEN = {
 
 
 @pytest.mark.parametrize("name", SEVEN)
-def test_the_author_of_a_kernel_reads_what_is_so(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_of_seven_kernels_gets_its_verdict(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said, unsaid = SEVEN[name]
     cases = "plain" if name == "plain_squares" else SOME
     judged = judge(name, tmp_path, capsys, cases)
@@ -320,7 +320,7 @@ def test_pytorchs_own_functions_need_no_child_process() -> None:
 # ---- beside others ---------------------------------------------------------------------------------------------------
 
 
-def test_bench_times_a_kernel_beside_the_package_and_what_people_write(tmp_path, capsys) -> None:
+def test_bench_times_a_kernel_beside_the_package_and_rivals(tmp_path, capsys) -> None:
     saved, name = tmp_path / "a.json", f"{FILE}:plain_squares"
     arguments = [
         "--dtype",
@@ -345,7 +345,7 @@ def test_bench_times_a_kernel_beside_the_package_and_what_people_write(tmp_path,
     assert f"PASS: every answer of {name} is right, in 1 of 2 workloads; it declined the others" in shown
 
 
-def test_bench_says_that_a_kernel_is_wrong_and_which_declined_everything(capsys) -> None:
+def test_bench_names_wrong_kernels_and_kernels_that_decline_everything(capsys) -> None:
     timed = ["--only", "plain_d64", "--repeats", "1", "--rivals", "none"]
     assert main(["bench", "--implementation", f"{FILE}:wrong_gradient", *timed]) == 1
     assert f"WRONG OR FAILED plain_d64 {FILE}:wrong_gradient: dk: error" in " ".join(capsys.readouterr().out.split())
@@ -353,7 +353,7 @@ def test_bench_says_that_a_kernel_is_wrong_and_which_declined_everything(capsys)
     assert "TOO LITTLE TO SAY: no workload ran, 2 declined" in capsys.readouterr().out
 
 
-def test_ladder_has_a_kernel_of_somebodys_as_another_step(tmp_path, capsys) -> None:
+def test_ladder_takes_a_users_kernel_as_a_step(tmp_path, capsys) -> None:
     saved, name = tmp_path / "a.json", f"{FILE}:right"
     arguments = ["--n", "24", "--repeats", "1", "--heads", "1", "--head-dim", "8", "--json", str(saved)]
     assert main(["ladder", "--implementation", name, *arguments]) == 0
@@ -401,5 +401,5 @@ print("codes", compared, located, benched)
         assert part in told, part
 
 
-def test_the_kernels_of_this_file_are_native_to_nobody() -> None:
+def test_a_file_of_python_kernels_loads_no_native_code() -> None:
     assert not loads_native_code(f"{FILE}:right") and torch.float16.itemsize == 2

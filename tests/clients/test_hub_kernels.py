@@ -57,7 +57,7 @@ ENTRIES = [f"{name}={folder}" for name, folder in FOLDERS.items()]
         (f"{NAMES[1]}=/theirs:{NAMES[0]}=/theirs", [f"{NAMES[1]}=/theirs", f"{NAMES[0]}=/theirs"]),
     ],
 )
-def test_the_setting_keeps_what_it_was_given_and_is_given_back(
+def test_the_setting_keeps_its_value_and_is_restored(
     given: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(LOCAL_KERNELS, raising=False)
@@ -74,7 +74,7 @@ BUILDS = [build for folder in FOLDERS.values() for build in sorted(folder.glob("
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=[f"{build.parent.name}-{build.name}" for build in BUILDS])
-def test_a_build_for_each_kind_of_torch_says_what_it_is(build: Path) -> None:
+def test_each_hub_build_names_its_torch_variant(build: Path) -> None:
     assert len(BUILDS) == 10
     told = json.loads((build / "metadata.json").read_text())
     backend, version = told["backend"]["type"], build.parent.name[-1]

@@ -53,7 +53,7 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_a_command_that_fails_stops_the_notebook_or_is_told_after_what_it_said(
+def test_a_failing_command_stops_the_notebook_or_is_reported_after_its_output(
     stop: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names: dict[str, Any] = {}
@@ -153,13 +153,13 @@ def test_cells_run_from_top_to_bottom_and_install_nothing_that_is_there(ran: dic
     assert [command[1:4] for command in ran["told"]] == [("-m", "flash_attn_compat", at) for at in ("verify", "doctor")]
 
 
-def test_its_lora_computes_attention_by_this_package_and_learns_what_sdpa_learns(ran: dict[str, Any]) -> None:
+def test_the_notebooks_lora_learns_as_with_sdpa(ran: dict[str, Any]) -> None:
     ours, theirs = (ran["figures"][f"LoRA, {name}"]["losses"] for name in ("flash_attention_2", "SDPA"))
     assert sum(ran["served"].values()) == len(ours) * 2, "a forward of two layers for each step"
     assert ours[-1] < ours[0] and all(math.isclose(a, b, rel_tol=2e-3) for a, b in zip(ours, theirs))
 
 
-def test_its_last_cell_packs_what_was_found(ran: dict[str, Any]) -> None:
+def test_the_notebooks_last_cell_packs_the_results(ran: dict[str, Any]) -> None:
     with zipfile.ZipFile(ran["folder"] / "t4-report.zip") as report:
         assert report.namelist() == ["t4-answers.json", "t4-doctor.txt", "t4-lora.json"]
         assert report.read("t4-doctor.txt") == b"said\n"

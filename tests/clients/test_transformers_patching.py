@@ -195,7 +195,7 @@ class TestRegistry:
         run(model, {"input_ids": token_ids(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])})
         assert len(asked) == 1 < model.config.num_hidden_layers
 
-    def test_nobody_waits_for_the_mask(self):
+    def test_the_mask_is_read_without_synchronisation(self):
         attention_function._Tokens.from_mask(torch.ones(2, 5, device="meta"))  # which has no numbers to wait for
 
     @pytest.mark.parametrize("how", UNSEEN)
@@ -230,7 +230,7 @@ class TestRegistry:
         found = attend(q, q, q, None, position_ids=positions, is_causal=True)
         torch.testing.assert_close(found[:, 2:], attend(*[q[:, :, 2:]] * 3, None, is_causal=True))
 
-    def test_what_inference_mode_remembers_is_not_given_to_training(self):
+    def test_masks_remembered_in_inference_mode_are_not_used_in_training(self):
         q = torch.randn(2, 2, 4, 8, requires_grad=True)
         mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
         with torch.inference_mode():

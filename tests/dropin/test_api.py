@@ -81,7 +81,7 @@ def test_positional_arguments_land_where_2_6_had_them(old: Any) -> None:
     assert norm.weight.dtype == torch.float16
 
 
-def test_what_is_the_same_in_both_is_the_same_object_and_our_own_modules_are_untouched(old: Any) -> None:
+def test_unchanged_functions_are_shared_and_our_modules_stay_untouched(old: Any) -> None:
     import flash_attn
 
     assert flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
@@ -99,7 +99,7 @@ def test_what_is_the_same_in_both_is_the_same_object_and_our_own_modules_are_unt
         old("ops.not_there")
 
 
-def test_the_version_the_metadata_and_the_raw_module_are_those_of_2_6_3_until_unpatch() -> None:
+def test_version_metadata_and_raw_module_are_of_2_6_3_until_unpatch() -> None:
     patch(api="2.6")
     assert importlib.import_module("flash_attn").__version__ == "2.6.3"
     for name in ("flash-attn", "flash_attn", "Flash.Attn"):
@@ -164,7 +164,7 @@ def test_a_real_package_is_put_aside_for_it(tmp_path: Path) -> None:
     assert answer.stdout.split() == ["2.6.3", "2.6.3", "True"], answer.stderr
 
 
-def test_who_chooses_it_beside_xformers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_api_2_6_beside_xformers_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "xformers").mkdir()
     (tmp_path / "xformers/__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))

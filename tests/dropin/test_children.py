@@ -78,7 +78,7 @@ def test_a_child_whose_sitecustomize_is_not_ours_catches_up_when_it_imports_flas
     os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
 
 
-def test_beside_a_flash_attn_that_works_children_get_what_was_asked_for_and_keep_their_flash_attn(
+def test_children_beside_a_working_flash_attn_keep_it_and_get_the_requested_patches(
     theirs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flash_attn_compat.dropin import installed_package

@@ -47,7 +47,7 @@ def test_a_module_runs_as_main_from_the_current_directory(script, tmp_path):
     assert json.loads(answer.stdout) == ["__main__", ["--flag"], str(tmp_path), "2.8.3"]
 
 
-def test_what_fails_fails_as_in_a_direct_run(script):
+def test_a_failing_program_fails_as_in_a_direct_run(script):
     for arguments in ((str(script), "fail"), ("/not/there.py",)):
         under, direct = run(*arguments), fresh(*arguments)
         assert under.returncode == direct.returncode > 0 and under.stderr == direct.stderr != ""
@@ -73,13 +73,13 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
 
 
 @pytest.mark.parametrize("command", [[], ["install"], ["uninstall"], ["run"], ["doctor"], ["compile"]])
-def test_help_says_what_a_command_does(command, capsys):
+def test_help_describes_each_command(command, capsys):
     assert stopped([*command, "--help"]) == 0
     usage, says, *_ = capsys.readouterr().out.split("\n\n")
     assert usage.startswith("usage: flash-attn-compat") and says.endswith(".") and "  " not in says
 
 
-def test_what_removes_an_installation_is_told_with_its_directory(tmp_path, capsys):
+def test_the_uninstall_command_is_shown_with_its_directory(tmp_path, capsys):
     folder = tmp_path / "my packages"
     folder.mkdir()
     assert cli.main(["install", "--target", str(folder)]) == 0
@@ -114,7 +114,7 @@ def test_run_takes_the_interface_that_the_script_wants(script, tmp_path, options
     assert json.loads(answer.stdout) == ["__main__", ["--api", "9"], str(tmp_path), "2.6.3"]
 
 
-def test_an_interface_that_nobody_knows_ends_in_one_line(capsys):
+def test_an_unknown_interface_ends_in_one_line(capsys):
     assert stopped(["run", "--api", "1.0", "job.py"]) == 2
     assert "--api must be 2.6 or 2.8, got '1.0'" in capsys.readouterr().err
 

@@ -148,7 +148,7 @@ def accepts(client: Client) -> bool:
 
 @pytest.mark.parametrize("api", ["2.6", "2.8"])
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_lines_by_which_a_client_decides_let_it_take_us(name: str, api: str) -> None:
+def test_clients_detection_lines_accept_this_package(name: str, api: str) -> None:
     patch(api)
     assert accepts(CLIENTS[name]) == (api == "2.8" or not CLIENTS[name].refuses_2_6)
     # Those who look for newer ones first find none.
@@ -175,7 +175,7 @@ def test_lightning_requirement_cache_is_satisfied():
     assert utilities.RequirementCache("flash-attn>=2.0.0.post1")
 
 
-def test_patching_and_looking_import_neither_torch_nor_what_is_looked_for():
+def test_patching_and_find_spec_import_neither_torch_nor_the_module():
     alone = fresh(
         "-c",
         "import flash_attn_compat.dropin as n, importlib.util as u, sys;"
@@ -209,7 +209,7 @@ CHILDREN: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("options", "code", "printed"), CHILDREN, ids=[str(options) for options, *_ in CHILDREN])
-def test_a_child_finds_what_was_asked_for(options: dict[str, Any], code: str, printed: str) -> None:
+def test_a_child_process_finds_the_patched_modules(options: dict[str, Any], code: str, printed: str) -> None:
     if "varlen_attn" in options:
         pytest.importorskip("torch.nn.attention.varlen", reason="torch.nn.attention.varlen came with torch 2.10")
     patch(**options)

@@ -41,13 +41,13 @@ def test_a_module_of_that_name_stays(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("interfaces", [("fa4",), "fa3"])
-def test_interfaces_that_nobody_knows_are_refused(interfaces):
+def test_unknown_interfaces_are_refused(interfaces):
     with pytest.raises(ValueError, match="interfaces must be a sequence of names among fa3"):
         flash_attn_compat.patch(interfaces=interfaces)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 0), "softcap": 3.0}], ids=str)
-def test_dense_packed_and_cached_calls_are_those_of_flash_attn_2(options):
+def test_dense_packed_and_cached_calls_match_flash_attn_2(options):
     q, k, v = qkv()
     out, lse, _ = fa2.flash_attn_func(q, k, v, return_attn_probs=True, **options)
     assert torch.equal(fa3.flash_attn_func(q, k, v, **options), out)
@@ -94,7 +94,7 @@ REFUSED += "rotary_seqlens num_heads_q"
         if name in REFUSED.split() and parameter.default is not parameter.empty
     ],
 )
-def test_what_is_not_served_is_refused_by_its_name(function, name):
+def test_unsupported_arguments_are_refused_by_name(function, name):
     parameters = inspect.signature(getattr(fa3, function)).parameters
     required = {key: torch.zeros(1) for key, parameter in parameters.items() if parameter.default is parameter.empty}
     given = 4 if name in ("attention_chunk", "num_heads_q") else torch.ones(1)
@@ -104,7 +104,7 @@ def test_what_is_not_served_is_refused_by_its_name(function, name):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"window_size": (2, 0), "softcap": 3.0}], ids=str)
-def test_private_functions_compute_what_those_of_flash_attn_2_do(packed, options):
+def test_private_functions_match_flash_attn_2(packed, options):
     q, k, v = (t.flatten(0, 1) for t in qkv()) if packed else qkv()
     starts = torch.tensor([0, 5, 10], dtype=torch.int32) if packed else None
     longest = 5 if packed else None
@@ -141,7 +141,7 @@ def test_the_private_backward_takes_minus_infinity_of_rows_that_see_no_key():
 
 
 @pytest.mark.parametrize("name", ["k_new", "seqused_k", "page_table", "leftpad_k", "rotary_cos", "q_descale"])
-def test_the_private_forward_refuses_what_concerns_a_cache(name):
+def test_the_private_forward_refuses_cache_arguments(name):
     names = list(inspect.signature(fa3._flash_attn_forward).parameters)[3:24]
     arguments = dict.fromkeys(names) | {name: torch.ones(1), "causal": False}
     with pytest.raises(NotImplementedError, match=f"^{name} of FlashAttention-3"):

@@ -126,7 +126,7 @@ def test_it_refuses_beside_a_real_package(tmp_path, monkeypatch, works, told):
     ("there", "told"),
     [("flash_attn/__init__.py", "not ours"), ("flash_attn_2_cuda.py/x", "cannot write into")],  # fails in the middle
 )
-def test_what_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, there, told):
+def test_a_read_only_site_packages_is_an_error_and_leaves_nothing(tmp_path, there, told):
     (tmp_path / there).parent.mkdir()
     (tmp_path / there).touch()
     with pytest.raises(InstallError, match=told):

@@ -54,7 +54,7 @@ except install.InstallError as error:
 
 @needs_fork
 @pytest.mark.parametrize("there", [False, True], ids=["a new one", "a second one"])
-def test_a_full_disk_leaves_what_was_there_and_a_second_try_heals(
+def test_a_full_disk_changes_no_file_and_a_second_install_succeeds(
     tmp_path: Path, complete: dict[str, bytes], there: bool
 ) -> None:
     if there:
@@ -235,7 +235,7 @@ def test_a_package_in_a_zip_file_is_told_to_be_installed_first(tmp_path: Path, c
     assert len(answer.stderr.splitlines()) == 1
 
 
-def test_the_distribution_has_what_tools_look_for(tmp_path: Path) -> None:
+def test_the_distribution_has_the_metadata_that_tools_read(tmp_path: Path) -> None:
     dist_info = install(tmp_path)
     wheel = (dist_info / "WHEEL").read_text()  # by which uv tells a whole distribution from a broken one
     assert wheel.startswith("Wheel-Version: 1.0\n") and "Root-Is-Purelib: true\n" in wheel

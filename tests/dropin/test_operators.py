@@ -63,7 +63,7 @@ def test_the_operator_answers_as_the_function_of_its_name(operators: Any, name: 
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_what_compilers_are_told_of_the_results_is_true(operators: Any, name: str, dropout_p: float) -> None:
+def test_fake_results_match_real_ones(operators: Any, name: str, dropout_p: float) -> None:
     given = arguments(name, operators, dropout_p)
     if dropout_p == 0.0 and name.endswith("forward"):
         given = (given[0].transpose(-3, -2).contiguous().transpose(-3, -2), *given[1:])  # strided
@@ -75,7 +75,7 @@ def test_what_compilers_are_told_of_the_results_is_true(operators: Any, name: st
     torch.library.opcheck(getattr(operators, name).default, given, test_utils=checks[int(dropout_p > 0) :])
 
 
-def test_the_operator_takes_num_splits_and_refuses_what_the_function_refuses(operators: Any) -> None:
+def test_the_operator_takes_num_splits_and_refuses_as_the_function_does(operators: Any) -> None:
     given = arguments("_flash_attn_varlen_forward", operators)
     for found, expected in zip(
         operators._flash_attn_varlen_forward(*given, num_splits=2), ours._flash_attn_varlen_forward(*given), strict=True

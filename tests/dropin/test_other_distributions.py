@@ -35,7 +35,7 @@ def test_a_sub_package_of_another_distribution_is_importable_beside_ours(elsewhe
     assert importlib.import_module("flash_attn.bert_padding") is flash_attn_compat.bert_padding
 
 
-def test_what_we_lack_is_not_taken_from_a_broken_flash_attn(elsewhere):
+def test_modules_we_lack_are_not_taken_from_a_broken_flash_attn(elsewhere):
     broken = "raise ImportError('built for another Python')\n"
     write_package(elsewhere, broken, flash_attn_interface="", flash_blocksparse_attention="")
     patch()

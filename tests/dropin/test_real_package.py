@@ -107,7 +107,7 @@ def test_a_package_with_an_unusable_extension_runs_on_our_functions_until_unpatc
         served(importlib.import_module("flash_attn").flash_attn_func)
 
 
-def test_what_was_imported_before_is_served_while_patched(fake):
+def test_a_flash_attn_imported_before_patch_is_served_while_patched(fake):
     import flash_attn_2_cuda
     from flash_attn import flash_attn_func
 
@@ -122,7 +122,7 @@ def test_what_was_imported_before_is_served_while_patched(fake):
 
 
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES.keys())
-def test_a_package_that_no_extension_can_mend_is_replaced_by_ours(fake, package):
+def test_a_package_with_a_broken_extension_is_replaced_by_ours(fake, package):
     fake.write("__init__.py", package)
     patch()
     import flash_attn
@@ -163,7 +163,7 @@ def test_a_package_that_works_on_this_gpu_is_left_alone(fake):
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", EXTENSIONS)
-def test_the_reason_against_a_real_package_says_what_it_raises(fake, kind):
+def test_the_reason_against_a_real_package_names_its_error(fake, kind):
     extension, reason = EXTENSIONS[kind]
     fake.extension(extension)
     found = installed_package.find_real()

@@ -61,7 +61,7 @@ def test_nested_blocks_undo_at_the_outermost_end_and_when_they_raise():
     importlib.import_module("flash_attn")  # a block leaves an explicit patch standing
 
 
-def test_what_others_put_into_paths_meanwhile_stays(monkeypatch):
+def test_unpatch_keeps_path_entries_of_others(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/a")
     monkeypatch.setattr(sys, "path", list(sys.path))
     patch()
@@ -73,7 +73,7 @@ def test_what_others_put_into_paths_meanwhile_stays(monkeypatch):
 
 
 @pytest.mark.parametrize("left", [None, types.ModuleType("flash_attn")], ids=["none", "a bare stub"])
-def test_what_others_left_in_sys_modules_is_replaced_and_comes_back(monkeypatch, left):
+def test_modules_of_others_are_replaced_and_restored(monkeypatch, left):
     monkeypatch.setitem(sys.modules, "flash_attn", left)
     patch()
     assert importlib.import_module("flash_attn").__version__ == "2.8.3"

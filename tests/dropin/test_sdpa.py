@@ -81,7 +81,7 @@ def test_the_variable_speaks_for_patch(value: str, wanted: bool | None, monkeypa
     assert wish() is wanted
 
 
-def test_what_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_sdpa_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match='sdpa must be False, True or "always"'):
         patch(sdpa="sometimes")  # type: ignore[arg-type]
     monkeypatch.setenv(settings.SDPA, "on")

@@ -126,7 +126,7 @@ LEFT: dict[str, Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_left_is_answered_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declined_calls_match_pytorch_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, options = LEFT[name]()
     before = with_gradients(functools.partial(sdpa, **options), list(arguments))
     with originals.served(monkeypatch) as launches:
@@ -153,7 +153,7 @@ def test_bad_input_gets_the_same_error(bad: Callable[..., Tensor], monkeypatch: 
     assert str(after.value).splitlines()[0] == str(before.value).splitlines()[0]
 
 
-def test_an_error_of_a_call_that_is_left_leaves_the_next_one_to_ours(served: Launches) -> None:
+def test_an_error_in_a_declined_call_does_not_decline_the_next(served: Launches) -> None:
     q, k, v = qkv(Case())
     with pytest.raises(RuntimeError):
         sdpa(q.float(), k, v)
@@ -161,14 +161,14 @@ def test_an_error_of_a_call_that_is_left_leaves_the_next_one_to_ours(served: Lau
     assert counted() == {"pytorch": 1, "fused": 1}
 
 
-def test_who_allows_the_plain_formula_alone_gets_it(served: Launches) -> None:
+def test_a_call_that_allows_the_formula_alone_is_declined(served: Launches) -> None:
     q, k, v = qkv(Case())
     with sdpa_kernel(SDPBackend.MATH):
         sdpa(q, k, v)
     assert counted() == {"pytorch": 1}
 
 
-def test_another_named_backend_leaves_the_call(served: Launches) -> None:
+def test_a_call_under_another_named_backend_is_declined(served: Launches) -> None:
     with use_backend("chunked"):
         sdpa(*qkv(Case()))
     assert counted() == {"pytorch": 1}
@@ -183,7 +183,7 @@ def test_a_call_with_biases_must_be_larger(mask: str, who: str, monkeypatch: pyt
     assert counted() == {who: 1}
 
 
-def test_small_calls_stay_unless_they_are_slow_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_calls_are_declined_unless_pytorch_takes_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**30)):
         sdpa(*qkv(Case()))
         assert counted() == {"pytorch": 1}
@@ -206,7 +206,7 @@ def test_a_call_with_gradients_must_be_larger(monkeypatch: pytest.MonkeyPatch) -
     ("tokens", "has_mask", "who"),
     [(32, False, "fused"), (32, True, "pytorch"), (33, False, "pytorch"), (96, True, "pytorch"), (97, True, "fused")],
 )
-def test_with_gradients_short_sequences_stay(
+def test_short_sequences_with_gradients_are_declined(
     tokens: int, has_mask: bool, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q = randn(1, 1, tokens, 16, dtype=HALF).requires_grad_()
@@ -222,7 +222,7 @@ def test_with_gradients_short_sequences_stay(
 @pytest.mark.parametrize(
     ("shape", "who"), [((2, 2), "pytorch"), ((1, 2), "fused"), ((2, 1), "fused"), ((0, 2), "fused")]
 )
-def test_biases_stay_that_no_two_scores_share(
+def test_biases_that_no_two_scores_share_are_declined(
     shape: tuple[int, int], who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, (batch, heads) = randn(2, 2, 8, 16, dtype=HALF), shape
@@ -234,7 +234,7 @@ def test_biases_stay_that_no_two_scores_share(
         assert counted()["fused"] == 1 + (who == "fused")
 
 
-def test_one_row_is_worth_it_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_is_served_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**30, least_keys=64)):
         for keys, wanted in ((50, "pytorch"), (80, "fused")):
             reset_backend_counts()
@@ -245,7 +245,7 @@ def test_one_row_is_worth_it_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- who looks on
 
 
-def test_explain_says_who_serves_and_why_not(served: Launches) -> None:
+def test_explain_names_the_backend_and_the_reasons(served: Launches) -> None:
     q, k, v = qkv(Case())
     assert str(explain(sdpa, q, k, v)) == "fused    serves the call\npytorch  could serve it too"
     left = explain(sdpa, q, k, v, attn_mask=mask().half().requires_grad_())
@@ -263,7 +263,7 @@ def test_without_gradients(mode: Any, served: Launches) -> None:
     assert counted() == {"fused": 1} and not out.requires_grad
 
 
-def test_autocast_casts_before_ours(served: Launches) -> None:
+def test_autocast_casts_before_the_fused_kernel(served: Launches) -> None:
     q, k, v = (x.float() for x in qkv(Case()))
     with torch.autocast("cpu", torch.bfloat16):
         out = sdpa(q, k, v)
@@ -351,7 +351,7 @@ def test_batches_and_heads_of_one_are_broadcast(name: str, options: dict[str, An
     check(found, plain, inputs)
 
 
-def test_what_the_formula_broadcasts_is_served_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_calls_are_served_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     q = randn(2, 4, 8, 16, dtype=HALF)
     with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**40)):
         for keys in (q[:1], q[:, :1]):

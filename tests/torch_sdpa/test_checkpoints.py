@@ -79,7 +79,7 @@ def test_dropout_under_a_checkpoint_drops_the_same_twice(
     assert len(seen) == 2 and torch.equal(*seen)
 
 
-def test_who_drops_is_told_the_same_with_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_names_one_backend_for_dropout_with_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     q = randn(1, 2, 128, 32, dtype=HALF).requires_grad_()
     with originals.served(monkeypatch, POLICY._replace(least_products=128 * 128 * 32)):
         found = [explain(F.scaled_dot_product_attention, x, x, x, dropout_p=0.3) for x in (q, q.detach())]

@@ -124,9 +124,7 @@ def test_autograd_of_the_operator_itself(served: Launches) -> None:
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_who_computed_the_forward_is_no_matter_to_the_backward(
-    ours_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backwards_accept_either_kernels_forward(ours_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The switch may be turned between the two."""
     leaves = [x.requires_grad_() for x in inputs(Case())[:3]]
 
@@ -236,7 +234,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_left_goes_to_the_kernel_below(name: str, served: Launches) -> None:
+def test_declined_calls_go_to_pytorchs_kernel(name: str, served: Launches) -> None:
     positional, named = LEFT[name]()
     found, right = (
         operator(*positional, True, **named) for operator in (aten._efficient_attention_forward, stand_in_forward)
@@ -245,7 +243,7 @@ def test_what_is_left_goes_to_the_kernel_below(name: str, served: Launches) -> N
     assert counted() == {"pytorch": 1} and not served.seen
 
 
-def test_gradients_in_shared_storage_are_left(served: Launches) -> None:
+def test_gradients_in_shared_storage_are_declined(served: Launches) -> None:
     q, k, v, dout = inputs(Case())
     seed = torch.zeros((), dtype=torch.int64)
     aten._efficient_attention_backward(
@@ -271,7 +269,7 @@ UPSTREAM = {
 
 @pytest.mark.parametrize("name", UPSTREAM)
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_gradients_from_what_is_no_forwards_are_left(is_packed: bool, name: str, served: Launches) -> None:
+def test_gradients_of_malformed_forward_results_are_declined(is_packed: bool, name: str, served: Launches) -> None:
     """Kernels would read behind what they are given."""
     q, k, v, dout = inputs(Case())
     starts: tuple[Any, ...] = None, None, None, None
@@ -289,14 +287,14 @@ def test_gradients_from_what_is_no_forwards_are_left(is_packed: bool, name: str,
 
 
 @pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
-def test_what_a_call_that_is_left_calls_is_not_asked_about_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_inside_a_declined_call_are_not_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     small = originals.POLICY._replace(least_products=2**40)
     with originals.as_on_turing(), originals.stand_ins(), originals.served(monkeypatch, small) as launches:
         F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs(Case())[:3]))
     assert counted() == {"pytorch": 1} and not launches.seen
 
 
-def test_what_our_own_backend_launches_is_not_asked_about(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_inside_our_own_backend_are_not_examined(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_efficient calls the very operator: the call would count twice, and be looked up twice."""
     anywhere = dataclasses.replace(TorchEfficient.capabilities, devices=None, min_capability=None)
     monkeypatch.setattr(TorchEfficient, "capabilities", anywhere)

@@ -86,7 +86,7 @@ ODD: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_masks_as_programs_leave_them(name: str, served: Launches) -> None:
+def test_masks_of_odd_layouts_and_values_are_right(name: str, served: Launches) -> None:
     inputs, bias = qkv(Inputs(HALF, (40, 50), (4, 2))), ODD[name]()
     attend = functools.partial(sdpa, attn_mask=bias, enable_gqa=True)
     plain = bias.view(torch.uint8) != 0 if bias.dtype == torch.bool else bias
@@ -119,7 +119,7 @@ def test_two_biases_are_loaded_at_once_where_all_pairs_are_aligned(
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_no_number_in_a_row_makes_that_row_none(value: float, served: Launches) -> None:
+def test_a_nonfinite_bias_makes_its_row_nan_alone(value: float, served: Launches) -> None:
     """As in PyTorch: a softmax over +inf or NaN is NaN. Other rows are as they were."""
     q, k, v = (x.detach() for x in qkv(Inputs(HALF, (70, 150))))
     bias = torch.zeros(70, 150)
@@ -132,7 +132,7 @@ def test_no_number_in_a_row_makes_that_row_none(value: float, served: Launches) 
 
 
 @pytest.mark.parametrize(("keys", "kind"), some_of(itertools.product((32, 64, 256, 512), ("bool", "own", "fp32")), 4))
-def test_keys_behind_the_last_one_count_for_nothing(kind: str, keys: int, served: Launches) -> None:
+def test_keys_beyond_the_last_have_no_weight(kind: str, keys: int, served: Launches) -> None:
     """Where a mask hides nothing, a tile that reaches beyond the keys has to be known for it all the same."""
     inputs = qkv(Inputs(HALF, (70, keys)))
     bias = torch.zeros(70, keys, dtype={"own": HALF}.get(kind, torch.float32))
@@ -220,7 +220,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_what_an_int_cannot_hold_is_left(name: str) -> None:
+def test_masks_beyond_32_bit_strides_are_declined(name: str) -> None:
     shape, strides, why = LARGE[name]
     large = torch.empty_strided(shape, strides, dtype=HALF, device="meta")
     reason = check_mask(large, large, shape)
@@ -263,7 +263,7 @@ def test_the_same_bits_come_back_and_a_kept_call_takes_another_mask(served: Laun
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 40, 50), (1, 1, 40, 50)])
-def test_the_operators_below_take_a_bias(shape: tuple[int, ...], served: Launches) -> None:
+def test_the_efficient_operators_take_a_bias(shape: tuple[int, ...], served: Launches) -> None:
     """And its gradients start from whoever's forward: rows that see nothing have an LSE of 0 there."""
     q, k, v, dout = (randn(2, n, 3, 32, seed=i, dtype=HALF) for i, n in enumerate((40, 50, 50, 40)))
     bias = randn(*shape, seed=9).masked_fill(randn(*shape, seed=8) > 0.5, -torch.inf).half()
@@ -295,7 +295,7 @@ LEFT: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_left_says_why(name: str, served: Launches) -> None:
+def test_declined_masks_have_a_reason(name: str, served: Launches) -> None:
     options, why = LEFT[name]
     (reason,) = explain(sdpa, *qkv(Inputs()), **options).reasons["fused"]
     assert why in reason

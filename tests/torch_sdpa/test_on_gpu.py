@@ -130,7 +130,7 @@ def test_no_score_matrix_is_made(dtype: torch.dtype, heads_k: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["a mask that wants a gradient", "fp32", "three axes"])
-def test_what_is_left_has_the_same_bits(name: str) -> None:
+def test_declined_calls_match_pytorch_bit_for_bit(name: str) -> None:
     q, k, v = (x.detach() for x in qkv(dtype=torch.float32 if name == "fp32" else HALF))
     bias = torch.zeros(100, 100, dtype=HALF, device="cuda", requires_grad=True)
     options = {"attn_mask": bias} if name == "a mask that wants a gradient" else {}
@@ -225,7 +225,7 @@ def test_dense_masks(kind: str, lengths: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("keys", [64, 256, 512])
-def test_keys_behind_the_last_one_count_for_nothing(keys: int) -> None:
+def test_keys_beyond_the_last_have_no_weight(keys: int) -> None:
     """Where a mask hides nothing: tiles of 128 keys, as Turing has them at 32 channels, reach beyond 64."""
     q, k, v = qkv(200, keys, dim=32)
     with ours():

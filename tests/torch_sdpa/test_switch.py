@@ -66,14 +66,14 @@ def test_overlapping_blocks() -> None:
     second.__exit__(None, None, None)
 
 
-def test_who_wishes_for_more_decides_as_long_as_it_holds() -> None:
+def test_the_widest_policy_applies_while_it_is_held() -> None:
     with override.sdpa():
         with override.sdpa(always=True):
             assert override.active_policy() == Policy(always=True)
         assert override.active_policy() == Policy()
 
 
-def test_where_other_threads_may_call_ours_stays_and_lets_everything_pass(
+def test_an_override_stays_registered_beside_other_threads_and_passes_all_calls(
     monkeypatch: pytest.MonkeyPatch, served: Launches
 ) -> None:
     """A thread that waits for the GIL in front of an implementation would run freed memory."""
@@ -115,7 +115,7 @@ def test_an_error_in_a_block_ends_it() -> None:
         raise KeyError
 
 
-def test_a_switch_that_could_not_be_turned_is_held_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_registration_holds_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(front: object) -> None:
         raise KeyError
 
@@ -146,7 +146,7 @@ def test_calls_are_served_in_all_threads(served: Launches) -> None:
     assert not errors and counted() == {"fused": 18}
 
 
-def test_who_leaves_a_call_in_one_thread_leaves_none_in_another(served: Launches) -> None:
+def test_a_declined_call_in_one_thread_declines_none_in_another(served: Launches) -> None:
     q = randn(1, 2, 20, 32, dtype=torch.float16)
 
     def in_another_thread() -> None:

@@ -55,7 +55,7 @@ def test_a_mode_sees_pytorchs_operators(monkeypatch: pytest.MonkeyPatch) -> None
         assert seen() == before
 
 
-def test_what_a_mode_executes_is_served(served: Launches) -> None:
+def test_operators_that_a_mode_executes_are_served(served: Launches) -> None:
     inputs = qkv()
     with Operators() as mode:
         out = efficient(*inputs)
@@ -64,7 +64,7 @@ def test_what_a_mode_executes_is_served(served: Launches) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
-def test_what_a_class_of_tensors_makes_of_the_function_is_served(served: Launches) -> None:
+def test_operators_that_a_tensor_subclass_executes_are_served(served: Launches) -> None:
     inputs = [x.detach() for x in qkv()]
     with originals.as_on_turing():
         out = F.scaled_dot_product_attention(*map(Wrapper, inputs), is_causal=True)
@@ -164,7 +164,7 @@ def test_export_and_traces_are_as_before(monkeypatch: pytest.MonkeyPatch) -> Non
         assert found() == before
 
 
-def test_what_was_exported_or_traced_is_served_where_it_runs(served: Launches) -> None:
+def test_exported_and_traced_programs_are_served_when_run(served: Launches) -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
