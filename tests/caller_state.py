@@ -99,7 +99,7 @@ def skip_reason(state: State, device: torch.device) -> str:
     return ""
 
 
-def callers_state() -> dict[str, object]:
+def snapshot_state() -> dict[str, object]:
     """What a call must leave as it was, random numbers aside."""
     found: dict[str, object] = {
         "default dtype": torch.get_default_dtype(),
@@ -133,12 +133,12 @@ def answer(call: Call, device: torch.device, state: State | None = None) -> tupl
 
     def run() -> None:
         with contextlib.nullcontext() if state is None else state.enter(device):
-            found = callers_state()
+            found = snapshot_state()
             try:
                 results.append(laid.run())
             except flash_attn_compat.BackendNotSupported:
                 results.append(None)
-            now = callers_state()
+            now = snapshot_state()
             complaints.extend(f"{n}: {found[n]} became {now.get(n)}" for n in found if now.get(n) != found[n])
 
     if state is not None and state.own_thread:
@@ -171,13 +171,13 @@ def near(a: Tensor, b: Tensor) -> bool:
 
 
 @functools.cache
-def usual(call: Call, device: torch.device, backend: str | None) -> Results | None:
+def answer_outside(call: Call, device: torch.device, backend: str | None) -> Results | None:
     """Return what a call answers outside of every state; backend: the forced one, a part of the cache key."""
     return answer(call, device)[0]
 
 
 @contextlib.contextmanager
-def looking_up() -> Iterator[list[bool]]:
+def recorded_lookups() -> Iterator[list[bool]]:
     """Of each request that may be kept, in its order, whether something was known of it."""
     look_up, known = call_cache.look_up, []
 
@@ -197,11 +197,11 @@ def examine(state: State, device: torch.device, calls: Iterable[Call] = tuple(TA
     complaints, served = [], 0
     for call in calls:
         try:
-            expected = usual(call, device, os.environ.get(settings.BACKEND))
+            expected = answer_outside(call, device, os.environ.get(settings.BACKEND))
             if expected is None:
                 continue
             found, wrong = answer(call, device, state)
-            with looking_up() as known:
+            with recorded_lookups() as known:
                 warm, wrong_again = answer(call, device, state)
             wrong += [f"{what} by what is known" for what in wrong_again if what not in wrong]
             if found is not None and not (known and all(known)) and call.name in PROBLEMS:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.fused_on_cpu import Launches
-    from tests.support import Asked
+    from tests.fused_on_cpu import LaunchRecord
+    from tests.support import RecordingReference
 
 MOST_PROCESSES = 14  # each takes about 1 GB, and 0.7 GB of a GPU that it uses
 
@@ -83,17 +83,17 @@ def copied_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> "Asked":
+def asked(monkeypatch: pytest.MonkeyPatch) -> "RecordingReference":
     """Serves every call, and knows them."""
-    from tests.support import Asked, serve_by
+    from tests.support import RecordingReference, serve_by
 
-    backend = Asked()
+    backend = RecordingReference()
     serve_by(monkeypatch, backend)
     return backend
 
 
 @pytest.fixture
-def turing(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Launches]":
+def turing(monkeypatch: pytest.MonkeyPatch) -> "Iterator[LaunchRecord]":
     """Our kernels serve every call, run by the emulator as a Turing GPU would run them."""
     from flash_attn_compat import use_backend
     from tests import fused_on_cpu

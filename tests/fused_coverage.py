@@ -49,7 +49,7 @@ def _check(problem: Problem, place: torch.device) -> None:
 
 
 def _check_masked(problem: fuzz.Problem, place: torch.device) -> None:
-    with originals.on(Policy(place.type, always=True, least_products=0)), use_backend("fused"):
+    with originals.override_on(Policy(place.type, always=True, least_products=0)), use_backend("fused"):
         before = backend_counts()
         complaints = fuzz.examine(problem, str(place))
     assert not complaints and backend_counts().get("fused", 0) > before.get("fused", 0), complaints

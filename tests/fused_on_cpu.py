@@ -41,7 +41,7 @@ class Launch(NamedTuple):
 
 
 @dataclass
-class Launches:
+class LaunchRecord:
     """Everything launched since the start, in order, and the variants that were loaded.
 
     conflicts: of banks of shared memory, in each that was emulated; files: what was written for other processes
@@ -74,7 +74,7 @@ class Driver:
 
     version = 13, 0
 
-    def __init__(self, found: Launches, compute: Callable[[Launch, bytes], None]) -> None:
+    def __init__(self, found: LaunchRecord, compute: Callable[[Launch, bytes], None]) -> None:
         self.found, self.compute = found, compute
 
     def launch(self, kernel: Kernel, blocks: int, device: int, content: bytes) -> None:
@@ -98,13 +98,13 @@ def record(
     number: int = 75,
     tried: bool = False,
     compute: Callable[[Launch, bytes], None] = lambda launch, content: None,
-) -> Launches:
+) -> LaunchRecord:
     """Let the backend serve CPU tensors from now on; every launch is written down.
 
     number: the architecture's; tried: whether kernels are tried before their first call; compute: gets every launch and
     the bytes of its struct
     """
-    found = Launches()
+    found = LaunchRecord()
 
     def kernel(variant: Variant, device: int) -> Kernel:
         rejected = nvrtc._kernels.get((variant, f"sm_{number}", device))
@@ -149,7 +149,7 @@ def emulate(
     seed: int = 1,
     truncates: bool = False,
     held: float = torch.nan,
-) -> Launches:
+) -> LaunchRecord:
     """As ``record``, and the emulator computes every launch; it allows no access outside of the call's tensors.
 
     Memory comes filled with ``held`` and other rubbish. sources: the folder of the kernels' sources; seed: orders a
@@ -157,8 +157,8 @@ def emulate(
     """
     from tests.kernels import emulate as emulator
 
-    if emulator.why_not():
-        pytest.skip(emulator.why_not())
+    if emulator.skip_reason():
+        pytest.skip(emulator.skip_reason())
     by_thread: dict[int, list[Tensor]] = defaultdict(list)  # or they would push each other's out
     run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, launcher.acquire_workspace
 

@@ -94,7 +94,7 @@ def on_backend(backend: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
             pytest.skip(str(refusal).splitlines()[0])
 
 
-class Asked(Reference):
+class RecordingReference(Reference):
     """The reference backend, and what it was asked."""
 
     def __init__(self) -> None:

@@ -142,8 +142,8 @@ def with_a_byte_flipped(path: Path, place: float, name: Callable[[], str]) -> st
 def test_each_file_and_option_is_part_of_the_cache_name(
     what: str, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if what.startswith("emulated") and emulate.why_not():
-        pytest.skip(emulate.why_not())
+    if what.startswith("emulated") and emulate.skip_reason():
+        pytest.skip(emulate.skip_reason())
     of, files, options = CACHES[what]
     name = functools.partial(of, copies)
     names = [name()]
@@ -160,5 +160,5 @@ def test_each_file_and_option_is_part_of_the_cache_name(
 def test_macros_are_in_the_names_of_kernels_and_libraries(copies: Path) -> None:
     made = variants.made_for(variants.kinds(75))
     assert len({nvrtc.cache_name(variant, "sm_75") for variant in made}) == len(made)
-    if not emulate.why_not():
+    if not emulate.skip_reason():
         assert len({emulate.built_name(copies / "cuda/dq.cu", macros) for macros in ((), MACROS)}) == 2

@@ -24,7 +24,7 @@ from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.ops import activations as act
 from flash_attn_compat.ops.rms_norm import rms_norm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
-from tests.support import Asked, close, cumulative, ints, qkv, randn
+from tests.support import RecordingReference, close, cumulative, ints, qkv, randn
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,9 @@ def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longe
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_compiled_call_needs_gradients_if_its_eager_one_does(asked: Asked, needs_grad: bool, mode: Any) -> None:
+def test_a_compiled_call_needs_gradients_if_its_eager_one_does(
+    asked: RecordingReference, needs_grad: bool, mode: Any
+) -> None:
     """Gradients and LSE are features that not every backend has; over pages, some serve what needs neither."""
     q, k, v = randn(5, 2, 16).requires_grad_(needs_grad), randn(4, 4, 2, 16, seed=1), randn(4, 4, 2, 16, seed=2)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)

@@ -14,16 +14,16 @@ from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused import forward, variants
 from flash_attn_compat.dispatch import call_cache, kvcache
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate
 from tests.test_fused_kernels import APPENDS, BACKWARD, CACHES, FORWARD, PACKED, attend
 
-pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_lengths_that_are_no_lengths_reach_nothing_outside(
-    shares: bool, turing: Launches, monkeypatch: pytest.MonkeyPatch
+    shares: bool, turing: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """shares: whether sequences share a grid, by these very lengths"""
     fused_on_cpu.share_grids(monkeypatch, shares)
@@ -48,7 +48,7 @@ def launch_unchecked(args: dict[str, object]) -> None:
         flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]  # the keys are its parameters
 
 
-def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None:
+def test_wrong_lengths_and_pages_touch_nothing_outside(turing: LaunchRecord) -> None:
     rubbish = torch.tensor([10**9, -7, -(2**31)], dtype=torch.int32)
     call = CACHES["pages"].build()
     table = call.args["block_table"]
@@ -66,7 +66,7 @@ def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None
     assert turing.entries == ["decode", "decode"] + ["decode", "append", "decode"] * 3
 
 
-def test_new_keys_outside_the_cache_are_not_written(turing: Launches) -> None:
+def test_new_keys_outside_the_cache_are_not_written(turing: LaunchRecord) -> None:
     call = replace(CACHES["split keys"], seqlens_k=(318, 320), capacity=320, poison="").build()
     k_cache, before = call.args["k_cache"], call.args["k_cache"].clone()
     new = {name: torch.full((2, 5, 2, 64), 3.0).half() for name in ("k", "v")}
@@ -75,7 +75,7 @@ def test_new_keys_outside_the_cache_are_not_written(turing: Launches) -> None:
     assert torch.equal(k_cache, before)
 
 
-def test_rows_beyond_the_rotary_tables_are_not_rotated(turing: Launches) -> None:
+def test_rows_beyond_the_rotary_tables_are_not_rotated(turing: LaunchRecord) -> None:
     whole, short = APPENDS["rotated"].build(), APPENDS["rotated"].build()
     del whole.args["rotary_cos"], whole.args["rotary_sin"]
     attend(whole)

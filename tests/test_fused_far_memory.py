@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_interface, use_backend
 from flash_attn_compat.dispatch import call_cache
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches, sparse
+from tests.fused_on_cpu import LaunchRecord, sparse
 from tests.kernels import emulate
 from tests.kernels.emulate import EmulationError
 from tests.plain import some, some_of
@@ -23,7 +23,7 @@ from tests.test_fused_backend import mutated
 from verify.call import Call, solve
 from verify.problems import Problem
 
-pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 TRAINED = Problem(seqlens_q=(70, 70), seqlens_k=(70, 70), nheads_k=4, head_dim=32, dtype="float16", causal=True)
 CACHED = replace(TRAINED, kind="kvcache", seqlens_q=(1, 1), seqlens_k=(150, 9), capacity=192, new_keys=2, rotary_dim=32)
@@ -75,11 +75,11 @@ def answers(name: str, move: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 # Along a tensor's first dimension, its rows (the second one where there are four) and its heads.
 @pytest.mark.parametrize(("name", "dim"), some_of(itertools.product(CALLS, (-4, -3, -2)), 2))
-def test_answers_have_the_same_bits_however_far_their_tensors_reach(turing: Launches, name: str, dim: int) -> None:
+def test_answers_have_the_same_bits_however_far_their_tensors_reach(turing: LaunchRecord, name: str, dim: int) -> None:
     check(turing, name, dim)
 
 
-def check(launches: Launches, name: str, dim: int) -> None:
+def check(launches: LaunchRecord, name: str, dim: int) -> None:
     expected, found = answers(name, torch.clone), answers(name, lambda x: far(x, dim))
     assert all(map(torch.equal, found, expected))
     half = len(launches.entries) // 2

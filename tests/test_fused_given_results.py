@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_interface
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate
 from tests.test_fused_kernels import BF16, DENSE
 from verify import oracle
 from verify.call import Call
 
-pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 
 def backward(call: Call, out: Tensor, lse: Tensor, keys: slice = slice(None)) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, keys: slice = slice(None)) ->
     return dict(zip("qkv", found))
 
 
-def test_parts_of_a_longer_sequence_add_up(turing: Launches) -> None:
+def test_parts_of_a_longer_sequence_add_up(turing: LaunchRecord) -> None:
     call = replace(DENSE, seqlens_k=(150,)).build()
     right = oracle.answer(call.fn, call.args, call.dout)
     assert right.softmax_lse is not None
@@ -38,7 +38,7 @@ def test_parts_of_a_longer_sequence_add_up(turing: Launches) -> None:
         assert (ours.double() - right.grads[name]).abs().max() <= 2**-9 * right.magnitude(name)
 
 
-def test_dropouts_state_may_be_one_column_of_several(turing: Launches) -> None:
+def test_dropouts_state_may_be_one_column_of_several(turing: LaunchRecord) -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 32, generator=torch.Generator().manual_seed(0)).half()
     options = 0.3, q.shape[-1] ** -0.5, False, -1, -1, 0.0, None, False
     out, lse, _, state = flash_attn_interface._flash_attn_forward(q, k, v, *options)
@@ -50,7 +50,7 @@ def test_dropouts_state_may_be_one_column_of_several(turing: Launches) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
-def test_rows_with_an_infinite_lse_have_no_gradient_and_send_none(turing: Launches, value: float) -> None:
+def test_rows_with_an_infinite_lse_have_no_gradient_and_send_none(turing: LaunchRecord, value: float) -> None:
     call = DENSE.build()
     assert call.dout is not None
     right = oracle.answer(call.fn, call.args, call.dout)
@@ -66,7 +66,7 @@ def test_rows_with_an_infinite_lse_have_no_gradient_and_send_none(turing: Launch
 
 
 @pytest.mark.parametrize("size", [1e6, 1e30])
-def test_converted_bf16_does_not_overflow_for_the_out_of_larger_values(turing: Launches, size: float) -> None:
+def test_converted_bf16_does_not_overflow_for_the_out_of_larger_values(turing: LaunchRecord, size: float) -> None:
     """delta is that of a longer sequence, whose other values are far larger than these."""
     call = BF16.build()
     assert call.dout is not None

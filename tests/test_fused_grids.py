@@ -16,7 +16,7 @@ from flash_attn_compat.backends.fused import grids, launcher, variants
 from flash_attn_compat.backends.fused.grids import Grid
 from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import offline
 from tests.plain import some_of
 from tests.test_fused_kernels import check
@@ -178,7 +178,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def have_shared_grids(launches: Launches) -> bool:
+def have_shared_grids(launches: LaunchRecord) -> bool:
     return all(variants.has_shared_grid(one) for one in launches.variants if one.entry != "absmax")
 
 

@@ -14,7 +14,7 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused import forward, grids, launcher, variants
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate
 from tests.plain import some, some_of
 from verify import oracle
@@ -22,13 +22,13 @@ from verify.call import Call
 from verify.examination import Examination
 from verify.problems import Problem
 
-pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 FORWARD, BACKWARD = ["forward"], ["delta", "dkdv", "dq"]
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
     with flash_attn_compat.use_backend("fused"):
         yield fused_on_cpu.emulate(monkeypatch, 90)
 
@@ -106,13 +106,13 @@ NEWER = {
 
 
 @pytest.mark.parametrize("name", some(TRAINING, 4))
-def test_answers_and_gradients_are_right_for_every_feature_type_and_size(turing: Launches, name: str) -> None:
+def test_answers_and_gradients_are_right_for_every_feature_type_and_size(turing: LaunchRecord, name: str) -> None:
     check(TRAINING[name])
     assert set(BACKWARD) < set(turing.entries)
 
 
 @pytest.mark.parametrize("name", some(reversed(NEWER), 2))
-def test_newer_instructions_are_right_too(hopper: Launches, name: str) -> None:
+def test_newer_instructions_are_right_too(hopper: LaunchRecord, name: str) -> None:
     check(NEWER[name])
     assert hopper.entries[-4:] == FORWARD + BACKWARD and ("MMA_K16", 1) in hopper.last.variant.macros
 
@@ -146,12 +146,12 @@ DIGITS = {
 
 
 @pytest.mark.parametrize("name", DIGITS)
-def test_every_sequence_and_head_keeps_its_digits_beside_large_ones(turing: Launches, name: str) -> None:
+def test_every_sequence_and_head_keeps_its_digits_beside_large_ones(turing: LaunchRecord, name: str) -> None:
     check(DIGITS[name])
     assert "absmax" in turing.entries or DIGITS[name].kind == "kvcache"
 
 
-def test_a_backward_takes_the_forwards_maxima_and_those_of_its_own_gradient(turing: Launches) -> None:
+def test_a_backward_takes_the_forwards_maxima_and_those_of_its_own_gradient(turing: LaunchRecord) -> None:
     q, k, v, dout = torch.randn(4, 1, 40, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     out = flash_attn_compat.flash_attn_func(*leaves, causal=True)
@@ -187,14 +187,14 @@ def test_copies_of_bf16_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
               ("dout", 0, "inf"), ("dout", 2, "nan")], ids=str,
 )  # fmt: skip
 def test_nan_and_infinity_stay_in_their_sequence_and_head(
-    turing: Launches, stray: tuple[str, int, str], dtype: str
+    turing: LaunchRecord, stray: tuple[str, int, str], dtype: str
 ) -> None:
     check(replace(FEW, stray=stray, dtype=dtype))
 
 
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])
 @pytest.mark.parametrize("name", ["k", "dout"])
-def test_rows_without_visible_nonfinite_values_keep_their_bits(turing: Launches, name: str, number: float) -> None:
+def test_rows_without_visible_nonfinite_values_keep_their_bits(turing: LaunchRecord, name: str, number: float) -> None:
     call = replace(BF16, seqlens_q=(200,), seqlens_k=(200,), causal=True).build()
     right = answers(call)
     (call.dout if name == "dout" else call.args[name])[0, 190, 0, 5] = number  # type: ignore[index]
@@ -202,7 +202,7 @@ def test_rows_without_visible_nonfinite_values_keep_their_bits(turing: Launches,
         assert torch.equal(found[:, :64], expected[:, :64])
 
 
-def test_a_row_keeps_its_digits_beside_larger_ones(turing: Launches) -> None:
+def test_a_row_keeps_its_digits_beside_larger_ones(turing: LaunchRecord) -> None:
     """A row's dq depends on nothing but its own dout, however small beside others."""
     call = BF16.build()
     assert call.dout is not None
@@ -221,7 +221,7 @@ def answers(call: Call) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("larger", some([slice(1160, 1200), slice(0, 40), slice(560, 600)], 3))
-def test_the_largest_values_of_a_long_sequence_are_found_at_any_place(turing: Launches, larger: slice) -> None:
+def test_the_largest_values_of_a_long_sequence_are_found_at_any_place(turing: LaunchRecord, larger: slice) -> None:
     call = replace(FEW, seqlens_q=(9, 0, 7), seqlens_k=(1200, 0, 900), causal=False, gap=(0, 0)).build()
     call.args["v"][larger] *= 2.0**30
     check(call)
@@ -253,7 +253,7 @@ PAGED = Problem(
 def test_many_rows_over_pages_read_each_key_where_it_lies(
     gpu: str, page_size: int, request: pytest.FixtureRequest
 ) -> None:
-    launches: Launches = request.getfixturevalue(gpu)
+    launches: LaunchRecord = request.getfixturevalue(gpu)
     check(replace(PAGED, page_size=page_size))
     assert launches.entries == FORWARD and ("PAGED", 1) in launches.last.variant.macros
 
@@ -330,13 +330,13 @@ APPENDS = {
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_a_few_rows_over_many_keys_are_right(turing: Launches, name: str) -> None:
+def test_a_few_rows_over_many_keys_are_right(turing: LaunchRecord, name: str) -> None:
     check(CACHES[name])
     assert turing.entries == ["decode"]
 
 
 @pytest.mark.parametrize("name", APPENDS)
-def test_a_step_appends_rotates_and_attends_in_one_launch(turing: Launches, name: str) -> None:
+def test_a_step_appends_rotates_and_attends_in_one_launch(turing: LaunchRecord, name: str) -> None:
     check(APPENDS[name])
     assert turing.entries == ["decode"] and ("APPEND", 1) in turing.last.variant.macros
 
@@ -346,7 +346,7 @@ MANY = replace(STEP, new_keys=150, capacity=300, rotary_dim=32, rotary_interleav
 
 @pytest.mark.parametrize("name", [*APPENDS, "more than one round of the grid"])
 def test_more_new_keys_are_appended_by_a_launch_of_its_own(
-    turing: Launches, name: str, monkeypatch: pytest.MonkeyPatch
+    turing: LaunchRecord, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "_MAX_NEW_KEYS", 0)
     check(APPENDS.get(name, MANY))
@@ -356,7 +356,7 @@ def test_more_new_keys_are_appended_by_a_launch_of_its_own(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rotary_dim", [0, 16])
 def test_a_prefill_over_a_cache_ignores_keys_beyond_an_int_length(
-    turing: Launches, rotary_dim: int, dtype: str
+    turing: LaunchRecord, rotary_dim: int, dtype: str
 ) -> None:
     """Neither as keys nor as what bf16 is scaled by; q lies head by head, which the rotated one does not."""
     for seqlen_k in (5, 30):
@@ -370,7 +370,7 @@ def test_a_prefill_over_a_cache_ignores_keys_beyond_an_int_length(
     assert len({launch.variant for launch in turing.seen}) == len(turing.variants)
 
 
-def test_launches_leave_the_workspace_as_the_next_one_wants_it(turing: Launches) -> None:
+def test_launches_leave_the_workspace_as_the_next_one_wants_it(turing: LaunchRecord) -> None:
     for name in ("split keys", "causal", "split keys"):
         check(CACHES[name])
     check(APPENDS["rotated"])
@@ -382,11 +382,11 @@ def test_launches_leave_the_workspace_as_the_next_one_wants_it(turing: Launches)
     assert not workspace[: 4 * launcher._COUNTERS].any()
 
 
-def test_newer_gpus_decode_bf16_as_it_is(hopper: Launches) -> None:
+def test_newer_gpus_decode_bf16_as_it_is(hopper: LaunchRecord) -> None:
     check(cache(seqlens_k=(200, 33), capacity=256, group=4, dtype="bfloat16"))
 
 
-def test_values_that_count_keep_their_digits_beside_larger_ones_that_do_not(turing: Launches) -> None:
+def test_values_that_count_keep_their_digits_beside_larger_ones_that_do_not(turing: LaunchRecord) -> None:
     """The first keys have no weight, and values 2^100 times as large; so have keys of another size."""
     call = replace(CACHES["converted"], seqlens_k=(128, 128), capacity=128, magnitude=0.5).build()
     q, k, v = (call.args[name] for name in ("q", "k_cache", "v_cache"))
@@ -403,7 +403,7 @@ def test_values_that_count_keep_their_digits_beside_larger_ones_that_do_not(turi
 @pytest.mark.parametrize(
     ("dtype", "value"), [("float16", -torch.inf), ("bfloat16", torch.inf), ("bfloat16", torch.nan)]
 )
-def test_an_infinite_value_reaches_the_rows_that_see_it(turing: Launches, dtype: str, value: float) -> None:
+def test_an_infinite_value_reaches_the_rows_that_see_it(turing: LaunchRecord, dtype: str, value: float) -> None:
     call = replace(CACHES["converted"], dtype=dtype, seqlens_k=(50, 50), capacity=64).build()
     finite = attend(call)
     call.args["v_cache"][0, 20, 1, 3] = value
@@ -414,7 +414,7 @@ def test_an_infinite_value_reaches_the_rows_that_see_it(turing: Launches, dtype:
     assert torch.equal(out[touched].nan_to_num(7.0), torch.full_like(out[touched], value).nan_to_num(7.0))
 
 
-def test_a_window_does_not_read_keys_before_it(turing: Launches) -> None:
+def test_a_window_does_not_read_keys_before_it(turing: LaunchRecord) -> None:
     call = CACHES["window"].build()
     for name in ("k_cache", "v_cache"):
         call.args[name][0, : 200 - 41] = torch.nan
@@ -427,7 +427,7 @@ def attend(call: Call) -> Tensor:
 
 
 @pytest.mark.parametrize("new_keys", [1, 20])
-def test_rotary_tables_may_lie_in_memory_each_in_its_own_way(turing: Launches, new_keys: int) -> None:
+def test_rotary_tables_may_lie_in_memory_each_in_its_own_way(turing: LaunchRecord, new_keys: int) -> None:
     call = replace(APPENDS["rotated"], new_keys=new_keys).build()
     sin = call.args["rotary_sin"]
     call.args["rotary_sin"] = torch.cat([sin, torch.full_like(sin, torch.nan)], 1)[:, : sin.shape[1]]
@@ -470,7 +470,7 @@ WIDEST = "odd channels, widest"  # which Turing has no registers for
 def test_blocks_may_share_the_keys_of_many_rows(
     gpu: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches: Launches = request.getfixturevalue(gpu)
+    launches: LaunchRecord = request.getfixturevalue(gpu)
     monkeypatch.setattr(grids, "count_splits", lambda *shapes: 3)
     check(SPLIT[name])
     (splits,) = (launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "forward")

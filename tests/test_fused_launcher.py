@@ -33,7 +33,7 @@ from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.core.prepared import checked
 from flash_attn_compat.dispatch import call_cache
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kinds import Wrapper
 from tests.support import cumulative, randn
 
@@ -41,7 +41,7 @@ HALF = torch.float16
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch) -> LaunchRecord:
     return fused_on_cpu.record(monkeypatch)
 
 
@@ -85,7 +85,7 @@ WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode(
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("what", WITHOUT_MEMORY)
 @pytest.mark.parametrize("name", "qkv")
-def test_a_tensor_without_memory_is_never_launched(name: str, what: str, launches: Launches) -> None:
+def test_a_tensor_without_memory_is_never_launched(name: str, what: str, launches: LaunchRecord) -> None:
     q, variant = half(1, 90, 4, 64), variants.forward(Kind(75, variants.FP16, 64))
     plan = launcher.Plan(call_of((q, q, q, None)), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
     given = {"q": q, "k": q, "v": q}
@@ -109,7 +109,7 @@ def test_steps_that_no_int_holds_cannot_be_read() -> None:
     assert launcher.has_kernel_layout(far(2, 1, 1, 2**33))  # 64 bits hold the steps between sequences
 
 
-def test_small_problems_are_read_element_by_element_large_ones_copied(launches: Launches) -> None:
+def test_small_problems_are_read_element_by_element_large_ones_copied(launches: LaunchRecord) -> None:
     with use_backend("fused"):
         out = flash_attn_func(*(half(1, 9, 2, 20) for _ in range(3)))
         assert dict(launches.last.variant.macros)["VEC"] == 1 and out.shape[-1] == 20 == out.stride(-2)
@@ -123,7 +123,7 @@ def test_small_problems_are_read_element_by_element_large_ones_copied(launches: 
 
 @pytest.mark.parametrize("rows", [1, 90])
 @pytest.mark.parametrize("view", ["by heads", "wide", "one row for all"])
-def test_results_lie_as_the_kernels_write_them_however_q_does(view: str, rows: int, launches: Launches) -> None:
+def test_results_lie_as_the_kernels_write_them_however_q_does(view: str, rows: int, launches: LaunchRecord) -> None:
     q = {
         "by heads": half(2, 4, rows, 64).transpose(1, 2),
         "wide": half(2, rows, 4, 128)[..., :64],
@@ -141,14 +141,14 @@ def test_results_lie_as_the_kernels_write_them_however_q_does(view: str, rows: i
         assert out.is_contiguous() and launches.last.fields["out"] == out.data_ptr()
 
 
-def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: Launches) -> None:
+def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: LaunchRecord) -> None:
     q, starts = half(300, 1, 64), cumulative(300)
     with use_backend("fused"):
         flash_attn_varlen_func(q, q, q, starts, starts, 2**30, 2**30)
     assert launches.last.fields["seqlen_q"] == 300
 
 
-def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(launches: Launches) -> None:
+def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(launches: LaunchRecord) -> None:
     """2^30 tokens of 256 heads in 65,536 sequences; shapes without the memory."""
     q = torch.zeros(1, 1, 64, dtype=HALF).expand(2**30, 256, 64)
     starts = torch.arange(2**16 + 1, dtype=torch.int32) * 2**14
@@ -158,7 +158,7 @@ def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(lau
 
 
 def test_a_call_of_too_many_blocks_goes_to_the_next_backend_alone(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, starts = half(300, 1, 256).requires_grad_(), cumulative(200, 100)
 
@@ -181,7 +181,7 @@ def test_a_call_of_too_many_blocks_goes_to_the_next_backend_alone(
 
 
 def test_a_step_of_too_many_blocks_is_served_by_operators_and_the_next_backend(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "_MAX_BLOCKS", 0)
     cache, new = torch.zeros(2, 50, 2, 64, dtype=HALF), half(2, 1, 2, 64)
@@ -191,7 +191,7 @@ def test_a_step_of_too_many_blocks_is_served_by_operators_and_the_next_backend(
     assert not launches.seen
 
 
-def test_an_unwanted_lse_is_not_written(launches: Launches) -> None:
+def test_an_unwanted_lse_is_not_written(launches: LaunchRecord) -> None:
     q = half(1, 9, 4, 64)
     with use_backend("fused"):
         flash_attn_func(q, q, q)
@@ -203,7 +203,7 @@ def test_an_unwanted_lse_is_not_written(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("case", ["dense", "packed", "fp16", "few rows", "cache", "pages"])
-def test_bf16_that_passes_by_often_is_copied_once_and_caches_never(case: str, launches: Launches) -> None:
+def test_bf16_that_passes_by_often_is_copied_once_and_caches_never(case: str, launches: LaunchRecord) -> None:
     dtype = HALF if case == "fp16" else torch.bfloat16
     q = randn(1, 600 if case == "few rows" else 2600, 2, 64, dtype=dtype)
     k, lengths, whole = q[:, :, :1], cumulative(1300, 1300), cumulative(2600)
@@ -227,7 +227,7 @@ def test_bf16_that_passes_by_often_is_copied_once_and_caches_never(case: str, la
         assert launches.last.fields["k_s"] == (0 if case == "packed" else 2600 * 64, 64, 64)
 
 
-def test_a_backward_has_one_place_for_copies_of_rows_and_then_of_keys(launches: Launches) -> None:
+def test_a_backward_has_one_place_for_copies_of_rows_and_then_of_keys(launches: LaunchRecord) -> None:
     q, k = randn(1, 2600, 4, 64, dtype=torch.bfloat16).requires_grad_(), randn(1, 2600, 2, 64, dtype=torch.bfloat16)
     with use_backend("fused"):
         flash_attn_func(q, k, k).sum().backward()
@@ -250,12 +250,12 @@ def decode(seqlen_new: int = 1, rotary: bool = True, **cache: int | Tensor) -> T
         return flash_attn_with_kvcache(half(2, 1, 8, 64), k_cache, k_cache, new, new, causal=True, **tables, **cache)
 
 
-def test_a_rotary_sin_without_cos_is_left_alone(launches: Launches) -> None:
+def test_a_rotary_sin_without_cos_is_left_alone(launches: LaunchRecord) -> None:
     decode(rotary=False, cache_seqlens=5, rotary_sin=torch.ones(3))
     assert launches.last.fields["rotary_sin"] == launches.last.fields["rotary_dim"] == 0
 
 
-def test_a_stream_keeps_its_workspace_of_splits(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_keeps_its_workspace_of_splits(launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     def counters() -> int:
         decode(cache_seqlens=torch.tensor([5, 700], dtype=torch.int32), rotary=False)
         found: int = launches.last.fields["counters"]
@@ -275,7 +275,7 @@ def test_a_stream_keeps_its_workspace_of_splits(launches: Launches, monkeypatch:
 
 @pytest.mark.parametrize(("stream", "shared"), [(0, True), (1, True), (2, False), (64, True)])
 def test_threads_share_a_streams_workspace_but_for_the_per_thread_default_stream(
-    stream: int, shared: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    stream: int, shared: bool, launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handle 2 (cudaStreamPerThread) is another stream in each thread: their launches may run at once."""
     monkeypatch.setattr(nvrtc, "stream", lambda device: stream)
@@ -374,7 +374,7 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
         assert isinstance(getattr(run, "__self__", None), forward.ForwardPlan) == (far is None)
 
 
-def test_appending_is_known_to_autograd(launches: Launches) -> None:
+def test_appending_is_known_to_autograd(launches: LaunchRecord) -> None:
     cache, new = half(2, 10, 2, 64), half(2, 1, 2, 64)
     before = cache._version
     with use_backend("fused"):

@@ -13,13 +13,13 @@ import flash_attn_compat
 from flash_attn_compat.backends.fused import grids, variants
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS, Kind
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate, offline
 from tests.plain import pairwise, some, some_of
 from tests.test_fused_kernels import check
 from verify.problems import Problem
 
-NEEDS_EMULATOR = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+NEEDS_EMULATOR = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 TRAINED = Problem(seqlens_q=(140,), seqlens_k=(150,), nheads_k=1, group=2, head_dim=64, dtype="float16")
 MASKS = {
     "full": {},
@@ -41,12 +41,12 @@ GPUS = 75, 90
 
 
 @pytest.fixture
-def launches(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def launches(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
     with flash_attn_compat.use_backend("fused"):
         yield fused_on_cpu.emulate(monkeypatch, number)
 
 
-def sizes_of(launches: Launches) -> set[tuple[int, int]]:
+def sizes_of(launches: LaunchRecord) -> set[tuple[int, int]]:
     """D and DV of the kernels whose tiles these are."""
     macros = [dict(one.variant.macros) for one in launches.seen if one.variant.entry in ("forward", "dkdv", "dq")]
     return {(found["D"], found.get("DV", found["D"])) for found in macros}
@@ -56,7 +56,7 @@ def sizes_of(launches: Launches) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("number", [75])
 @pytest.mark.parametrize("head_dims", some([*((D, D) for D in HEAD_DIMS), (192, 128)], 3))
 def test_every_size_is_right_and_no_two_lanes_ask_one_bank_of_shared_memory_at_once(
-    head_dims: tuple[int, int], launches: Launches
+    head_dims: tuple[int, int], launches: LaunchRecord
 ) -> None:
     """Whole tiles alone, and rows on 16 bytes: lanes of a warp then do the same."""
     lengths, (D, DV) = {"seqlens_q": (256,), "seqlens_k": (256,)}, head_dims
@@ -77,7 +77,7 @@ TRAINED_IN = [
 @NEEDS_EMULATOR
 @pytest.mark.parametrize(("number", "head_dims", "dtype", "mask", "missing"), TRAINED_IN)
 def test_every_size_is_right_in_every_type_and_layout_and_values_are_not_padded_to_that_of_q(
-    head_dims: tuple[int, int], dtype: str, mask: str, missing: int, launches: Launches
+    head_dims: tuple[int, int], dtype: str, mask: str, missing: int, launches: LaunchRecord
 ) -> None:
     D, DV = (head_dim - missing for head_dim in head_dims)
     check(replace(TRAINED, head_dim=D, head_dim_v=DV, dtype=dtype, **MASKS[mask]))
@@ -86,7 +86,7 @@ def test_every_size_is_right_in_every_type_and_layout_and_values_are_not_padded_
 
 @NEEDS_EMULATOR
 @pytest.mark.parametrize("number", GPUS)
-def test_warps_share_an_odd_number_of_16_channels(number: int, launches: Launches) -> None:
+def test_warps_share_an_odd_number_of_16_channels(number: int, launches: LaunchRecord) -> None:
     check(replace(TRAINED, head_dim=192, head_dim_v=72, causal=True))
     assert sizes_of(launches) == {(192, 80), (192, 96)}, "forward; where halves are shared out"
     del launches.seen[:]
@@ -100,7 +100,7 @@ def test_warps_share_an_odd_number_of_16_channels(number: int, launches: Launche
     some_of(pairwise(GPUS, (72, 96, 136, 160, 192, 224, 504), ("float16", "bfloat16"), (None, 7, 16)), 3),
 )
 def test_every_size_is_right_when_decoding(
-    head_dim: int, dtype: str, page_size: int | None, launches: Launches
+    head_dim: int, dtype: str, page_size: int | None, launches: LaunchRecord
 ) -> None:
     rotary = head_dim // 2 // 16 * 16
     step = Problem(
@@ -117,7 +117,7 @@ def test_every_size_is_right_when_decoding(
     ("number", "head_dims"), some_of([*pairwise(GPUS, ((80, 80), (160, 160), (192, 128))), (90, (512, 512))], 3)
 )
 def test_blocks_that_share_a_tile_add_partial_results_of_any_size(
-    head_dims: tuple[int, int], launches: Launches, monkeypatch: pytest.MonkeyPatch
+    head_dims: tuple[int, int], launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grids, "count_splits", lambda *shapes: 3)
     monkeypatch.setattr(grids, "count_head_splits", lambda *shapes: 2)

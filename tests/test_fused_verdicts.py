@@ -28,7 +28,7 @@ from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.dispatch import call_cache, choice
 from tests import fused_on_cpu, others_kernels
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.support import randn
 
 GPU = "Tesla T4"
@@ -36,7 +36,7 @@ SLOW, FAST = {"fused": 2.0, "torch_efficient": 1.0}, {"fused": 1.0, "torch_effic
 
 
 @pytest.fixture(autouse=True)
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LaunchRecord:
     """A Turing GPU, as far as the backends can see."""
     found = fused_on_cpu.record(monkeypatch)
     others_kernels.install(monkeypatch, "torch_efficient", tmp_path)
@@ -143,7 +143,7 @@ def test_a_verdict_is_one_models_and_not_its_capabilitys(monkeypatch: pytest.Mon
 
 
 def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether another backend is faster at them or our kernels have failed."""
     decided: list[bool] = []
@@ -191,7 +191,7 @@ def card() -> Card:
     return Card(GPU, "torch 2.11", (timed("causal", FAST), timed("full", SLOW, training=True)), tiles)
 
 
-def test_later_processes_decide_alike(launches: Launches) -> None:
+def test_later_processes_decide_alike(launches: LaunchRecord) -> None:
     assert tuned.store_card(card()) and len(launches.files) == 1
     tuned._cards.clear()
     assert tuned.find_card(GPU) == card()
@@ -274,7 +274,7 @@ def test_a_broken_row_costs_no_other_row_its_verdict(
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_no_verdict_and_no_error(name: str, launches: Launches) -> None:
+def test_a_broken_file_is_no_verdict_and_no_error(name: str, launches: LaunchRecord) -> None:
     launches.files[tuned._file_name(GPU)] = BROKEN[name]
     assert tuned.find_card(GPU) is None
     assert server(flash_attn_func, *qkv()) == "fused"

@@ -116,7 +116,7 @@ def test_the_coverage_launches_every_variant_that_it_compiles(number: int, monke
 def test_so_it_does_of_masks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.record(monkeypatch, number)
     kinds = list(fused_coverage.masked_kinds(number))
-    with originals.on(), flash_attn_compat.use_backend("fused"):
+    with originals.override_on(), flash_attn_compat.use_backend("fused"):
         for kind in kinds:
             problem = fused_coverage.masked_problem(kind)
             out, _ = fuzz.by_operator(problem, *(x.requires_grad_() for x in fuzz.tensors(problem, "cpu")))

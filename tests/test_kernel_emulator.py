@@ -18,7 +18,7 @@ from flash_attn_compat.backends.fused import params
 from tests.kernels import emulate
 from tests.kernels.emulate import EmulationError, Kernel, Rules, compile_kernel
 
-pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 RULES = Rules()
 

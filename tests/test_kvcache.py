@@ -12,7 +12,7 @@ from flash_attn_compat.core.append import Append, by_operators
 from flash_attn_compat.core.call import AttentionCall
 from tests.plain import attention, attention_and_lse
 from tests.problems import STEP
-from tests.support import Asked, close, cumulative, ints, on_backend, on_general_backends, qkv, randn
+from tests.support import RecordingReference, close, cumulative, ints, on_backend, on_general_backends, qkv, randn
 
 # Of 3 rows and 3 new keys over caches of 32 keys.
 ROTATED = replace(STEP, rotary_dim=16, poison="").build().args
@@ -35,7 +35,9 @@ def test_the_result_never_requires_grad() -> None:
 
 
 @pytest.mark.parametrize("appends", [False, True])
-def test_an_int_length_is_a_dense_slice_of_the_cache_and_needs_no_tensor(asked: Asked, appends: bool) -> None:
+def test_an_int_length_is_a_dense_slice_of_the_cache_and_needs_no_tensor(
+    asked: RecordingReference, appends: bool
+) -> None:
     args = {**PLAIN, "cache_seqlens": 4, **({} if appends else {"k": None, "v": None})}
     flash_attn_with_kvcache(**args)
     (call,) = asked.computed

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels import emulate, truncation
 
-pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 
 @pytest.mark.parametrize("decodes", [False, True])

@@ -18,7 +18,7 @@ from flash_attn_compat.core import arithmetic, cuda_capture
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.dispatch import choice
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate, offline
 from tests.support import randn
 
@@ -26,7 +26,7 @@ GPU = "GeForce GTX 1650"
 
 
 @pytest.fixture(autouse=True)
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch) -> LaunchRecord:
     found = fused_on_cpu.record(monkeypatch)
     tensor_cores._measure_once.cache_clear()
     tensor_cores._warn.cache_clear()
@@ -64,7 +64,7 @@ def test_the_time_of_a_product_tells_and_is_taken_once_for_all_processes(
 
 
 def test_ranks_that_ask_at_once_have_the_answer_that_was_kept_first(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, name = launches.files, cache.make_name("tensor-cores", GPU)
 
@@ -78,7 +78,7 @@ def test_ranks_that_ask_at_once_have_the_answer_that_was_kept_first(
 
 @pytest.mark.parametrize("failing", ["time", "file"])
 def test_a_failed_measurement_decides_nothing_and_fails_no_call(
-    failing: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    failing: str, launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(device: int) -> float:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
@@ -93,7 +93,7 @@ def test_a_failed_measurement_decides_nothing_and_fails_no_call(
 
 
 def test_a_card_without_them_is_told_of_tune_once_and_not_after_it(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = takes(monkeypatch, 64.0)
     with pytest.warns(RuntimeWarning, match=f"{GPU} has no tensor cores.*flash-attn-compat tune"):
@@ -171,7 +171,9 @@ def test_the_fastest_of_several_launches_decides(monkeypatch: pytest.MonkeyPatch
     assert tensor_cores.measure_cycles(-1) == pytest.approx(8.1)
 
 
-def test_tune_measures_again_and_replaces_the_kept_result(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_measures_again_and_replaces_the_kept_result(
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
     takes(monkeypatch, 64.0)
     assert not tensor_cores.has_tensor_cores(0)
     asked = takes(monkeypatch, 8.0)
@@ -236,7 +238,7 @@ def test_doctor_reports_missing_tensor_cores_and_the_measured_speed(monkeypatch:
 # ---- the kernel
 
 
-@pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+@pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 def test_the_kernel_counts_every_product_of_its_warps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator's clock ticks once for each lane's part in a product, of one warp at least and of eight at most."""
     fused_on_cpu.emulate(monkeypatch)

@@ -23,7 +23,7 @@ from flash_attn_compat.card import NO_LIMITS, Limits
 from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.tune import Tuning
 from tests import fused_on_cpu, others_kernels
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate, offline
 from tests.plain import some_of
 from tests.support import randn
@@ -36,7 +36,7 @@ Clock = Callable[[str, Sequence[Variant]], float]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LaunchRecord:
     found = fused_on_cpu.record(monkeypatch)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
     others_kernels.install(monkeypatch, "torch_efficient", tmp_path)
@@ -49,7 +49,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_CHANNELS", 256)
 
 
-def tell(monkeypatch: pytest.MonkeyPatch, launches: Launches, clock: Clock) -> None:
+def tell(monkeypatch: pytest.MonkeyPatch, launches: LaunchRecord, clock: Clock) -> None:
     """clock: milliseconds by who served and what was launched"""
 
     def reading(run: tune.Run) -> float:
@@ -92,7 +92,7 @@ def by_warps(served: str, seen: Sequence[Variant]) -> float:
 
 
 def test_the_fastest_tile_and_backend_serve_all_later_calls(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell(monkeypatch, launches, by_warps)
     found = tune_here()
@@ -114,13 +114,13 @@ def test_the_fastest_tile_and_backend_serve_all_later_calls(
     assert has_four_warps([one.variant for one in launches.seen if one.variant.entry == "dkdv"][-1])
 
 
-def test_a_tile_must_be_faster_by_more_than_noise(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_must_be_faster_by_more_than_noise(launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     tell(monkeypatch, launches, lambda served, seen: 1.0 - 0.01 * any(map(has_four_warps, seen)))
     assert not tune_here().card.tiles
 
 
 def test_failing_candidates_are_reported_and_the_others_are_timed(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = nvrtc.kernel
 
@@ -138,7 +138,7 @@ def test_failing_candidates_are_reported_and_the_others_are_timed(
     assert not fused_on_cpu.FUSED._failures, "another tile's failure is not the kernel's"
 
 
-def test_a_clock_or_rival_that_fails_is_no_verdict(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_or_rival_that_fails_is_no_verdict(launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     def clock(served: str, seen: Sequence[Variant]) -> float:
         if served != "fused":
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB")
@@ -150,7 +150,7 @@ def test_a_clock_or_rival_that_fails_is_no_verdict(launches: Launches, monkeypat
 
 
 def test_without_tensor_cores_every_kind_of_call_is_timed_beside_plain_pytorch(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell(monkeypatch, launches, lambda served, seen: 1.0)
     found = tune_here(all_cases=True)
@@ -159,7 +159,7 @@ def test_without_tensor_cores_every_kind_of_call_is_timed_beside_plain_pytorch(
     assert not any("chunked" in one.milliseconds for one in tune_here().card.times)
 
 
-def test_a_kept_tile_that_is_none_of_the_candidates_is_not_taken(launches: Launches) -> None:
+def test_a_kept_tile_that_is_none_of_the_candidates_is_not_taken(launches: LaunchRecord) -> None:
     """It may not fit, and then our kernels would not serve."""
     tiles = [TileChoice("forward", 64, "float16", Tile(64, 8, 4, 4)), TileChoice("dkdv", 64, "float16", FOUR_WARPS)]
     tuned.store_card(Card(GPU, "", (), (*tiles, TileChoice("dq", 128, "float16", Tile(32, 8, 1, 1)))))
@@ -188,7 +188,7 @@ CANDIDATES = [
 ]
 
 
-@pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+@pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 @pytest.mark.parametrize(("number", "entry", "D", "tile"), some_of(CANDIDATES, 12), ids=str)
 def test_candidates_fit_and_are_right(
     number: int, entry: str, D: int, tile: Tile, monkeypatch: pytest.MonkeyPatch
@@ -216,7 +216,7 @@ def test_turings_candidates_fit_its_registers() -> None:
 
 
 @pytest.fixture
-def command(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Launches:
+def command(launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> LaunchRecord:
     tell(monkeypatch, launches, by_warps)
     small = functools.partial(Tuning, batch=1)
     monkeypatch.setattr(tune, "plan_tuning", lambda dims, dtypes, seqlen: small(CPU, dims or [64], [HALF], seqlen))
@@ -252,7 +252,7 @@ def test_the_command_fails_where_nothing_could_be_timed_or_kept(
 
 
 @pytest.fixture
-def questions(command: Launches, monkeypatch: pytest.MonkeyPatch) -> list[Tuning]:
+def questions(command: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> list[Tuning]:
     """Of each tuning that began."""
     begun: list[Tuning] = []
     run_all = Tuning.run_all
@@ -345,7 +345,9 @@ def test_a_batch_fits_the_gpus_memory_and_no_launch_takes_longer_than_it_may(
         assert tune.find_batch(seqlen, limits) == expected
 
 
-def test_a_fault_ends_the_tuning_with_the_advice_to_rerun(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_ends_the_tuning_with_the_advice_to_rerun(
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def clock(served: str, seen: Sequence[Variant]) -> float:
         if any(map(has_four_warps, seen)):
             raise nvrtc.ContextLost("dkdv broke this process's use of the GPU")

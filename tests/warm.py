@@ -260,7 +260,7 @@ def has_length(scalars: tuple[Any, ...]) -> bool:
     return len(scalars) > len(Scalars._fields) and scalars[-2]
 
 
-def launched(launches: fused_on_cpu.Launches) -> Callable[[WarmCall], Answer]:
+def launched(launches: fused_on_cpu.LaunchRecord) -> Callable[[WarmCall], Answer]:
     """What is launched of a call, but for addresses; or its error."""
 
     def answer(call: WarmCall) -> Answer:

@@ -111,7 +111,7 @@ MODELS: dict[str, Model] = {
 }  # fmt: skip
 
 
-def why_not(name: str, way: str = NAMED) -> str | None:
+def skip_reason(name: str, way: str = NAMED) -> str | None:
     """Why the installed transformers cannot run this model in this way (it came later, or its support did)."""
     if way in (REGISTERED, SINKS) and importlib.util.find_spec("transformers.masking_utils") is None:
         return f"transformers {transformers.__version__} has no registry of masks"

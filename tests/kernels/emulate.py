@@ -57,7 +57,7 @@ class EmulationError(Exception):
     """What a kernel did that a GPU need not forgive: block, thread and what it was."""
 
 
-def why_not() -> str:
+def skip_reason() -> str:
     """Why kernels cannot be emulated here; empty where they can."""
     if sys.platform != "linux":
         return "kernels are emulated on Linux only: the options of g++ and what it links are Linux's"

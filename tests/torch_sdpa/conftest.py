@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.torch_sdpa import originals
 
 HERE = Path(__file__).parent
@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
     """Ours in front of PyTorch's operators on a CPU, with the kernels emulated; every launch is written down."""
-    with originals.stand_ins(), originals.served(monkeypatch) as launches:
+    with originals.cpu_stand_ins(), originals.served(monkeypatch) as launches:
         yield launches

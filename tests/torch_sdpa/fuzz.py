@@ -266,7 +266,7 @@ def with_gradients(p: Problem) -> bool:
 @contextlib.contextmanager
 def in_front(device: str) -> Iterator[None]:
     """Ours, whatever a call's size."""
-    with originals.on(Policy(device=device, least_products=0)):
+    with originals.override_on(Policy(device=device, least_products=0)):
         yield
 
 

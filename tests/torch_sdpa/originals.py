@@ -16,7 +16,7 @@ from flash_attn_compat.torch_sdpa import override
 from flash_attn_compat.torch_sdpa.efficient import BOTTOM_RIGHT, NO_MASK, TOP_LEFT
 from flash_attn_compat.torch_sdpa.policy import Policy
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 
 __all__ = ["BOTTOM_RIGHT", "NO_MASK", "TOP_LEFT"]
 POLICY = Policy(device="cpu", least_products=0)
@@ -27,18 +27,18 @@ needs_grouped_heads = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def on(policy: Policy = POLICY) -> Iterator[None]:
+def override_on(policy: Policy = POLICY) -> Iterator[None]:
     """Ours are in front for a block."""
     with override.applied(policy):
         yield
 
 
 @contextlib.contextmanager
-def served(monkeypatch: pytest.MonkeyPatch, policy: Policy = POLICY) -> Iterator[Launches]:
+def served(monkeypatch: pytest.MonkeyPatch, policy: Policy = POLICY) -> Iterator[LaunchRecord]:
     """The same, with the kernels emulated and the counts at zero."""
     launches = fused_on_cpu.emulate(monkeypatch)
     reset_backend_counts()
-    with on(policy):
+    with override_on(policy):
         yield launches
 
 
@@ -157,7 +157,7 @@ def as_on_turing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
+def cpu_stand_ins() -> Iterator[None]:
     """Operators that no CPU has, for a block."""
     library = Library("aten", "IMPL")
     for name, implementation in (

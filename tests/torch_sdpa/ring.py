@@ -30,7 +30,7 @@ def main() -> None:
         parts, wanted = [x.clone() for x in whole], [right.detach().clone(), dv.clone()]
         reset_backend_counts()
         ring = context_parallel(mesh, buffers=[*parts, *wanted], buffer_seq_dims=[2] * 5)
-        with originals.on(Policy(least_products=0)), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), ring:
+        with originals.override_on(Policy(least_products=0)), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), ring:
             for part in parts:
                 part.requires_grad_()
             out = F.scaled_dot_product_attention(*parts, is_causal=causal)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.plain import pairwise
 from tests.torch_sdpa.originals import counted
 from tests.torch_sdpa.test_attention import Case, mask, qkv
@@ -21,7 +21,7 @@ sdpa, aten = F.scaled_dot_product_attention, torch.ops.aten
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_an_answer_may_be_written_to(rows: int, heads: tuple[int, int], served: Launches) -> None:
+def test_an_answer_may_be_written_to(rows: int, heads: tuple[int, int], served: LaunchRecord) -> None:
     """As PyTorch's, it is no view: autograd refuses to write into those that are made without it."""
     q, k, v = (x.detach() for x in qkv(Case(lengths=(rows, 40), heads=heads)))
     more = torch.ones_like(q).requires_grad_()
@@ -45,7 +45,7 @@ OWN: dict[str, tuple[Case, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("wants", [False, True])
 @pytest.mark.parametrize("name", OWN)
-def test_an_answer_is_a_tensor_of_its_own_at_version_0(name: str, wants: bool, served: Launches) -> None:
+def test_an_answer_is_a_tensor_of_its_own_at_version_0(name: str, wants: bool, served: LaunchRecord) -> None:
     case, options = OWN[name]
     out = sdpa(*(x.detach().requires_grad_(wants) for x in qkv(case)), **options)
     assert (out._version, out._base, out._is_view(), out.requires_grad) == (0, None, False, wants)
@@ -70,7 +70,9 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "dropout": {"dropout_p": 0.3}
     ("options", "how", "under"),
     pairwise(OPTIONS, ("in place", "reshaped"), ("nothing", "hooks", "a checkpoint", "create_graph")),
 )
-def test_an_answer_may_be_written_to_before_its_backward(options: str, how: str, under: str, served: Launches) -> None:
+def test_an_answer_may_be_written_to_before_its_backward(
+    options: str, how: str, under: str, served: LaunchRecord
+) -> None:
     """As the one of the plain formula, which grouped heads and bf16 get on Turing without us."""
     inputs = qkv(Case(heads=(4, 2)))
 
@@ -88,7 +90,7 @@ def test_an_answer_may_be_written_to_before_its_backward(options: str, how: str,
 
 @pytest.mark.parametrize("wants", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_the_answers_of_the_operator_below_are_their_own(is_packed: bool, wants: bool, served: Launches) -> None:
+def test_the_answers_of_the_operator_below_are_their_own(is_packed: bool, wants: bool, served: LaunchRecord) -> None:
     q = qkv(Case())[0].transpose(1, 2).contiguous().detach()
     starts: tuple[Any, ...] = (None,) * 4
     if is_packed:

@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_compat import explain, reset_backend_counts, use_backend
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.support import randn
 from tests.torch_sdpa import fuzz, originals
 from tests.torch_sdpa.originals import counted
@@ -73,7 +73,7 @@ def mask(rows: int = 40, keys: int = 40) -> Tensor:
 
 
 @pytest.mark.parametrize("widths", [(20, 20), (32, 32), (32, 24)])
-def test_outputs_have_the_strides_of_pytorchs_fused_kernels(widths: tuple[int, int], served: Launches) -> None:
+def test_outputs_have_the_strides_of_pytorchs_fused_kernels(widths: tuple[int, int], served: LaunchRecord) -> None:
     q, k, v = qkv(Case(head_dim=widths[0]))
     inputs = q, k, v[..., : widths[1]]
     meta = torch.ops.aten._scaled_dot_product_efficient_attention(*(x.to("meta") for x in inputs), None, False)
@@ -81,7 +81,7 @@ def test_outputs_have_the_strides_of_pytorchs_fused_kernels(widths: tuple[int, i
     assert out.stride() == meta[0].stride() and not out.is_contiguous() and counted() == {"fused": 1}
 
 
-def test_few_rows_go_to_the_decode_kernel(served: Launches) -> None:
+def test_few_rows_go_to_the_decode_kernel(served: LaunchRecord) -> None:
     q, k, v = qkv(Case(lengths=(1, 50), heads=(4, 2)))
     with torch.no_grad():
         sdpa(q, k, v, enable_gqa=True)
@@ -89,7 +89,7 @@ def test_few_rows_go_to_the_decode_kernel(served: Launches) -> None:
 
 
 @pytest.mark.parametrize("bias", [None, mask()], ids=["plain", "masked"])
-def test_dropout_is_one_mask_for_both_directions(bias: Tensor | None, served: Launches) -> None:
+def test_dropout_is_one_mask_for_both_directions(bias: Tensor | None, served: LaunchRecord) -> None:
     q, k, v = qkv(Case())
     attend = functools.partial(sdpa, attn_mask=bias, dropout_p=0.5)
     torch.manual_seed(1)
@@ -102,7 +102,7 @@ def test_dropout_is_one_mask_for_both_directions(bias: Tensor | None, served: La
 
 
 @pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.9, 0.95, 0.999])
-def test_dropout_leaves_the_mean_as_it_was(dropout_p: float, served: Launches) -> None:
+def test_dropout_leaves_the_mean_as_it_was(dropout_p: float, served: LaunchRecord) -> None:
     q, k, _ = (x.detach() for x in qkv(Case(lengths=(64, 512))))
     torch.manual_seed(1)
     mean = float(sdpa(q, k, torch.ones_like(k), dropout_p=dropout_p).mean())
@@ -153,7 +153,7 @@ def test_bad_input_gets_the_same_error(bad: Callable[..., Tensor], monkeypatch: 
     assert str(after.value).splitlines()[0] == str(before.value).splitlines()[0]
 
 
-def test_an_error_in_a_declined_call_does_not_decline_the_next(served: Launches) -> None:
+def test_an_error_in_a_declined_call_does_not_decline_the_next(served: LaunchRecord) -> None:
     q, k, v = qkv(Case())
     with pytest.raises(RuntimeError):
         sdpa(q.float(), k, v)
@@ -161,14 +161,14 @@ def test_an_error_in_a_declined_call_does_not_decline_the_next(served: Launches)
     assert counted() == {"pytorch": 1, "fused": 1}
 
 
-def test_a_call_that_allows_the_formula_alone_is_declined(served: Launches) -> None:
+def test_a_call_that_allows_the_formula_alone_is_declined(served: LaunchRecord) -> None:
     q, k, v = qkv(Case())
     with sdpa_kernel(SDPBackend.MATH):
         sdpa(q, k, v)
     assert counted() == {"pytorch": 1}
 
 
-def test_a_call_under_another_named_backend_is_declined(served: Launches) -> None:
+def test_a_call_under_another_named_backend_is_declined(served: LaunchRecord) -> None:
     with use_backend("chunked"):
         sdpa(*qkv(Case()))
     assert counted() == {"pytorch": 1}
@@ -245,7 +245,7 @@ def test_one_row_is_served_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- who looks on
 
 
-def test_explain_names_the_backend_and_the_reasons(served: Launches) -> None:
+def test_explain_names_the_backend_and_the_reasons(served: LaunchRecord) -> None:
     q, k, v = qkv(Case())
     assert str(explain(sdpa, q, k, v)) == "fused    serves the call\npytorch  could serve it too"
     left = explain(sdpa, q, k, v, attn_mask=mask().half().requires_grad_())
@@ -256,21 +256,21 @@ def test_explain_names_the_backend_and_the_reasons(served: Launches) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any, served: Launches) -> None:
+def test_without_gradients(mode: Any, served: LaunchRecord) -> None:
     q, k, v = qkv(Case())
     with mode():
         out = sdpa(q, k, v)
     assert counted() == {"fused": 1} and not out.requires_grad
 
 
-def test_autocast_casts_before_the_fused_kernel(served: Launches) -> None:
+def test_autocast_casts_before_the_fused_kernel(served: LaunchRecord) -> None:
     q, k, v = (x.float() for x in qkv(Case()))
     with torch.autocast("cpu", torch.bfloat16):
         out = sdpa(q, k, v)
     assert out.dtype == torch.bfloat16 and counted() == {"fused": 1}
 
 
-def test_checkpointing(served: Launches) -> None:
+def test_checkpointing(served: LaunchRecord) -> None:
     q, k, v = qkv(Case())
     right = torch.autograd.grad(sdpa(q, k, v).sum(), q)
     found = torch.autograd.grad(checkpoint(sdpa, q, k, v, use_reentrant=False).sum(), q)
@@ -278,7 +278,7 @@ def test_checkpointing(served: Launches) -> None:
 
 
 @pytest.mark.parametrize("bias", [None, randn(4, 4, seed=3)], ids=["plain", "masked"])
-def test_second_derivatives(bias: Tensor | None, served: Launches) -> None:
+def test_second_derivatives(bias: Tensor | None, served: LaunchRecord) -> None:
     q, k, v = (x[:1, :1, :4].detach().requires_grad_() for x in qkv(Case()))
 
     def twice(attend: Callable[..., Tensor]) -> Tensor:
@@ -291,7 +291,7 @@ def test_second_derivatives(bias: Tensor | None, served: Launches) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6).tril() > 0}], ids=str)
-def test_many_gradients_at_once(options: dict[str, Any], served: Launches) -> None:
+def test_many_gradients_at_once(options: dict[str, Any], served: LaunchRecord) -> None:
     """As torch.autograd.functional.jacobian(vectorize=True) and torch.func.vmap ask for them."""
     inputs = qkv(Case(lengths=(6, 6)))
     out = sdpa(*inputs, **options)
@@ -309,7 +309,7 @@ def test_many_gradients_at_once(options: dict[str, Any], served: Launches) -> No
 
 
 @pytest.mark.parametrize("order", ["MATH EFFICIENT_ATTENTION", "CUDNN_ATTENTION MATH FLASH_ATTENTION"])
-def test_the_formula_first_is_the_formula(order: str, served: Launches) -> None:
+def test_the_formula_first_is_the_formula(order: str, served: LaunchRecord) -> None:
     if "set_priority" not in inspect.signature(sdpa_kernel).parameters:
         pytest.skip("PyTorch 2.6 brought it")
     backends, inputs = [getattr(SDPBackend, name) for name in order.split()], qkv(Case())
@@ -337,7 +337,7 @@ BROADCAST: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int], bo
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": mask(33, 40)}], ids=["", "causal", "mask"])
 @pytest.mark.parametrize("name", BROADCAST)
-def test_batches_and_heads_of_one_are_broadcast(name: str, options: dict[str, Any], served: Launches) -> None:
+def test_batches_and_heads_of_one_are_broadcast(name: str, options: dict[str, Any], served: LaunchRecord) -> None:
     *shapes, is_grouped = BROADCAST[name]
     lengths = zip(shapes, (33, 40, 40))
     inputs = [randn(*shape, rows, 32, seed=rows, dtype=HALF).requires_grad_() for shape, rows in lengths]
@@ -380,7 +380,7 @@ def test_transforms_see_pytorchs_operators(transform: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("variant", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("lengths", [(30, 50), (50, 30)])
-def test_causal_biases(variant: Any, lengths: tuple[int, int], served: Launches) -> None:
+def test_causal_biases(variant: Any, lengths: tuple[int, int], served: LaunchRecord) -> None:
     """Their class sends plain top-left masks to the operator, and makes a mask of the others on a CPU."""
     q, k, v = (x.detach() for x in qkv(Case(lengths=lengths)))
     seen = variant(*lengths)._materialize(q.device)
@@ -389,7 +389,7 @@ def test_causal_biases(variant: Any, lengths: tuple[int, int], served: Launches)
     torch.testing.assert_close(sdpa(q, k, v, variant(*lengths))[:, :, sees], right[:, :, sees], rtol=0, atol=4e-3)
 
 
-def test_multi_head_attention_without_weights(served: Launches) -> None:
+def test_multi_head_attention_without_weights(served: LaunchRecord) -> None:
     layer = torch.nn.MultiheadAttention(64, 2, batch_first=True, dtype=HALF)
     x = randn(2, 20, 64, dtype=HALF)
     out, weights = layer(x, x, x, need_weights=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from flash_attn_compat import explain
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.support import randn
 from tests.torch_sdpa import originals
 from tests.torch_sdpa.originals import POLICY, counted
@@ -88,7 +88,7 @@ def test_explain_names_one_backend_for_dropout_with_and_without_gradients(monkey
 
 
 def test_a_backend_that_declines_gradients_declines_dropout_without_them(
-    served: Launches, monkeypatch: pytest.MonkeyPatch
+    served: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As capabilities may say, or a kernel of the backward that failed."""
     from flash_attn_compat.backends.fused import Fused

@@ -15,7 +15,7 @@ from flash_attn_compat import explain, flash_attn_func, use_backend
 from flash_attn_compat.backends.torch_efficient import TorchEfficient
 from flash_attn_compat.core.reentry import as_decided
 from flash_attn_compat.torch_sdpa.efficient import Problem
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.support import cumulative, ints, randn
 from tests.torch_sdpa import originals
 from tests.torch_sdpa.originals import counted, stand_in_backward, stand_in_forward
@@ -61,7 +61,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_results_match_the_stand_ins_shapes_strides_and_gradients(case: Case, served: Launches) -> None:
+def test_results_match_the_stand_ins_shapes_strides_and_gradients(case: Case, served: LaunchRecord) -> None:
     q, k, v, dout = inputs(case)
     positional, named = arguments(case)
     right = stand_in_forward(q.double(), k.double(), v.double(), *positional, True, **named)
@@ -91,18 +91,18 @@ def backward(operator: Any, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: 
     )  # fmt: skip
 
 
-def test_no_lse_unless_it_is_asked_for(served: Launches) -> None:
+def test_no_lse_unless_it_is_asked_for(served: LaunchRecord) -> None:
     q, k, v, _ = inputs(Case())
     assert aten._efficient_attention_forward(q, k, v, *arguments(Case())[0])[1].shape == (2, 3, 0)
 
 
-def test_lengths_of_dense_tensors_are_their_own(served: Launches) -> None:
+def test_lengths_of_dense_tensors_are_their_own(served: LaunchRecord) -> None:
     q, k, v, _ = inputs(Case(lengths=(40, 50)))
     found = aten._efficient_attention_forward(q, k, v, None, None, None, 7, 9, 0.0, 0)
     assert found[4:] == (40, 50) and counted() == {"fused": 1}
 
 
-def test_the_composed_operator_has_pytorchs_strides(served: Launches) -> None:
+def test_the_composed_operator_has_pytorchs_strides(served: LaunchRecord) -> None:
     q, k, v, dout = (x.transpose(1, 2).detach().requires_grad_() for x in inputs(Case(lengths=(40, 50))))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
     gradients = torch.autograd.grad(out, (q, k, v), dout)
@@ -113,7 +113,7 @@ def test_the_composed_operator_has_pytorchs_strides(served: Launches) -> None:
     close(out, F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True))
 
 
-def test_autograd_of_the_operator_itself(served: Launches) -> None:
+def test_autograd_of_the_operator_itself(served: LaunchRecord) -> None:
     leaves = [x.requires_grad_() for x in inputs(Case())[:3]]
     out = aten._efficient_attention_forward(*leaves, *arguments(Case(custom_mask_type=2))[0], True)[0]
     found = torch.autograd.grad(out.sum(), leaves)
@@ -135,7 +135,7 @@ def test_backwards_accept_either_kernels_forward(ours_first: bool, monkeypatch: 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out.square().sum(), leaves)
 
-    with originals.stand_ins():
+    with originals.cpu_stand_ins():
         right = backward(forward())
         with originals.served(monkeypatch) as launches:
             out = forward()
@@ -167,7 +167,7 @@ PACKED = [
 
 
 @pytest.mark.parametrize("p", PACKED, ids=str)
-def test_packed_sequences(p: Packed, served: Launches) -> None:
+def test_packed_sequences(p: Packed, served: LaunchRecord) -> None:
     starts_q = cumulative(*p.lengths_q)
     starts_k = starts_q if p.lengths_q == p.lengths_k else cumulative(*p.lengths_k)
     totals = sum(p.lengths_q), sum(p.lengths_k)
@@ -234,7 +234,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_declined_calls_go_to_pytorchs_kernel(name: str, served: Launches) -> None:
+def test_declined_calls_go_to_pytorchs_kernel(name: str, served: LaunchRecord) -> None:
     positional, named = LEFT[name]()
     found, right = (
         operator(*positional, True, **named) for operator in (aten._efficient_attention_forward, stand_in_forward)
@@ -243,7 +243,7 @@ def test_declined_calls_go_to_pytorchs_kernel(name: str, served: Launches) -> No
     assert counted() == {"pytorch": 1} and not served.seen
 
 
-def test_gradients_in_shared_storage_are_declined(served: Launches) -> None:
+def test_gradients_in_shared_storage_are_declined(served: LaunchRecord) -> None:
     q, k, v, dout = inputs(Case())
     seed = torch.zeros((), dtype=torch.int64)
     aten._efficient_attention_backward(
@@ -269,7 +269,7 @@ UPSTREAM = {
 
 @pytest.mark.parametrize("name", UPSTREAM)
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_gradients_of_malformed_forward_results_are_declined(is_packed: bool, name: str, served: Launches) -> None:
+def test_gradients_of_malformed_forward_results_are_declined(is_packed: bool, name: str, served: LaunchRecord) -> None:
     """Kernels would read behind what they are given."""
     q, k, v, dout = inputs(Case())
     starts: tuple[Any, ...] = None, None, None, None
@@ -289,12 +289,14 @@ def test_gradients_of_malformed_forward_results_are_declined(is_packed: bool, na
 @pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
 def test_operators_inside_a_declined_call_are_not_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     small = originals.POLICY._replace(least_products=2**40)
-    with originals.as_on_turing(), originals.stand_ins(), originals.served(monkeypatch, small) as launches:
+    with originals.as_on_turing(), originals.cpu_stand_ins(), originals.served(monkeypatch, small) as launches:
         F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs(Case())[:3]))
     assert counted() == {"pytorch": 1} and not launches.seen
 
 
-def test_operators_inside_our_own_backend_are_not_examined(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_inside_our_own_backend_are_not_examined(
+    served: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch_efficient calls the very operator: the call would count twice, and be looked up twice."""
     anywhere = dataclasses.replace(TorchEfficient.capabilities, devices=None, min_capability=None)
     monkeypatch.setattr(TorchEfficient, "capabilities", anywhere)
@@ -305,7 +307,7 @@ def test_operators_inside_our_own_backend_are_not_examined(served: Launches, mon
     assert counted() == {"torch_efficient": 1} and not served.seen
 
 
-def test_explain(served: Launches) -> None:
+def test_explain(served: LaunchRecord) -> None:
     positional, named = left(bias=torch.zeros(20, 30, dtype=HALF), custom_mask_type=1)
     assert explain(aten._efficient_attention_forward, *positional, **named).reasons["fused"] == [
         "it has a mask, and is causal or packed too"
@@ -313,7 +315,7 @@ def test_explain(served: Launches) -> None:
     assert explain(aten._efficient_attention_forward, *left()[0]).backend == "fused"
 
 
-def test_a_fake_call_goes_to_its_meta_function(served: Launches) -> None:
+def test_a_fake_call_goes_to_its_meta_function(served: LaunchRecord) -> None:
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode() as mode:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_attn_compat.torch_sdpa import attention, efficient
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.plain import some
 from tests.torch_sdpa import fuzz, originals
 from tests.torch_sdpa.originals import counted
@@ -24,7 +24,7 @@ def test_problems_are_drawn_alike_everywhere_and_of_every_kind() -> None:
     assert any(keys == 0 for p in problems for _, keys in p.lengths) and any(p.window for p in problems)
 
 
-def test_parts_are_solved_and_failures_told(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_solved_and_failures_told(served: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "draw", lambda seed, dtype, mixes: original(seed, dtype, longest=12))
     assert fuzz.solve(range(0, 8, 4), "float16", "cpu", time.time() + 60)[:2] == (2, [])
     assert fuzz.solve(range(4), None, "cpu", time.time() - 1).problems == 0
@@ -36,7 +36,7 @@ original = fuzz.draw
 
 
 @pytest.mark.parametrize("first", some(range(0, len(SEEDS), 4), 2))
-def test_random_problems_are_solved_within_the_bound(first: int, served: Launches) -> None:
+def test_random_problems_are_solved_within_the_bound(first: int, served: LaunchRecord) -> None:
     for seed in SEEDS[first : first + 4]:
         problem = fuzz.draw(seed, longest=fuzz.SMALL)
         assert not fuzz.examine(problem, "cpu"), problem
@@ -59,7 +59,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_named_problems_are_solved_within_the_bound(name: str, served: Launches) -> None:
+def test_named_problems_are_solved_within_the_bound(name: str, served: LaunchRecord) -> None:
     assert not fuzz.examine(NAMED[name], "cpu") and counted() == {"fused": 1}
 
 
@@ -74,21 +74,21 @@ MISTAKES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_planted_mistakes_are_found(mistake: str, served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_mistakes_are_found(mistake: str, served: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, change = MISTAKES[mistake]
     original = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *arguments: change(original(*arguments), *arguments))
     assert any(fuzz.examine(fuzz.draw(seed, longest=fuzz.SMALL)._replace(backward=False), "cpu") for seed in range(200))
 
 
-def test_a_wrong_lse_is_found(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_lse_is_found(served: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     original = efficient._pad_lse
     monkeypatch.setattr(efficient, "_pad_lse", lambda p, lse: original(p, lse + torch.tensor(1e-2)))
     assert any(fuzz.examine(fuzz.draw(seed, longest=fuzz.SMALL)._replace(backward=False), "cpu") for seed in range(200))
 
 
 def test_the_stand_ins_agree_with_the_plain_formula() -> None:
-    with originals.stand_ins():
+    with originals.cpu_stand_ins():
         for seed in range(40):
             problem = fuzz.draw(seed, longest=20)._replace(backward=False)
             assert not fuzz.examine(problem, "cpu"), problem

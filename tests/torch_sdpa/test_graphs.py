@@ -36,7 +36,7 @@ def compiled() -> Iterator[list[bool]]:
     """Whether each graph that was compiled repeats its keys."""
     torch._dynamo.reset()
     tag = getattr(config, "cache_key_tag", None)
-    with originals.on():  # from the first switch on
+    with originals.override_on():  # from the first switch on
         pass
     yield []
     torch._dynamo.reset()
@@ -59,7 +59,7 @@ def test_a_compiled_call_has_a_graph_for_each_state_of_the_switch(compiled: list
     call, inputs = compile_into(compiled), qkv()
     for _ in range(2):
         call(*inputs)
-        with originals.on():
+        with originals.override_on():
             call(*inputs)
     assert compiled == [False, True]
 
@@ -73,7 +73,7 @@ def test_a_graph_from_before_the_first_switch_is_compiled_anew(
     graphs._OPERATOR._dispatch_cache.clear()
     call, inputs = compile_into(compiled), qkv()
     call(*inputs)
-    with originals.on():
+    with originals.override_on():
         call(*inputs)
     assert compiled == [False, True]
 
@@ -82,7 +82,7 @@ def test_a_graph_from_before_the_first_switch_is_compiled_anew(
 def test_graphs_that_the_switch_does_not_change_serve_both(compiled: list[bool]) -> None:
     call, inputs = compile_into(compiled, F.scaled_dot_product_attention), qkv(heads_k=4)
     call(*inputs)
-    with originals.on():
+    with originals.override_on():
         call(*inputs)
     assert len(compiled) == 1
 
@@ -100,7 +100,7 @@ def test_a_cache_on_disk_holds_a_graph_for_each_state_of_the_switch(
     def is_found(is_on: bool) -> bool:
         torch._dynamo.reset()
         counters.clear()
-        with originals.on() if is_on else contextlib.nullcontext():
+        with originals.override_on() if is_on else contextlib.nullcontext():
             torch.compile(grouped, backend="inductor", fullgraph=True)(*inputs)
         hits, misses = (counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss"))
         assert hits + misses == 1
@@ -114,7 +114,7 @@ def test_a_cache_on_disk_holds_a_graph_for_each_state_of_the_switch(
 def test_a_tag_of_the_users_own_stays(compiled: list[bool]) -> None:
     config.cache_key_tag = "mine"
     call, inputs = compile_into(compiled), qkv()
-    with originals.on():
+    with originals.override_on():
         call(*inputs)
     assert config.cache_key_tag.startswith("mine" + graphs._MARK)
     call(*inputs)

@@ -18,7 +18,7 @@ from flash_attn_compat import explain
 from flash_attn_compat.backends.fused import Fused, candidates, nvrtc, variants
 from flash_attn_compat.torch_sdpa.policy import check_mask
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.plain import pairwise, some_of
 from tests.support import randn
 from tests.test_fused_backend import mutated
@@ -41,7 +41,7 @@ def mask(kind: str, *shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["bool", "own", "fp32"])
 @pytest.mark.parametrize("shape", [(150, 130), (4, 150, 130), (2, 4, 20, 600), (1, 4, 40, 40), (2, 1, 1, 600)])
-def test_the_mask_pass_reads_each_value_in_memory_once(shape: tuple[int, ...], kind: str, served: Launches) -> None:
+def test_the_mask_pass_reads_each_value_in_memory_once(shape: tuple[int, ...], kind: str, served: LaunchRecord) -> None:
     """Booleans once for both directions: the backward takes the results of the forward's pass."""
     inputs = qkv(Inputs(lengths=(max(shape[-2], 20), shape[-1])))
     with_gradients(functools.partial(sdpa, attn_mask=mask(kind, *shape)), inputs)
@@ -86,7 +86,7 @@ ODD: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_masks_of_odd_layouts_and_values_are_right(name: str, served: Launches) -> None:
+def test_masks_of_odd_layouts_and_values_are_right(name: str, served: LaunchRecord) -> None:
     inputs, bias = qkv(Inputs(HALF, (40, 50), (4, 2))), ODD[name]()
     attend = functools.partial(sdpa, attn_mask=bias, enable_gqa=True)
     plain = bias.view(torch.uint8) != 0 if bias.dtype == torch.bool else bias
@@ -108,7 +108,7 @@ PAIRS: dict[str, tuple[Callable[[torch.dtype], Tensor], bool]] = {
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_two_biases_are_loaded_at_once_where_all_pairs_are_aligned(
-    name: str, dtype: torch.dtype, served: Launches
+    name: str, dtype: torch.dtype, served: LaunchRecord
 ) -> None:
     make, has_pairs = PAIRS[name]
     bias = make(dtype)
@@ -119,7 +119,7 @@ def test_two_biases_are_loaded_at_once_where_all_pairs_are_aligned(
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_a_nonfinite_bias_makes_its_row_nan_alone(value: float, served: Launches) -> None:
+def test_a_nonfinite_bias_makes_its_row_nan_alone(value: float, served: LaunchRecord) -> None:
     """As in PyTorch: a softmax over +inf or NaN is NaN. Other rows are as they were."""
     q, k, v = (x.detach() for x in qkv(Inputs(HALF, (70, 150))))
     bias = torch.zeros(70, 150)
@@ -132,7 +132,7 @@ def test_a_nonfinite_bias_makes_its_row_nan_alone(value: float, served: Launches
 
 
 @pytest.mark.parametrize(("keys", "kind"), some_of(itertools.product((32, 64, 256, 512), ("bool", "own", "fp32")), 4))
-def test_keys_beyond_the_last_have_no_weight(kind: str, keys: int, served: Launches) -> None:
+def test_keys_beyond_the_last_have_no_weight(kind: str, keys: int, served: LaunchRecord) -> None:
     """Where a mask hides nothing, a tile that reaches beyond the keys has to be known for it all the same."""
     inputs = qkv(Inputs(HALF, (70, keys)))
     bias = torch.zeros(70, keys, dtype={"own": HALF}.get(kind, torch.float32))
@@ -160,7 +160,7 @@ def test_no_tile_is_wider_than_a_pass_over_a_mask_expects() -> None:
     pairwise(((40, 150), (2, 1, 40, 150), (1, 4, 1, 150)), (HALF, BF16), (False, True), (False, True)),
 )
 def test_booleans_may_be_refilled_before_the_backward(
-    shape: tuple[int, ...], dtype: torch.dtype, writes: bool, create_graph: bool, served: Launches
+    shape: tuple[int, ...], dtype: torch.dtype, writes: bool, create_graph: bool, served: LaunchRecord
 ) -> None:
     """As programs with static buffers do. What the forward saw counts, in all that may come after it."""
     inputs = qkv(Inputs(dtype, (40, 150), (4, 2)))
@@ -178,7 +178,7 @@ def test_booleans_may_be_refilled_before_the_backward(
 
 
 def test_refilled_booleans_that_a_backend_did_not_keep_are_an_error(
-    served: Launches, monkeypatch: pytest.MonkeyPatch
+    served: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Fused, "saved_mask", lambda *_: None)
     bias = mask("bool", 40, 40)
@@ -189,7 +189,7 @@ def test_refilled_booleans_that_a_backend_did_not_keep_are_an_error(
 
 
 @pytest.mark.parametrize("kind", ["own", "fp32"])
-def test_biases_that_change_before_the_backward_are_an_error(kind: str, served: Launches) -> None:
+def test_biases_that_change_before_the_backward_are_an_error(kind: str, served: LaunchRecord) -> None:
     q, k, v = qkv(Inputs())
     bias = mask(kind, 40, 40)
     out = sdpa(q, k, v, attn_mask=bias)
@@ -200,7 +200,7 @@ def test_biases_that_change_before_the_backward_are_an_error(kind: str, served: 
 
 @pytest.mark.parametrize("kind", ["bool", "own", "fp32"])
 @pytest.mark.parametrize("dim", [-4, -3, -2])
-def test_a_mask_may_reach_farther_than_32_bits(kind: str, dim: int, served: Launches) -> None:
+def test_a_mask_may_reach_farther_than_32_bits(kind: str, dim: int, served: LaunchRecord) -> None:
     inputs = qkv(Inputs(HALF, (40, 50), (4, 4)))
     near = mask(kind, 2, 4, 40, 50)
     strides = list(near.stride())
@@ -231,7 +231,7 @@ def test_masks_beyond_32_bit_strides_are_declined(name: str) -> None:
     ("value", "dtype"),
     some_of(itertools.product((-torch.inf, -1000.0, -65504.0, -1e9, torch.finfo(BF16).min), (HALF, BF16)), 3),
 )
-def test_a_row_whose_biases_are_all_of_one_magnitude(dtype: torch.dtype, value: float, served: Launches) -> None:
+def test_a_row_whose_biases_are_all_of_one_magnitude(dtype: torch.dtype, value: float, served: LaunchRecord) -> None:
     """As PyTorch computes it in fp32, where the scores of such a row lose what is below the bias's last digit."""
     q, k, v = (x.detach().requires_grad_() for x in qkv(Inputs(dtype, (70, 150))))
     bias = torch.zeros(70, 150)
@@ -244,7 +244,7 @@ def test_a_row_whose_biases_are_all_of_one_magnitude(dtype: torch.dtype, value: 
     assert bool(found[0][:, :, 5].any()) == (value > -torch.inf) and counted() == {"fused": 1}
 
 
-def test_tiles_that_a_mask_hides_are_not_computed(served: Launches) -> None:
+def test_tiles_that_a_mask_hides_are_not_computed(served: LaunchRecord) -> None:
     """Rows and keys of the second block are NaN: whoever computes with them has NaN in the first one's results."""
     q, k, v = (x.detach() for x in qkv(Inputs(HALF, (256, 256))))
     for x in (q, k, v):
@@ -255,7 +255,7 @@ def test_tiles_that_a_mask_hides_are_not_computed(served: Launches) -> None:
         assert found[:, :, :128].isfinite().all() and found[:, :, 128:].isnan().all()
 
 
-def test_the_same_bits_come_back_and_a_kept_call_takes_another_mask(served: Launches) -> None:
+def test_the_same_bits_come_back_and_a_kept_call_takes_another_mask(served: LaunchRecord) -> None:
     q, k, v = (x.detach() for x in qkv(Inputs()))
     first, second = (randn(40, 40, seed=seed) > 0 for seed in (1, 2))
     found = [sdpa(q, k, v, attn_mask=seen) for seen in (first, second, first)]
@@ -263,7 +263,7 @@ def test_the_same_bits_come_back_and_a_kept_call_takes_another_mask(served: Laun
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 40, 50), (1, 1, 40, 50)])
-def test_the_efficient_operators_take_a_bias(shape: tuple[int, ...], served: Launches) -> None:
+def test_the_efficient_operators_take_a_bias(shape: tuple[int, ...], served: LaunchRecord) -> None:
     """And its gradients start from whoever's forward: rows that see nothing have an LSE of 0 there."""
     q, k, v, dout = (randn(2, n, 3, 32, seed=i, dtype=HALF) for i, n in enumerate((40, 50, 50, 40)))
     bias = randn(*shape, seed=9).masked_fill(randn(*shape, seed=8) > 0.5, -torch.inf).half()
@@ -295,13 +295,13 @@ LEFT: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_declined_masks_have_a_reason(name: str, served: Launches) -> None:
+def test_declined_masks_have_a_reason(name: str, served: LaunchRecord) -> None:
     options, why = LEFT[name]
     (reason,) = explain(sdpa, *qkv(Inputs()), **options).reasons["fused"]
     assert why in reason
 
 
-def test_a_grouped_row_reads_its_keys_once(served: Launches) -> None:
+def test_a_grouped_row_reads_its_keys_once(served: LaunchRecord) -> None:
     """The heads of a group become rows of one tile, as the steps of a padded batch want it."""
     q, k, v = (x.detach() for x in qkv(Inputs(lengths=(1, 130), heads=(8, 2))))
     seen = torch.arange(130) >= torch.tensor([[3], [90]])
@@ -319,7 +319,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, sources: Path = nvrtc.SOURCES, kind: 
     keys = 39 if "odd" in kind else 40
     seen = randn(40, keys, seed=1) > 0
     bias = seen if kind == "bool" else seen.to(HALF)
-    with originals.on():
+    with originals.override_on():
         with_gradients(functools.partial(sdpa, attn_mask=bias), qkv(Inputs(lengths=(40, keys))))
 
 

@@ -43,8 +43,8 @@ def _as_turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         switch(before)
 
 
-def ours() -> Any:
-    return originals.on(Policy(least_products=0))
+def override_on() -> Any:
+    return originals.override_on(Policy(least_products=0))
 
 
 def served() -> int:
@@ -71,7 +71,7 @@ def close(got: Tensor, right: Tensor, bound: float = 4e-3) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_random_problems(dtype: str, first: int) -> None:
     """Of 50 mixtures of features: each compiles kernels of its own."""
-    with ours():
+    with override_on():
         for seed in range(first, first + 15):
             problem = fuzz.draw(seed, dtype, mixes=50)
             assert not fuzz.examine(problem, "cuda"), problem
@@ -100,7 +100,7 @@ def test_results_are_laid_out_as_pytorchs(rows: int, keys: int, causal: bool) ->
             )
 
     theirs = forward()
-    with ours():
+    with override_on():
         found = forward()
         assert served() == 1
         mixed = [backward(*theirs), backward(*found)]
@@ -120,7 +120,7 @@ def test_results_are_laid_out_as_pytorchs(rows: int, keys: int, causal: bool) ->
 @pytest.mark.parametrize("heads_k", [2, 4])
 def test_no_score_matrix_is_made(dtype: torch.dtype, heads_k: int) -> None:
     q, k, v = qkv(4096, 4096, heads_k=heads_k, dtype=dtype)
-    with ours():
+    with override_on():
         sdpa(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -136,7 +136,7 @@ def test_declined_calls_match_pytorch_bit_for_bit(name: str) -> None:
     options = {"attn_mask": bias} if name == "a mask that wants a gradient" else {}
     inputs = [x[0] for x in (q, k, v)] if name == "three axes" else [q, k, v]
     right = sdpa(*inputs, **options)
-    with ours():
+    with override_on():
         found = sdpa(*inputs, **options)
     assert torch.equal(found, right) and found.stride() == right.stride() and backend_counts() == {"pytorch": 1}
 
@@ -160,7 +160,7 @@ def test_compiled_graphs(mode: str, heads_k: int) -> None:
         return sdpa(*inputs, is_causal=True, enable_gqa=heads_k != 4) * 2
 
     right = torch.autograd.grad(attend(q, k, v).float().square().sum(), (q, k, v))
-    with ours():
+    with override_on():
         compiled = torch.compile(attend, mode=mode, fullgraph=True)
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
@@ -173,7 +173,7 @@ def test_compiled_graphs(mode: str, heads_k: int) -> None:
 
 def test_captured_in_a_cuda_graph() -> None:
     q, k, v = (x.detach() for x in qkv(64, 512, heads_k=2))
-    with ours():
+    with override_on():
         sdpa(q, k, v, enable_gqa=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -217,7 +217,7 @@ def test_dense_masks(kind: str, lengths: tuple[int, int]) -> None:
         return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
 
     right = both(plain)
-    with ours():
+    with override_on():
         found = both(bias)
     assert served() == 1
     for got, wanted in zip(found, right):
@@ -228,7 +228,7 @@ def test_dense_masks(kind: str, lengths: tuple[int, int]) -> None:
 def test_keys_beyond_the_last_have_no_weight(keys: int) -> None:
     """Where a mask hides nothing: tiles of 128 keys, as Turing has them at 32 channels, reach beyond 64."""
     q, k, v = qkv(200, keys, dim=32)
-    with ours():
+    with override_on():
         close(sdpa(q, k, v, attn_mask=torch.ones(200, keys, dtype=torch.bool, device="cuda")), sdpa(q, k, v))
     assert served() == 2
 
@@ -237,7 +237,7 @@ def test_a_dense_mask_in_a_cuda_graph_may_change() -> None:
     """What a mask hides is found on the GPU, at each replay."""
     q, k, v = (x.detach() for x in qkv(256, 256))
     seen = dense_mask("blocks", 256, 256)
-    with ours():
+    with override_on():
         sdpa(q, k, v, attn_mask=seen)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -258,7 +258,7 @@ def test_dense_masks_in_compiled_graphs(mode: str) -> None:
         return sdpa(*inputs, attn_mask=seen) * 2
 
     right = torch.autograd.grad(attend(q, k, v).float().square().sum(), (q, k, v))
-    with ours():
+    with override_on():
         compiled = torch.compile(attend, mode=mode, fullgraph=True)
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
@@ -281,7 +281,7 @@ def test_left_padded_generation(dtype: torch.dtype) -> None:
     options = {"attention_mask": attended, "max_new_tokens": 6, "do_sample": False, "output_logits": True}
     options |= {"return_dict_in_generate": True, "pad_token_id": 0}
     right = model.generate(tokens, **options)
-    with ours():
+    with override_on():
         found = model.generate(tokens, **options)
     assert served() >= 12
     close(found.logits[0], right.logits[0], 2e-2)
@@ -293,7 +293,7 @@ def test_left_padded_generation(dtype: torch.dtype) -> None:
 def test_causal_biases(variant: Any, lengths: tuple[int, int]) -> None:
     q, k, v = (x.detach() for x in qkv(*lengths))
     seen = variant(*lengths)._materialize(q.device)
-    with ours():
+    with override_on():
         found = sdpa(q, k, v, variant(*lengths))
     close(found, sdpa(q, k, v, seen))
     assert served() == 1
@@ -307,7 +307,7 @@ def test_nested_tensors() -> None:
         return list(sdpa(nested, nested, nested).unbind())
 
     right = attend()
-    with ours():
+    with override_on():
         for got, wanted in zip(attend(), right):
             close(got, wanted)
     assert served() == 1
@@ -320,7 +320,7 @@ def test_a_transformer_layer_in_inference_and_training() -> None:
         layer.train(train)
         with torch.set_grad_enabled(train):
             right = layer(x)
-            with ours():
+            with override_on():
                 close(layer(x), right, 1e-2)
     assert served() >= 1
 
@@ -341,7 +341,7 @@ def test_selective_checkpointing_knows_pytorchs_operator() -> None:
         return torch.autograd.grad(out.sum(), (q, k, v))
 
     right = gradients()
-    with ours():
+    with override_on():
         found = gradients()
     assert served() == 1
     for got, wanted in zip(found, right):
@@ -352,7 +352,7 @@ def test_a_side_stream() -> None:
     q, k, v = (x.detach() for x in qkv(1024, 1024))
     right, stream = sdpa(q, k, v), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with ours(), torch.cuda.stream(stream):
+    with override_on(), torch.cuda.stream(stream):
         found = sdpa(q, k, v)
     torch.cuda.current_stream().wait_stream(stream)
     close(found, right)
@@ -382,7 +382,7 @@ def test_xformers(name: str) -> None:
         return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
 
     right = both()
-    with ours():
+    with override_on():
         found = both()
     assert served() == 1
     for got, wanted in zip(found, right):

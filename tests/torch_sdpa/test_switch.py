@@ -14,7 +14,7 @@ from flash_attn_compat import reset_backend_counts
 from flash_attn_compat.core.reentry import as_decided
 from flash_attn_compat.torch_sdpa import attention, efficient, override
 from flash_attn_compat.torch_sdpa.policy import Policy
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.support import randn
 from tests.torch_sdpa import originals
 from tests.torch_sdpa.originals import counted
@@ -74,7 +74,7 @@ def test_the_widest_policy_applies_while_it_is_held() -> None:
 
 
 def test_an_override_stays_registered_beside_other_threads_and_passes_all_calls(
-    monkeypatch: pytest.MonkeyPatch, served: Launches
+    monkeypatch: pytest.MonkeyPatch, served: LaunchRecord
 ) -> None:
     """A thread that waits for the GIL in front of an implementation would run freed memory."""
     q = randn(1, 2, 20, 32, dtype=torch.float16)
@@ -88,7 +88,7 @@ def test_an_override_stays_registered_beside_other_threads_and_passes_all_calls(
     found = torch.ops.aten._efficient_attention_forward(q, q, q, *(None,) * 5, 0.0, 0)[0]
     torch.testing.assert_close(found, efficient_before, rtol=0, atol=4e-3)
     assert counted() == {}
-    with originals.on():
+    with originals.override_on():
         F.scaled_dot_product_attention(q, q, q)
     assert counted() == {"fused": 1} and override.active_policy() is None and ours() == [2, 1, 1]
     monkeypatch.undo()
@@ -125,7 +125,7 @@ def test_a_failed_registration_holds_no_policy(monkeypatch: pytest.MonkeyPatch) 
     assert override.active_policy() is None and not override._holders
 
 
-def test_calls_are_served_in_all_threads(served: Launches) -> None:
+def test_calls_are_served_in_all_threads(served: LaunchRecord) -> None:
     q = randn(1, 2, 20, 32, dtype=torch.float16)
     errors: list[BaseException] = []
 
@@ -133,7 +133,7 @@ def test_calls_are_served_in_all_threads(served: Launches) -> None:
         try:
             for _ in range(3):
                 F.scaled_dot_product_attention(q, q, q)
-                with originals.on():
+                with originals.override_on():
                     F.scaled_dot_product_attention(q, q, q)
         except BaseException as error:  # noqa: BLE001  a thread would swallow it
             errors.append(error)
@@ -146,7 +146,7 @@ def test_calls_are_served_in_all_threads(served: Launches) -> None:
     assert not errors and counted() == {"fused": 18}
 
 
-def test_a_declined_call_in_one_thread_declines_none_in_another(served: Launches) -> None:
+def test_a_declined_call_in_one_thread_declines_none_in_another(served: LaunchRecord) -> None:
     q = randn(1, 2, 20, 32, dtype=torch.float16)
 
     def in_another_thread() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kinds import Operators, Wrapper
 from tests.support import randn
 from tests.torch_sdpa import originals
@@ -55,7 +55,7 @@ def test_a_mode_sees_pytorchs_operators(monkeypatch: pytest.MonkeyPatch) -> None
         assert seen() == before
 
 
-def test_operators_that_a_mode_executes_are_served(served: Launches) -> None:
+def test_operators_that_a_mode_executes_are_served(served: LaunchRecord) -> None:
     inputs = qkv()
     with Operators() as mode:
         out = efficient(*inputs)
@@ -64,7 +64,7 @@ def test_operators_that_a_mode_executes_are_served(served: Launches) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
-def test_operators_that_a_tensor_subclass_executes_are_served(served: Launches) -> None:
+def test_operators_that_a_tensor_subclass_executes_are_served(served: LaunchRecord) -> None:
     inputs = [x.detach() for x in qkv()]
     with originals.as_on_turing():
         out = F.scaled_dot_product_attention(*map(Wrapper, inputs), is_causal=True)
@@ -72,7 +72,7 @@ def test_operators_that_a_tensor_subclass_executes_are_served(served: Launches) 
     close(out._held, F.scaled_dot_product_attention(*inputs, is_causal=True))
 
 
-def test_a_compiled_graph_calls_the_operators_that_are_served(served: Launches) -> None:
+def test_a_compiled_graph_calls_the_operators_that_are_served(served: LaunchRecord) -> None:
     torch._dynamo.reset()
     inputs = qkv()
     compiled: Callable[..., Tensor] = torch.compile(lambda *x: efficient(*x) * 2, backend="aot_eager", fullgraph=True)
@@ -164,7 +164,7 @@ def test_export_and_traces_are_as_before(monkeypatch: pytest.MonkeyPatch) -> Non
         assert found() == before
 
 
-def test_exported_and_traced_programs_are_served_when_run(served: Launches) -> None:
+def test_exported_and_traced_programs_are_served_when_run(served: LaunchRecord) -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -185,7 +185,7 @@ def test_distributed_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
         mesh = init_device_mesh("cpu", (1,))
         local = [x.detach() for x in qkv()]
         inputs = [distribute_tensor(x, mesh, [Shard(1)]) for x in local]
-        with originals.stand_ins(), originals.served(monkeypatch) as launches:
+        with originals.cpu_stand_ins(), originals.served(monkeypatch) as launches:
             out = aten._scaled_dot_product_efficient_attention(*inputs, None, False, 0.0, True)[0]
             assert counted() == {"fused": 1} and launches.entries == ["forward"]
             close(out.full_tensor(), F.scaled_dot_product_attention(*local, is_causal=True))
