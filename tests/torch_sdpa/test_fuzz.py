@@ -49,6 +49,7 @@ DENSE = fuzz.Problem(
 MASKED = DENSE._replace(lengths=((150, 150),) * 2, bias="bool none left")
 NAMED = {
     "head_dim 512": DENSE._replace(dims=(512, 512), mask=originals.TOP_LEFT),
+    "causal, more rows than keys": DENSE._replace(lengths=((70, 33),) * 2, mask=originals.TOP_LEFT),
     "1,100 keys under booleans": MASKED._replace(lengths=((40, 1100),), bias="bool none some"),
     "1,100 keys under biases": MASKED._replace(lengths=((40, 1100),), bias="own none some"),
     "two tiles of rows a warp, several key heads a block": MASKED._replace(dims=(64, 64)),
