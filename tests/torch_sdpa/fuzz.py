@@ -90,6 +90,22 @@ def draw(seed: int, dtype: str | None = None, longest: int = LARGE, mixes: int |
     return Problem(operator, dtype, lengths, heads, dims, mask, window, scale, layouts, backward, seed, bias)  # type: ignore[arg-type]
 
 
+# Problems that a few random ones may miss.
+_DENSE = Problem(
+    "sdpa", "float16", ((33, 70),) * 2, (4, 2), (32, 32), originals.NO_MASK, None, 0.3, ("heads first",) * 3, True, 0
+)
+_MASKED = _DENSE._replace(lengths=((150, 150),) * 2, bias="bool none left")
+NAMED = {
+    "head_dim 512": _DENSE._replace(dims=(512, 512), mask=originals.TOP_LEFT),
+    "causal, more rows than keys": _DENSE._replace(lengths=((70, 33),) * 2, mask=originals.TOP_LEFT),
+    "1,100 keys under booleans": _MASKED._replace(lengths=((40, 1100),), bias="bool none some"),
+    "1,100 keys under biases": _MASKED._replace(lengths=((40, 1100),), bias="own none some"),
+    "two tiles of rows a warp, several key heads a block": _MASKED._replace(dims=(64, 64)),
+    "rows off the 16 bytes": _MASKED._replace(dims=(20, 20)),
+    "warps in pairs": _MASKED._replace(dims=(136, 136)),
+    "one row under biases of each head": _MASKED._replace(lengths=((1, 130),) * 2, bias="fp32 batch some"),
+}
+
 # Which of a dense mask's axes are 1, or made of one by a stride of 0; and what it hides.
 SHARED, HIDDEN = ("none", "heads", "batch", "rows", "all"), ("some", "blocks", "left", "nothing", "lowest")
 

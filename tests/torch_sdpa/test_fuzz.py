@@ -43,25 +43,9 @@ def test_random_problems_are_solved_within_the_bound(first: int, served: LaunchR
     assert counted().get("fused", 0) > 2
 
 
-DENSE = fuzz.Problem(
-    "sdpa", "float16", ((33, 70),) * 2, (4, 2), (32, 32), originals.NO_MASK, None, 0.3, ("heads first",) * 3, True, 0
-)
-MASKED = DENSE._replace(lengths=((150, 150),) * 2, bias="bool none left")
-NAMED = {
-    "head_dim 512": DENSE._replace(dims=(512, 512), mask=originals.TOP_LEFT),
-    "causal, more rows than keys": DENSE._replace(lengths=((70, 33),) * 2, mask=originals.TOP_LEFT),
-    "1,100 keys under booleans": MASKED._replace(lengths=((40, 1100),), bias="bool none some"),
-    "1,100 keys under biases": MASKED._replace(lengths=((40, 1100),), bias="own none some"),
-    "two tiles of rows a warp, several key heads a block": MASKED._replace(dims=(64, 64)),
-    "rows off the 16 bytes": MASKED._replace(dims=(20, 20)),
-    "warps in pairs": MASKED._replace(dims=(136, 136)),
-    "one row under biases of each head": MASKED._replace(lengths=((1, 130),) * 2, bias="fp32 batch some"),
-}
-
-
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", fuzz.NAMED)
 def test_named_problems_are_solved_within_the_bound(name: str, served: LaunchRecord) -> None:
-    assert not fuzz.examine(NAMED[name], "cpu") and counted() == {"fused": 1}
+    assert not fuzz.examine(fuzz.NAMED[name], "cpu") and counted() == {"fused": 1}
 
 
 MISTAKES: dict[str, Any] = {

@@ -78,6 +78,13 @@ def test_random_problems(dtype: str, first: int) -> None:
     assert served() > 3
 
 
+@pytest.mark.parametrize("name", fuzz.NAMED)
+def test_named_problems(name: str) -> None:
+    with override_on():
+        assert not fuzz.examine(fuzz.NAMED[name], "cuda")
+    assert served() == 1
+
+
 SHAPES = [(100, 100, False), (128, 64, True), (64, 128, True), (1, 300, False), (257, 257, True)]
 
 
@@ -199,29 +206,7 @@ def dense_mask(kind: str, rows: int, keys: int, batch: int = 2, heads: int = 4) 
         return seen.transpose(0, 1)[:, None].cuda()
     if kind == "blocks":
         return ((key * 7 // keys) == (row * 7 // rows)[:, None]).cuda()
-    if kind == "bool":
-        return (numbers > 0).cuda()
-    dtype = torch.float32 if kind == "fp32" else HALF
-    found = numbers.masked_fill(numbers > 1, -torch.inf).to("cuda", dtype)
-    return found[:1].expand(batch, -1, -1, -1) if kind == "relative" else found
-
-
-@pytest.mark.parametrize("lengths", [(512, 512), (49, 49), (300, 1100), (1, 777)])
-@pytest.mark.parametrize("kind", ["padded", "blocks", "bool", "own", "fp32", "relative"])
-def test_dense_masks(kind: str, lengths: tuple[int, int]) -> None:
-    inputs, bias = qkv(*lengths), dense_mask(kind, *lengths)
-    plain = bias if bias.dtype in (torch.bool, HALF) else bias.half()
-
-    def both(mask: Tensor) -> list[Tensor]:
-        out = sdpa(*inputs, attn_mask=mask)
-        return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
-
-    right = both(plain)
-    with override_on():
-        found = both(bias)
-    assert served() == 1
-    for got, wanted in zip(found, right):
-        close(got, wanted, 1e-2)
+    return (numbers > 0).cuda()
 
 
 @pytest.mark.parametrize("keys", [64, 256, 512])
