@@ -83,6 +83,16 @@ def copied_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile knows no graph of another test."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> "RecordingReference":
     """Serves every call, and knows them."""
     from tests.support import RecordingReference, serve_by

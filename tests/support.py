@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy
@@ -36,6 +39,22 @@ def driver_stand_in(folder: Path) -> str:
     target, source = folder / "driver.so", Path(__file__).parent / "kernels" / "driver.cpp"
     subprocess.run(["g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
     return str(target)
+
+
+def load_file(path: Path) -> ModuleType:
+    """Return the module of a file that lies in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_threads(work: Callable[[], object], count: int) -> None:
+    """Call ``work`` in ``count`` threads at once; an error in one is raised here."""
+    with ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(work) for _ in range(count)]:
+            done.result()
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result, Scalars
 from flash_attn_compat.dispatch import ops
 from tests import fused_on_cpu
-from tests.support import GENERAL, cumulative, on_backend, on_general_backends, qkv, serve_by
+from tests.support import GENERAL, cumulative, in_threads, on_backend, on_general_backends, qkv, serve_by
 
 FEATURES = {
     "plain": {},
@@ -165,9 +164,7 @@ def test_a_backward_uses_the_forwards_choice_in_any_thread(
         with use_backend("reference") if not named else contextlib.nullcontext():
             run = functools.partial(out.sum().backward)
             if in_thread:
-                thread = threading.Thread(target=run)
-                thread.start()
-                thread.join()
+                in_threads(run, 1)
             else:
                 run()
     assert backend.named == [named] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {
@@ -23,11 +24,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def release() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release_notes", ROOT / ".ci/release_notes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(ROOT / ".ci/release_notes.py")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,12 +26,7 @@ from flash_attn_compat.ops.rms_norm import rms_norm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
 from tests.support import RecordingReference, close, cumulative, ints, qkv, randn
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:

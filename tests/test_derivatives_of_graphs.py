@@ -6,7 +6,7 @@ test_derivatives.py holds those against the formula.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,11 +31,7 @@ from tests.support import cumulative, ints, randn
 Function = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def doubles(*shape: int, seed: int = 0) -> Tensor:

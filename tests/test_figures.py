@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 ORIGIN = "One H200, torch 2.11, 2026-11-24, by `python -m verify bench`.\n"
@@ -15,11 +16,7 @@ ORIGIN = "One H200, torch 2.11, 2026-11-24, by `python -m verify bench`.\n"
 
 @pytest.fixture(scope="module")
 def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("figures", ROOT / ".ci/figures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(ROOT / ".ci/figures.py")
 
 
 @pytest.fixture(scope="module")

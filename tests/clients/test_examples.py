@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 
 from tests.interpreters import forked, forked_group, free_port
 from tests.plain import attention, check_function, some
-from tests.support import randn
+from tests.support import load_file, randn
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "distributed"
@@ -72,10 +72,7 @@ except SystemExit as stop:
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("blockwise_attention_example", EXAMPLES / "blockwise_attention.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(EXAMPLES / "blockwise_attention.py")
 
 
 @pytest.mark.parametrize("chunks", [(16, 16), (16, 7), (5, 16), (100, 100)], ids=str)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import load_file
+
 FOUND = importlib.util.find_spec("verl")
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
 
@@ -25,12 +27,7 @@ def utilities(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, module in (("verl", types.ModuleType("verl")), ("verl.utils", types.ModuleType("verl.utils"))):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "verl.utils.device", device)
-    file = Path(next(iter(FOUND.submodule_search_locations))) / "utils" / "attention_utils.py"
-    spec = importlib.util.spec_from_file_location("verl_attention_utils", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(Path(next(iter(FOUND.submodule_search_locations))) / "utils" / "attention_utils.py")
 
 
 @pytest.mark.usefixtures("patched")

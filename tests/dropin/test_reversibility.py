@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import threading
 import types
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +14,7 @@ import pytest
 from flash_attn_compat.dropin import patch, patched, undo, unpatch
 from flash_attn_compat.installed import SITE
 from tests.dropin.conftest import state
+from tests.support import in_threads
 
 
 def use_the_name() -> None:
@@ -100,19 +100,12 @@ def test_all_who_wait_for_a_module_get_it_and_closing_takes_back_what_they_did(t
 
 
 def test_threads_that_patch_and_unpatch_at_once_leave_nothing():
-    before, errors = state(), []
+    before = state()
 
     def work() -> None:
-        try:
-            for _ in range(10):
-                with patched():
-                    use_the_name()
-        except BaseException as error:  # noqa: BLE001 (shown by the assertion)
-            errors.append(error)
+        for _ in range(10):
+            with patched():
+                use_the_name()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and state() == before
+    in_threads(work, 8)
+    assert state() == before

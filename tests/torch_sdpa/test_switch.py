@@ -15,7 +15,7 @@ from flash_attn_compat.core.reentry import as_decided
 from flash_attn_compat.torch_sdpa import attention, efficient, override
 from flash_attn_compat.torch_sdpa.policy import Policy
 from tests.fused_on_cpu import LaunchRecord
-from tests.support import randn
+from tests.support import in_threads, randn
 from tests.torch_sdpa import originals
 from tests.torch_sdpa.originals import counted
 
@@ -127,23 +127,15 @@ def test_a_failed_registration_holds_no_policy(monkeypatch: pytest.MonkeyPatch) 
 
 def test_calls_are_served_in_all_threads(served: LaunchRecord) -> None:
     q = randn(1, 2, 20, 32, dtype=torch.float16)
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            for _ in range(3):
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, q, q)
+            with originals.override_on():
                 F.scaled_dot_product_attention(q, q, q)
-                with originals.override_on():
-                    F.scaled_dot_product_attention(q, q, q)
-        except BaseException as error:  # noqa: BLE001  a thread would swallow it
-            errors.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and counted() == {"fused": 18}
+    in_threads(work, 3)
+    assert counted() == {"fused": 18}
 
 
 def test_a_declined_call_in_one_thread_declines_none_in_another(served: LaunchRecord) -> None:
