@@ -1,4 +1,4 @@
-"""States a caller may be in, and what may come of a call in one: the same answer, and the state as it was."""
+"""States of the caller: a call in any of them gives the same answer and leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def skip_reason(state: State, device: torch.device) -> str:
 
 
 def snapshot_state() -> dict[str, object]:
-    """What a call must leave as it was, random numbers aside."""
+    """Return the state that a call must not change, except random numbers."""
     found: dict[str, object] = {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.empty(0).device,
@@ -123,7 +123,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def answer(call: Call, device: torch.device, state: State | None = None) -> tuple[Results | None, list[str]]:
-    """One call, None where the backend that was asked for refuses it, and what it left otherwise than it was."""
+    """Make a call; return its results, None if the named backend declines it, and complaints about changed state."""
     laid = call.prepare(device)
     before = {name: x.detach().clone() for name, x in laid.inputs.items()}
     torch.manual_seed(7)
@@ -161,7 +161,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def near(a: Tensor, b: Tensor) -> bool:
-    """As near as two backends are: both within rounding of what is right."""
+    """Return whether two results differ by no more than the rounding of two backends."""
     if a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
         return same(a, b)
     x, y = a.detach().double(), b.detach().double()

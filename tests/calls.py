@@ -149,7 +149,7 @@ def _several(count: int, *shape: int, dtype: torch.dtype = torch.float16) -> Ite
 
 
 def _of(function: Callable[..., Any], leaves: dict[str, Tensor], fixed: dict[str, Tensor] | None = None) -> Prepare:
-    """function(**leaves, **fixed): what it returns, and the gradients of the first result in the leaves."""
+    """Prepare function(**leaves, **fixed), with the gradients of the first result in the leaves."""
 
     def prepare(device: torch.device) -> Prepared:
         inputs = {name: x.clone().to(device).requires_grad_() for name, x in leaves.items()}
@@ -217,7 +217,7 @@ def _backward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def _unpadded(x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    """What BERT does: tokens out of their padding, attention, and back."""
+    """Attend as BERT does: unpad the tokens, attend, pad the output."""
     tokens, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
     heads = tokens.view(-1, 2, 32)
     attended = flash_attn_interface.flash_attn_varlen_func(heads, heads, heads, cu, cu, longest, longest)

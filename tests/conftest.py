@@ -1,4 +1,4 @@
-"""What every test needs: one thread per process (the suite runs one per core) and no backend forced from outside."""
+"""Settings of every test: one thread per process (the suite runs one per core) and no backend forced from outside."""
 
 import gc
 import os
@@ -52,7 +52,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests marked ``gpu`` need an NVIDIA GPU: `pytest -m gpu` runs them alone."""
+    """Skip tests marked ``gpu`` without an NVIDIA GPU: `pytest -m gpu` runs them alone."""
     import torch
 
     from flash_attn_compat import settings
@@ -94,7 +94,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> "RecordingReference":
-    """Serves every call, and knows them."""
+    """A backend that serves and records every call."""
     from tests.support import RecordingReference, serve_by
 
     backend = RecordingReference()

@@ -30,7 +30,7 @@ _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 
 
 def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]]:
-    """A name, the kind of call, and what raises AssertionError where verify's judge finds something wrong."""
+    """Yield a name, a kind of call, and a check that raises AssertionError if verify's judge finds a fault."""
     number = nvrtc.target(place.index).number
     for kind in masked_kinds(number):
         label = f"d{kind.D} type {kind.type} vec {kind.vec} bias {kind.bias}" + " pairs" * kind.bias_pairs
@@ -60,7 +60,7 @@ _USUAL = 32, 64, 128, 256
 
 
 def kinds(number: int) -> Iterator[Kind]:
-    """Each feature alone at usual head dims, and all together at each of them and of dtypes."""
+    """Yield kinds with each feature alone at usual head dims, and with all features at every head dim and dtype."""
     for D in HEAD_DIMS:
         for type in (FP16, BF16 if number >= 80 else BF16_AS_FP16):
             plain = Kind(number, type, D)

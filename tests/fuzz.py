@@ -58,7 +58,7 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What came of some problems; tallies of parts add up."""
+    """Counts and failures of some problems; tallies of parts add up."""
 
     ran: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -100,7 +100,7 @@ def examine(plan: Plan, seed: int) -> Tally:
 
 
 def must_serve(p: Problem, backend: str, device: str = "cpu") -> bool:
-    """What a backend may not refuse: the two general ones nothing, `sdpa` on a CPU no plain attention of any mask."""
+    """Return whether a backend must serve a problem: the general two all, `sdpa` on a CPU plain ones of any mask."""
     if backend in ("reference", "chunked"):
         return True
     plain = p.kind in WITH_GRADIENTS and not p.dropout_p and p.softcap <= 0 and p.value_dim == p.head_dim
@@ -245,7 +245,7 @@ def repetition(problem: Problem, backend: str, device: str) -> str:
 
 
 def summary(total: Tally, plan: Plan) -> dict[str, Any]:
-    """What a run came to, for machines."""
+    """Return a run's results for machines."""
     of_backends = {}
     for name in plan.backends:
         ratio, seed = total.worst.get(name, (0.0, -1))

@@ -1,4 +1,4 @@
-"""Everything that only a GPU shows, most telling first: `python -m tests.gpu --minutes 25`.
+"""All checks that need a GPU, the most telling first: `python -m tests.gpu --minutes 25`.
 
 Each part runs in a process of its own, with a time limit, and prints one line of JSON; what it said goes to a file in
 --out. Parts named "... as 7.5" run what Turing gets. Exit code 1 where a part failed or had no time.
@@ -74,7 +74,7 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
 
 
 def run(part: Part, seconds: float, out: Path) -> dict[str, object]:
-    """The part's line. Whatever it started ends with it."""
+    """Run a part and return its line; the processes that it started end with it."""
     start = time.monotonic()
     # The rest is for what has begun by then, and for telling.
     command = [*part.command, *(["--seconds", str(round(seconds * 0.6))] if part.stops else [])]

@@ -1,4 +1,4 @@
-"""Interpreters for what a test needs a fresh one for.
+"""Interpreters for tests that need a fresh process.
 
 A new one takes two seconds of a core to import PyTorch. `forked` and `forked_group` run code in copies of one that has:
 nothing of ours and no client was imported there before.
@@ -94,12 +94,12 @@ def child(code: str) -> Answer:
 
 
 def forked_each(codes: list[str]) -> list[Answer]:
-    """``forked`` of every code, all at once; what one of them fails with ends the others."""
+    """``forked`` of every code, all at once; a failure of one ends the others."""
     return _at_once(codes, {})
 
 
 def forked_group(function: Callable[..., object], *arguments: Any, world: int = 2) -> None:
-    """function(rank, *arguments) of a test module in as many processes at once; what fails there fails here."""
+    """Call function(rank, *arguments) of a test module in ``world`` processes at once; a failure there fails here."""
     call = f"from {function.__module__} import {function.__name__} as run"
     answers = forked_each([f"{call}; run({rank}, *{arguments!r})" for rank in range(world)])
     assert not any(answer.returncode for answer in answers), "\n".join(answer.stderr for answer in answers)

@@ -62,7 +62,7 @@ class Plain(Tensor):
 
 
 class Wrapper(Tensor):
-    """Without memory: it holds a tensor, and what is computed of it. As DTensors and quantized tensors are."""
+    """A tensor without memory that wraps another, as do its results: like DTensors and quantized tensors."""
 
     _held: Tensor
 
@@ -85,7 +85,7 @@ class Wrapper(Tensor):
 
 
 class Pending(Wrapper):
-    """What is computed of it are ordinary tensors: as of a collective that has not come back yet."""
+    """A wrapper whose results are ordinary tensors, like the pending result of a collective."""
 
     @classmethod
     def _found(cls, results: Any) -> Any:
@@ -129,7 +129,7 @@ def _vmap(call: Call) -> Tensors:
 
 
 def _derivative(call: Call) -> Tensors:
-    """Of the sum of the results in q."""
+    """Compare torch.func's gradient of the summed results in q with autograd's."""
     q, *others = call.make()
     gradient, found = torch.func.grad_and_value(lambda q: call.function(q, *others)[0].sum())(q)
     (right,) = torch.autograd.grad(call.function(q.requires_grad_(), *others)[0].sum(), q)
@@ -151,12 +151,12 @@ def _dual(call: Call) -> Tensors:
 
 
 def _others(call: Call) -> Tensors:
-    """Tensors to trace with, which are not those that are computed."""
+    """Return tensors to trace with, whose values differ from the call's."""
     return tuple(x.flip(0) if x.is_floating_point() else x.clone() for x in call.make())
 
 
 def _jit_trace(call: Call) -> Tensors:
-    """Traced without gradients, for calls with and without."""
+    """Trace without gradients, and run the trace with and without them."""
     with torch.no_grad():
         traced = torch.jit.trace(call.function, _others(call))
     if call.is_differentiable:
@@ -218,7 +218,7 @@ def _under(mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callab
 
 
 def _checkpointed(call: Call) -> Tensors:
-    """Selectively, with whatever products our backends compute by; the gradients too, where there are any."""
+    """Checkpoint selectively, saving matrix products; compare the gradients too if autograd records the call."""
     if not hasattr(checkpoint, "create_selective_checkpoint_contexts"):
         pytest.skip("PyTorch has checkpointing policies from 2.5 on")
     products = [getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm")]
@@ -236,7 +236,7 @@ def _checkpointed(call: Call) -> Tensors:
 
 
 def _same_gradients(call: Call, function: Function) -> None:
-    """Whether ``function`` has the call's gradients."""
+    """Assert that ``function`` has the call's gradients."""
 
     def gradients(of: Function) -> Tensors:
         inputs = [x.requires_grad_(x.is_floating_point()) for x in call.make()]
@@ -251,7 +251,7 @@ def _same_gradients(call: Call, function: Function) -> None:
 
 
 def _threads(call: Call) -> Tensors:
-    """As DataParallel's replicas."""
+    """Call from several threads at once, as DataParallel's replicas do."""
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: call.function(*call.make()), range(8)))
     assert all(torch.equal(x, y) for each in found for x, y in zip(each, found[0], strict=True))
@@ -259,7 +259,7 @@ def _threads(call: Call) -> Tensors:
 
 
 def _in_a_pool(call: Call) -> Tensors:
-    """As a server's, that it gives back while it sleeps: what is made within it is gone then."""
+    """Call inside a memory pool that is then freed, as a sleeping server frees its pool."""
     if not torch.cuda.is_available() or not hasattr(torch.cuda, "use_mem_pool"):
         pytest.skip("needs an NVIDIA GPU and PyTorch 2.5")
     for _ in range(2):

@@ -153,7 +153,7 @@ class Naive:
     # ---- whole tensors ----------------------------------------------------------------------------------------------
 
     def _of_one_scale(self, q, k, v, read=slice(None)):
-        """q, k, v and what out is to be multiplied by; `read`: the keys that belong to a sequence."""
+        """Return q, k, v and the factor for out; `read`: the keys that belong to a sequence."""
         back = None
         if self.values_share_a_scale:
             v = _through_fp16(v, _power_of_two(1 / _largest(v)))

@@ -28,7 +28,7 @@ def run(name: str, source: str, names: dict[str, Any]) -> None:
 
 
 def save_tiny_model(folder: Path) -> None:
-    """What from_pretrained takes: a random Llama stored in bf16, as most are, and a tokenizer of bytes."""
+    """Save a random Llama in bf16 and a tokenizer of bytes as from_pretrained reads them."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

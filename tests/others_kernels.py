@@ -1,4 +1,4 @@
-"""Kernels of others acted out on a CPU: strict about what they are given, careless where the real ones are.
+"""CPU stand-ins for the kernels of PyTorch and flash-attn: strict about inputs, careless where the real kernels are.
 
 They are those of flash-attn's extension and of two pairs of PyTorch's operators. Tokens outside of all sequences come
 back as NaN, and so do those of a sequence behind the longest length that is stated. Windows are clamped to the longest
@@ -46,7 +46,7 @@ KEYWORDS = {"window_size_left": "left", "window_size_right": "right", "num_split
 
 
 class Launch(NamedTuple):
-    """What a kernel is given; packed tensors are (total, heads, head_dim). A side of the window that is -1 is open."""
+    """A kernel's arguments; packed tensors are (total, heads, head_dim), and a window's side of -1 is open."""
 
     q: Tensor
     k: Tensor
@@ -99,7 +99,7 @@ def extension_backward(name: str, *arguments: Any) -> None:
 
 
 def check_signs(arguments: tuple[Any, ...]) -> None:
-    """PyTorch resolves lazily negated views for its own operators, not for what is given their addresses."""
+    """Refuse lazily negated views: PyTorch resolves them for its own operators, not for kernels that read addresses."""
     assert not any(isinstance(x, Tensor) and x.is_neg() for x in arguments)
 
 

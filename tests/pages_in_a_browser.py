@@ -1,4 +1,4 @@
-"""verify's pages as a browser lays them out: at a phone's width and a desk's, in light and dark.
+"""verify's pages in a browser: at the widths of a phone and a desktop, in light and dark.
 
     python -m pytest -n 0 tests/pages_in_a_browser.py
 

@@ -115,7 +115,7 @@ def check_module(module: nn.Module, plain: Callable[..., Any], *inputs: Any) -> 
 def check_function(
     ours: Callable[..., Any], plain: Callable[..., Any], *inputs: Any, epsilons: float = 2, rounds_once: bool = False
 ) -> None:
-    """Errors against plain in fp64 are at most twice those of plain in the inputs' dtypes, plus some epsilons.
+    """Assert that errors against fp64 are at most twice those of plain in the inputs' dtypes, plus some epsilons.
 
     Compared are every output, and the gradients in every floating tensor of the inputs (sequences included).
     rounds_once: plain computes in fp32 and rounds its results, and ours must too: half precision gets no epsilons.
@@ -180,7 +180,7 @@ def some(values: Iterable[Any], every: int) -> list[Any]:
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows of one value from each axis, so few that each two values of two axes still meet in one of them."""
+    """Return few rows of one value from each axis such that any two values of two axes meet in a row."""
     # Each process orders a set anew, and pytest-xdist's workers must name the same tests.
     assert not any(isinstance(axis, (set, frozenset)) for axis in axes), f"an axis without an order in {axes}"
     values = [list(axis) for axis in axes]

@@ -47,7 +47,7 @@ def child(shard: int, shards: int, seconds: float, tool: str) -> None:
 
 
 def of_the_table(place: torch.device, tool: str) -> Iterator[Callable[[], object]]:
-    """Each call in some states; those that our kernels have no part in once.
+    """Yield checks: each call in some states, and calls without fused kernels once.
 
     Modules multiply by cuBLAS, whose kernels racecheck breaks (its internal error, seen on an H200 with CUDA 13.0).
     """
@@ -71,7 +71,7 @@ def of_the_table(place: torch.device, tool: str) -> Iterator[Callable[[], object
 
 
 def run(tool: str | None, shard: int, shards: int, seconds: float) -> str:
-    """What a shard printed, under ``tool``; without one it fills the cache of compiled kernels."""
+    """Return the output of a shard under ``tool``; without a tool the shard fills the cache of compiled kernels."""
     command = [sys.executable, "-m", "tests.sanitize", "--shard", str(shard), "--jobs", str(shards)]
     command += ["--seconds", str(seconds), "--tool", tool or ""]
     variables = dict(os.environ)

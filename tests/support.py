@@ -1,4 +1,4 @@
-"""What several test files share: the general backends, small inputs, and a comparison of two answers."""
+"""Helpers of several test files: the general backends, small inputs, and comparisons."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def on_backend(backend: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class RecordingReference(Reference):
-    """The reference backend, and what it was asked."""
+    """The reference backend, which records its calls."""
 
     def __init__(self) -> None:
         self.appended: list[Append | None] = []
@@ -130,13 +130,13 @@ class RecordingReference(Reference):
 
 
 def serve_by(patch: pytest.MonkeyPatch, *backends: Backend) -> None:
-    """They serve from now on, and nobody else."""
+    """Replace the table of backends."""
     patch.setattr(choice, "BACKENDS", backends)
     patch.setattr(call_cache, "_current", call_cache.empty_tables())
 
 
 def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons: float = 16) -> None:
-    """Within some roundings of the size of what was summed; infinities in the same places."""
+    """Assert equality within some roundings of ``magnitude``, the size of the summed terms; infinities are equal."""
     assert ours.shape == right.shape
     atol = epsilons * torch.finfo(ours.dtype).eps * float(magnitude)
     torch.testing.assert_close(ours.double(), right.double(), rtol=epsilons * torch.finfo(ours.dtype).eps, atol=atol)

@@ -1,4 +1,4 @@
-"""Activations and their hand-written gradients against PyTorch's, and what stands under the names of Triton kernels."""
+"""Activations and their hand-written gradients against PyTorch's, and functions with the names of Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the layers, and that nothing imports upwards or in a circle; how long files may be."""
+"""The layers of the package: no import goes upwards or in a circle; and the length of files."""
 
 from __future__ import annotations
 

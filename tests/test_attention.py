@@ -1,4 +1,4 @@
-"""What flash-attn promises of values, LSE, gradients and caches: every backend that computes anywhere, by the judge.
+"""Values, LSE, gradients and caches as flash-attn promises them: the judge examines every general backend.
 
 Each (sequence, head) is held against fp64; what a call must not read is NaN, what it must not write is looked at.
 """
@@ -30,7 +30,7 @@ def test_the_answer_is_right_and_nothing_else_is_touched(name: str) -> None:
 
 @pytest.fixture(params=["cpu", "accelerator"])
 def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose sequences are put together: an accelerator's are padded, and SDPA's gradients there take no LSE."""
+    """How sequences are joined: padded on an accelerator, where SDPA's gradients take no LSE."""
     if request.param == "accelerator":
         if torch.__version__ < "2.5":
             pytest.skip("SDPA's gradients are nan there, so that chunked serves")

@@ -122,7 +122,7 @@ def _of_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def test_a_mask_that_cannot_be_drawn_again_is_an_error_under_create_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of the GPU kernels whose dropout masks are their own."""
+    """Such are the dropout masks of PyTorch's GPU kernels."""
 
     class KeepsItsMask(Reference):
         def forward(self, call: AttentionCall) -> Result:
@@ -136,7 +136,7 @@ def test_a_mask_that_cannot_be_drawn_again_is_an_error_under_create_graph(monkey
 
 
 class Sees(Reference):
-    """What is named while it computes a backward."""
+    """A backend that records the named backend during its backward."""
 
     def __init__(self) -> None:
         self.named: list[str | None] = []

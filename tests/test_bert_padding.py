@@ -1,4 +1,4 @@
-"""bert_padding: what is kept, what comes back, and where gradients go."""
+"""bert_padding: kept tokens, restored padding, and gradients."""
 
 import einops
 import pytest

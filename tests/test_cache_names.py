@@ -1,4 +1,4 @@
-"""Nothing that is remembered outlives what it was made from: each byte of that is in the name it is kept under."""
+"""Cached files depend on every byte of their sources: each is part of the name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Change = Callable[[pytest.MonkeyPatch], object]
 
 
 class Cache(NamedTuple):
-    """How what is kept is named, from which files of the copies, and what else goes into it."""
+    """A cache's names: the source files, and the other values that go into them."""
 
     name: Callable[[Path], str]
     files: set[str]
@@ -121,7 +121,7 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    """What this process has read."""
+    """Clear this process's caches."""
     nvrtc.read_source.cache_clear()
     self_test._test_digests.cache_clear()
 

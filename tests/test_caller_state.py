@@ -1,4 +1,4 @@
-"""Neither an answer nor the caller's state or tensors depend on one another: a table of calls in every state."""
+"""A table of calls in every state of the caller: answers do not depend on the state, and calls do not change it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ on_devices = pytest.mark.parametrize("device", DEVICES, ids=str)
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be compiled runs as it is: minutes of compilation say nothing of the caller's state."""
+    """torch.compile returns the function itself: compiling takes minutes and depends on no state of the caller."""
     monkeypatch.setattr(torch, "compile", lambda function=None, **options: function)
 
 

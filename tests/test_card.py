@@ -1,4 +1,4 @@
-"""What commands that measure know of a GPU: how much memory, which launches are too long for a display's timer."""
+"""The limits of a GPU for commands that measure: its memory, and launches too long for a display's timer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CI runs as on a machine that remembers nothing, and releases what agrees: tag, versions, changelog, address."""
+"""CI runs with empty caches, and releases only if tag, versions, changelog and address agree."""
 
 from __future__ import annotations
 

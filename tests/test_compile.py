@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True), forward and backward, is equal to the eager call: attention and what surrounds it."""
+"""torch.compile(fullgraph=True) matches the eager call, forward and backward: attention and the layers around it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def packed() -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
 
 
 def of_a_mask(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """What models do that derive the lengths from a mask."""
+    """Attend as models do that derive the lengths from a mask."""
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     return flash_attn_varlen_func(q, k, v, cu, cu, lengths.max(), lengths.max(), causal=True)
 
@@ -123,7 +123,7 @@ def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longe
 def test_a_compiled_call_needs_gradients_if_its_eager_one_does(
     asked: RecordingReference, needs_grad: bool, mode: Any
 ) -> None:
-    """Gradients and LSE are features that not every backend has; over pages, some serve what needs neither."""
+    """Over pages, some backends serve only calls without gradients and LSE."""
     q, k, v = randn(5, 2, 16).requires_grad_(needs_grad), randn(4, 4, 2, 16, seed=1), randn(4, 4, 2, 16, seed=2)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
     results = []

@@ -1,4 +1,4 @@
-"""The fuzzer's command line: what it runs, when it stops, and what it says of a failure."""
+"""The fuzzer's command line: its problems, its time limit, and its report of a failure."""
 
 from __future__ import annotations
 

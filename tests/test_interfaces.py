@@ -1,4 +1,4 @@
-"""Every function has the arguments of the one it stands for, by tests/signatures.txt."""
+"""Every function has the arguments of flash-attn's function, by tests/signatures.txt."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ lost = False
 
 
 def steps(first: int, plan: list[str]) -> Iterator[tuple[str, int]]:
-    """What each step does; its result has the process in which it was taken."""
+    """Yield steps that return their process, or end it."""
     global lost  # noqa: PLW0603
     for what in plan[first:]:
         if what == "kill":
@@ -44,7 +44,7 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(plan: list[str]) -> tuple[list[str], int]:
-    """What came of each step, and how many processes took part."""
+    """Return each step's result, and the number of processes."""
     found: list[Any] = list(run_in_children(len(plan), steps, plan))
     processes = {one[1] for one in found if not isinstance(one, Ended)}
     return [one.how if isinstance(one, Ended) else one[0] for one in found], len(processes)

@@ -1,4 +1,4 @@
-"""The judge must itself be right: it finds every mutant, and its oracle gives what flash-attn answered on an H200."""
+"""The judge finds every mutant, and its oracle matches flash-attn's answers from an H200."""
 
 from __future__ import annotations
 

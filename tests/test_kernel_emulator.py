@@ -1,4 +1,4 @@
-"""The emulator of the CUDA kernels computes what the instructions compute, and notices what must not be."""
+"""The emulator of the CUDA kernels computes like the instructions, and reports forbidden actions."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_struct_of_another_size_is_an_error() -> None:
 
 
 def test_threads_launch_one_after_the_other() -> None:
-    """What a library knows of its launch is the library's, and Python lets other threads go on meanwhile."""
+    """A library holds the state of one launch, and Python runs other threads during it."""
     sums = [torch.empty(128) for _ in range(8)]
 
     def work(out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Every kind of tensor and every mode times five calls: right, or one clear error; never a launch without memory."""
+"""Five calls with every kind of tensor and mode: right, or one clear error; no launch without memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOOKING = ("wrapper", "jit.trace", "dispatch mode", "selective checkpointing", "
 
 @pytest.fixture(autouse=True, scope="module")
 def _the_compiler_knows_pytorch() -> None:
-    """It lists PyTorch's functions at its first call, and must not take those of the emulator for them."""
+    """The compiler lists PyTorch's functions at its first call, before the emulator replaces some."""
     torch.compile(lambda: torch.empty_like(torch.empty(1)), backend="eager")()
 
 

@@ -1,4 +1,4 @@
-"""Caches and pages: what is not a problem for the judge, sinks among it; what is refused is in test_rejections.py."""
+"""Caches and pages in calls that are no verify problems, such as sinks; refusals are in test_rejections.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of rows of sequences that are longer than max_seqlen_q and max_seqlen_k say, by our kernels.
+"""The fused kernels on sequences longer than max_seqlen_q and max_seqlen_k.
 
 Where the host cannot read the lengths, a row's results are right, or NaN as a whole: never what its memory held before.
 """

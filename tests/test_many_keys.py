@@ -1,4 +1,4 @@
-"""Sums over very many keys, where each block adds them all up: what fp32 and the tensor cores lose on the way."""
+"""Sums over very many keys in one block: the rounding of fp32 and of the tensor cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the oracle is not asked for: the form of results, and rows without keys."""
+"""The form of results, and rows without keys, which the oracle does not check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the modules around attention refuse: an error that names what does not fit, before anything is computed."""
+"""Refusals of the modules around attention: an error names the argument before anything is computed."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def test_the_function_of_the_dense_layer_has_gradients_of_everything(with_bias: 
 
 
 class InternLMs(FusedDenseFunc):
-    """As its utils have it: another backward, over what ctx holds."""
+    """InternLM's subclass: another backward, over the attributes of ctx."""
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]

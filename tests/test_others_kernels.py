@@ -218,7 +218,7 @@ def test_the_installed_pytorch_has_operators_with_every_argument(name: str, monk
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """install(extension's source, version) puts another in the place of the one that serves CPU tensors."""
+    """Return install(source, version), which replaces the extension that serves CPU tensors."""
     others_kernels.install(monkeypatch, "official", tmp_path)
     return lambda *what: lay_flash_attn(monkeypatch, tmp_path, *what)
 

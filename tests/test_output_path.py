@@ -1,4 +1,4 @@
-"""A path of an option is tried before the work, and what is there stays as it is."""
+"""The path of an option is tried before the work, and an existing file stays unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_link_to_a_new_file_stays_and_its_file_is_not_left_behind(tmp_path: Pa
 
 @has_pipes
 def test_a_named_pipe_is_not_opened(tmp_path: Path) -> None:
-    """Which would wait for a reader, or end what a reader waits for."""
+    """Opening it would wait for a reader, or end a reader's wait."""
     os.mkfifo(tmp_path / "pipe")
     assert output_path(str(tmp_path / "pipe")) == tmp_path / "pipe"
 
@@ -43,7 +43,7 @@ def test_a_named_pipe_is_not_opened(tmp_path: Path) -> None:
 def test_a_file_that_may_not_be_written_is_refused(
     exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the error of opening it: root may write whatever its mode says."""
+    """Opening it decides: root may write to a file of any mode."""
 
     def refuse(*arguments: object) -> None:
         raise PermissionError(13, "Permission denied")

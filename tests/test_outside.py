@@ -1,4 +1,4 @@
-"""What is asked of a GPU without waiting for it, on a CPU: numbers in cu_seqlens, and whether it is captured."""
+"""Work on cu_seqlens without synchronisation, and capture, checked on a CPU."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ POSIX_ONLY = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "term
 
 
 def imported_at_once(nodes: list[ast.stmt]) -> Iterator[str]:
-    """The modules that importing a file imports; functions import what is in them later, or never."""
+    """Yield the modules that importing a file imports, without imports inside functions."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,7 +62,7 @@ def names_a_text_file(call: ast.Call) -> bool:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The libraries that were asked for; none of them is there."""
+    """Record the requested libraries; none of them exists."""
     asked: list[str] = []
 
     def refuse(name: str) -> None:

@@ -199,7 +199,7 @@ def test_the_varlen_backward_writes_each_sequences_gradients_and_zeros_outside(b
 
 @pytest.mark.parametrize("backend", [*GENERAL, "fused"])
 def test_softmax_d_is_0_outside_of_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels leave what the memory held at tokens outside of all sequences."""
+    """Kernels leave tokens outside of all sequences unwritten."""
     if backend == "fused":
         fused_on_cpu.emulate(monkeypatch)
     starts = cumulative(3, 0, 130, 0)

@@ -1,4 +1,4 @@
-"""What flash-attn 2.8.3 answered on an H200, and random problems: each backend and the kernels, by the judge."""
+"""Each backend and the kernels against flash-attn 2.8.3's answers from an H200, and on random problems."""
 
 from __future__ import annotations
 

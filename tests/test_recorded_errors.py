@@ -1,4 +1,4 @@
-"""The 34 malformed or borderline calls that flash-attn 2.8.3 was asked, asked of us.
+"""The 34 malformed or borderline calls recorded from flash-attn 2.8.3.
 
 What it rejects as malformed we reject with the same exception type and key words, before anything is written. What it
 serves we serve, but for one that can only be a mistake. What it rejects only for lack of a kernel we serve, and right.

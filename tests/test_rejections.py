@@ -1,4 +1,4 @@
-"""What is no tensor or no integer: an error that names the argument, before anything is computed or written."""
+"""Arguments of wrong types: an error names the argument before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _wrong(call: Call) -> Iterator[tuple[str, Any]]:
 
 
 def _named(name: str) -> str:
-    """What the argument is called below the packed functions."""
+    """Return an argument's name below the packed functions."""
     return {"cu_seqlens": "cu_seqlens_q", "max_seqlen": "max_seqlen_q"}.get(name, name)
 
 

@@ -110,7 +110,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 def test_a_rotation_and_its_gradient_are_rounded_once(
     form: str, dtype: torch.dtype, table_dtype: Any, interleaved: bool, rotary_dim: int, offsets: Any, own_keys: bool
 ) -> None:
-    """With an offset of each sequence too; what it puts off the table is left alone."""
+    """With an offset of each sequence too; rows beyond the table are not rotated."""
     shape, ours, plain = FORMS[form]
     of_q = tables(rotary_dim, table_dtype or dtype)
     of_k = tables(rotary_dim, table_dtype or dtype, seed=5) if own_keys else of_q

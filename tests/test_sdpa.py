@@ -1,4 +1,4 @@
-"""What sdpa computes together, and what it does about versions of PyTorch's CPU kernel, half precision and biases."""
+"""The sdpa backend: joined sequences, versions of PyTorch's CPU kernel, half precision and biases."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_scores_too_large_for_fp16_are_no_trouble(monkeypatch, keeps_scores, opt
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_causal_rows_after_a_long_cache_are_right_on_every_cpu(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Those without hardware for half precision compute it in fp32."""
+    """CPUs without hardware for half precision compute in fp32."""
     problem = Problem(seqlens_q=(150,), seqlens_k=(3500,), nheads_k=2, group=2, causal=True, dtype=dtype)
     assert sdpa._pays_to_split(Block(torch.empty(1, 150, 4, 8), *[torch.empty(1, 3500, 2, 8)] * 2, None, range(1)))
     examination = Examination(problem)

@@ -1,4 +1,4 @@
-"""sdpa on AMD's GPUs: plain and causal calls, once a small problem was right. Stubs: nobody here has such a GPU."""
+"""sdpa on AMD's GPUs, by stubs: plain and causal calls, after a small problem was right."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_half(params: torch.backends.cuda.SDPAParams) -> bool:
 
 @pytest.fixture
 def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine on which CPU tensors are an AMD GPU's, and no kernel computes but what SDPA calls."""
+    """A machine on which CPU tensors count as an AMD GPU's, and SDPA alone computes."""
     of_cpu = AttentionCall.traits
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
@@ -55,7 +55,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def seen(amd: pytest.MonkeyPatch) -> Seen:
-    """What F.scaled_dot_product_attention is given."""
+    """Record the arguments of F.scaled_dot_product_attention."""
     found: Seen = []
     attention = F.scaled_dot_product_attention
 

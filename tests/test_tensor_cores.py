@@ -39,7 +39,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> LaunchRecord:
 
 
 def takes(monkeypatch: pytest.MonkeyPatch, cycles: float) -> list[int]:
-    """Let a product take so long; returns who was asked, as it goes."""
+    """Set the time of a matrix product; return the list of devices that are measured."""
     asked: list[int] = []
     monkeypatch.setattr(tensor_cores, "measure_cycles", lambda device: asked.append(device) or cycles)
     return asked

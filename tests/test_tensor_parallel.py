@@ -33,7 +33,7 @@ Part = Callable[[Tensor], Tensor]
 
 
 def shared(length: int, units: int = 1) -> slice:
-    """What this rank holds of `length` features in units: the first rank takes what is left over."""
+    """Return this rank's share of `length` features in units; the first rank has the remainder."""
     first = -(-(length // units) // WORLD) * units
     return (slice(0, first), slice(first, length))[dist.get_rank()]
 
@@ -48,7 +48,7 @@ def chunk(t: Tensor) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A layer of this rank beside the undivided one, and what of everything belongs to this rank."""
+    """A layer of this rank beside the undivided one, and this rank's shares."""
 
     layer: nn.Module
     undivided: nn.Module
@@ -185,7 +185,7 @@ def embeddings(parts: Part) -> Iterator[Case]:
 
 
 def check_decoding() -> None:
-    """Steps through a rank's cache give what the full forward gives."""
+    """Steps through a rank's cache match the full forward."""
     for options in ({"rotary_emb_dim": 16}, {"rotary_emb_dim": 8, "num_heads_kv": 2}, {"use_alibi": True}):
         torch.manual_seed(0)
         module = ParallelMHA(
@@ -203,7 +203,7 @@ def check_decoding() -> None:
 
 
 def check_collectives() -> None:
-    """Those without gradients, of strided tensors and with a handle; with gradients the layers above use them."""
+    """Check collectives without gradients, of strided tensors and with a handle; the layers above check gradients."""
     group, rank = dist.group.WORLD, dist.get_rank()
     both = [torch.arange(8.0).reshape(4, 2) + 100 * other for other in range(WORLD)]
     mine = both[rank].t().contiguous().t()
@@ -227,7 +227,7 @@ def check_collectives() -> None:
 
 
 def check_marked_parameters() -> None:
-    """Shared values come from rank 0, gradients of what is sequence-parallel are summed; a bias is on rank 0 alone."""
+    """Shared values come from rank 0, sequence-parallel gradients are summed, and a bias is on rank 0 alone."""
     group, rank = dist.group.WORLD, dist.get_rank()
     model = nn.ModuleDict({"shared": nn.Linear(2, 2, bias=rank == 0), "own": nn.Linear(2, 2)})
     for index, parameter in enumerate(model.parameters()):

@@ -1,4 +1,4 @@
-"""flash-attn-compat tune: what it times, what it makes of that, and that nothing ends it. The clock is the tests'."""
+"""flash-attn-compat tune with the tests' own clock: its candidates, its results, and failures that must not end it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tell(monkeypatch: pytest.MonkeyPatch, launches: LaunchRecord, clock: Clock) -> None:
-    """clock: milliseconds by who served and what was launched"""
+    """clock: milliseconds by the backend and its launches"""
 
     def reading(run: tune.Run) -> float:
         before = len(launches.seen)

@@ -1,4 +1,4 @@
-"""utils.*: what scripts and tests written for flash-attn import."""
+"""utils.*: the functions that scripts and tests written for flash-attn import."""
 
 from __future__ import annotations
 

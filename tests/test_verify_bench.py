@@ -1,4 +1,4 @@
-"""verify bench: its figures can be trusted, whatever one contestant does, and a mistyped option says so in one line."""
+"""verify bench: its figures hold beside failing contestants, and a mistyped option ends in one line."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_step_that_does_not_rotate_is_seen():
 
 
 def test_a_call_with_dropout_is_judged_without_it():
-    """What it drops is compare's business; nothing of it may hide a wrong answer."""
+    """Compare judges dropout; here it must not hide a wrong answer."""
     settings = {"device": "cpu", "dtype": torch.float32, "repeats": 1, "budget_s": 0.1}
     contestants = [ours(), RIVALS["plain"], _stub("wrong", _off)]
     rows = run(Plan([TINY["dropout_train"]], contestants, **settings), TINY["dropout_train"])

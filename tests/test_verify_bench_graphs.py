@@ -1,4 +1,4 @@
-"""verify bench's calls in CUDA graphs: what is captured, when a replay is right, how it is shown. No GPU needed."""
+"""verify bench's calls in CUDA graphs, without a GPU: captures, right replays, and their report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _faithful(call, device):
 
 
 def _stale(call, device):
-    """Gives what it gave when it was captured."""
+    """A replay that returns the captured result again."""
     return (lambda: None), call.run()
 
 

@@ -1,4 +1,4 @@
-"""verify's command line and its files: what a user who mistypes sees, and what is written."""
+"""verify's command line and its files: errors for mistyped options, and the files written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify ladder: every step is right at every size, what it promises of memory is so, and the command says it all."""
+"""verify ladder: every step is right at every size and within its memory, and the command reports both."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def located(
 
 
 def named(found: Located) -> str:
-    """The last of the findings about A: what the mistake is called."""
+    """Return the name of the mistake, the last finding about A."""
     return found.wrong["A"].sentences[-1]
 
 

@@ -1,4 +1,4 @@
-"""verify report: one self-contained page that says what the saved runs say, whatever they say."""
+"""verify report: one self-contained page of the saved runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PICTURES = (
 
 
 class Reader(HTMLParser):
-    """Checks that tags are closed, and collects the text and what would be fetched."""
+    """A parser that checks closed tags, and collects the text and the addresses to fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ def test_a_file_of_another_kind_ends_in_one_line_and_exit_code_2(command, conten
 
 
 def words_of(picture) -> list[str]:
-    """What is written in it, from first to last."""
+    """Return the words of a figure in their order."""
     return re.findall(r"<text[^>]*>(.*?)</text>", svg(picture))
 
 

@@ -1,4 +1,4 @@
-"""verify away from its clone: as the wheel has it, over a file of the user's, with what a kernel declines."""
+"""verify away from its clone: from the wheel, over a user's file, and with kernels that decline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attention(q, k, v, causal):
 
 @pytest.fixture
 def kernel(tmp_path, monkeypatch) -> str:
-    """A file of somebody's, with another beside it that it imports."""
+    """A user's file, which imports a neighbouring file."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "beside", raising=False)
     folder = tmp_path / "somewhere else"
@@ -52,7 +52,7 @@ def kernel(tmp_path, monkeypatch) -> str:
 
 @pytest.fixture
 def wheel(tmp_path) -> Path:
-    """What a wheel unpacks: the package, with verify in it and without its recorded answers."""
+    """The files of an unpacked wheel: the package with verify and without recorded answers."""
     site, left = tmp_path / "site-packages", shutil.ignore_patterns("__pycache__", "recorded_answers")
     shutil.copytree(Path(REPOSITORY, "flash_attn_compat"), site / "flash_attn_compat", ignore=left)
     shutil.copytree(Path(REPOSITORY, "verify"), site / "flash_attn_compat/verify", ignore=left)
@@ -77,7 +77,7 @@ sys.exit(0 if codes == [0, 0, 1, 0] and main(["verify", "--nonsense"]) else 7)
 
 
 def test_a_file_of_the_current_folder_that_is_named_like_a_library_is_not_run(wheel, tmp_path):
-    """Somebody who judges a kernel in a folder of downloads runs that kernel, and nothing else there."""
+    """Judging a kernel in a folder of downloads runs no other file there."""
     for name in ("torch", "rich", "einops"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the downloaded file ran')")
     code = f"""

@@ -1,4 +1,4 @@
-"""verify's verdict on a kernel of somebody's: what it rests on, what it leaves open, and what to do next."""
+"""verify's verdict on a user's kernel: its evidence, its gaps, and the next command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random calls of all functions, answered by what is known of earlier ones and by nothing: `python -m tests.warm`.
+"""Random calls of all functions, with and without the cache of prepared calls: `python -m tests.warm`.
 
 Each differs in a thing or two from the first problem of its function, so that most are like an earlier one, or nearly.
 Both answers are equal bit for bit, errors too; of our own kernels, that is what is launched.
@@ -43,7 +43,7 @@ class WarmCall(NamedTuple):
 
 
 def calls_of(function: str, dtype: str = "") -> Iterator[WarmCall]:
-    """Every short problem of it, the first one first, and changes of that one. dtype: of what is not half precision."""
+    """Yield a function's short problems, then its changes. dtype: for problems not in half precision."""
     first = FIRST[function]
     problems = [x for name, x in PROBLEMS.items() if FUNCTIONS[x.kind] == function and not name.startswith("long")]
     for problem in (first, *problems):
@@ -55,7 +55,7 @@ def calls_of(function: str, dtype: str = "") -> Iterator[WarmCall]:
 
 
 def outcome(call: Call) -> Answer:
-    """What a call returns, its gradients and what it writes into its cache, or its error."""
+    """Return a call's results, gradients and written caches, or its error."""
     fresh = replace(call, args=call.args | {name: moved(call.args[name], "cpu") for name in call.caches})
     try:
         found = solve(getattr(flash_attn_interface, call.fn), fresh)
@@ -132,7 +132,7 @@ def in_state(run: Callable[[], Answer], *states: str, seed: int = 0) -> Callable
 
 
 def private(problem: Problem, dropout_p: float = 0.0, has_places: bool = True, return_softmax: bool = False) -> Answer:
-    """has_places: whether the caller gives those of the gradients, which lie as dout does"""
+    """has_places: whether the caller gives the gradients' tensors, with dout's layout"""
     call = problem.build()
     places = [laid_out(x, problem.layouts[3]) if has_places else None for x in call.qkv]
     slopes = call.args.get("alibi_slopes")
@@ -149,7 +149,7 @@ def extension(problem: Problem, _: float = 0.0, has_place: bool = True) -> Answe
 def recorded(
     problem: Problem, unpack: Callable[[Tensor], Tensor] = Tensor.detach, of_lse: bool = False, around: str = ""
 ) -> Answer:
-    """unpack: of what is saved; of_lse: which result has a gradient; around: the backward's state"""
+    """unpack: the hook for saved tensors; of_lse: whether the LSE has the gradient; around: the backward's state"""
     leaves = [x.detach().requires_grad_() for x in problem.build().qkv]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
         results = flash_attn_interface.flash_attn_func(*leaves, return_attn_probs=True)
@@ -220,7 +220,7 @@ class Tally(NamedTuple):
 
 
 def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = lambda call: call.run()) -> Tally:
-    """Each call by an empty memory, and twice by one that remembers all the calls before it.
+    """Answer each call with an empty cache, and twice with one that holds all earlier calls; compare.
 
     Both by what it answers and by what its requests are taken for.
     """
@@ -261,7 +261,7 @@ def has_length(scalars: tuple[Any, ...]) -> bool:
 
 
 def launched(launches: fused_on_cpu.LaunchRecord) -> Callable[[WarmCall], Answer]:
-    """What is launched of a call, but for addresses; or its error."""
+    """Return a call's launches without addresses, or its error."""
 
     def answer(call: WarmCall) -> Answer:
         launches.seen.clear()

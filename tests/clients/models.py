@@ -25,7 +25,7 @@ DECODER = ENCODER | {"num_key_value_heads": 2}
 
 @dataclass(frozen=True)
 class Model:
-    """A class and configuration of transformers by name; `inputs` makes what it takes besides token ids."""
+    """A class and configuration of transformers by name; `inputs` makes the model's inputs other than token ids."""
 
     kind: str  # decoder, encoder, other
     config: str

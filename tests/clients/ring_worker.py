@@ -33,7 +33,7 @@ Function = Callable[..., Any]
 
 
 class Case(NamedTuple):
-    """attention(q, k, v) of a shard, how the whole is cut, and what the whole sequence computes."""
+    """attention(q, k, v) of a shard, the cut of the sequence into shards, and the attention of the whole sequence."""
 
     attention: Function
     cut: Function

@@ -1,4 +1,4 @@
-"""Clients that bring attention of their own or wrap models, with the name answered: none of them breaks."""
+"""Clients with attention of their own, or wrappers of models, work while the name flash_attn is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/t4.ipynb: its cells run from top to bottom, and say to other programs what these take."""
+"""examples/t4.ipynb: its cells run from top to bottom and give other programs valid arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 
 def commands() -> Iterator[list[str]]:
-    """What any cell gives to flash-attn-compat, where there is a GPU too."""
+    """Return the arguments that cells give to flash-attn-compat, those for a GPU included."""
     for source in notebook.cells().values():
         for call in ast.walk(ast.parse(source)):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "shell":
@@ -85,7 +85,7 @@ def test_a_command_gets_the_memory_that_this_process_does_not_use(monkeypatch: p
 
 
 def executed(sources: list[str], folder: Path) -> list[str]:
-    """What cells print in a kernel, as a notebook runs them; each one's output."""
+    """Run cells in a kernel as a notebook does; return the output of each."""
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     import nbformat
@@ -123,7 +123,7 @@ def test_all_cells_run_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The names that its cells leave behind, and what they told other programs to do as `told`."""
+    """The namespace after its cells, with the commands that they ran as `told`."""
     folder = tmp_path_factory.mktemp("notebook")
     notebook.save_tiny_model(folder / "tiny")
     names: dict[str, Any] = {"folder": folder, "told": []}

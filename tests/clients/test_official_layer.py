@@ -28,7 +28,7 @@ def official(monkeypatch):
 
 
 def results(function, *inputs, **options):
-    """Of fresh copies: what is returned, gradients, and caches that were written."""
+    """Return the results, gradients and written caches of a call on fresh copies."""
     leaves = [x.clone() for x in inputs]
     if "cache_seqlens" in options:
         return [function(leaves[0], *leaves[2:], k=leaves[1], v=leaves[1], **options), *leaves[2:]]

@@ -1,4 +1,4 @@
-"""What a decoding step of transformers asks of PyTorch through us, layer by layer, beside our kernel's one launch.
+"""The PyTorch operators of a decoding step of transformers, layer by layer, besides the one kernel launch.
 
 The fused backend serves CPU tensors here, and its launches compute nothing: only what surrounds them counts.
 """

@@ -1,4 +1,4 @@
-"""verl's padding utilities take flash_attn's functions where it is there: they give what verl's own stand-ins give."""
+"""verl's padding utilities use flash_attn's functions if it is installed: the results match verl's own stand-ins."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def run(version: str, directory: Path, torch: str | None) -> tuple[str, subprocess.CompletedProcess[str]]:
-    """What was installed, and how pytest ended."""
+    """Return the installed version and pytest's last line."""
     python = directory / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not python.exists():
         venv.create(directory, with_pip=True)

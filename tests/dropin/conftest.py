@@ -1,4 +1,4 @@
-"""Whatever a test of this folder does, unpatch() leaves the process as it was before."""
+"""After every test of this folder, unpatch() restores the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("flash_attn", "flash_attn_2_cuda", "flash_attn_interface")
 
 
 def state() -> tuple[object, ...]:
-    """What patch() may touch, here and for children."""
+    """Return the state that patch() may change, here and for child processes."""
     environment = {name: value for name, value in os.environ.items() if name.startswith(("FLASH_ATTN", "PYTHONPATH"))}
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in NAMES}
     finders = [finder for finder in sys.meta_path if type(finder).__name__ != "VendorImporter"]  # setuptools' own

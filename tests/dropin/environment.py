@@ -1,4 +1,4 @@
-"""What other installations look like: a throw-away virtual environment, and a flash_attn that is not ours."""
+"""Stand-ins for other installations: a temporary virtual environment, and a flash_attn of another package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes of a patched one: what patch() promises holds there, whatever else is on their path."""
+"""Child processes of a patched process are patched too, with any other entries on their path."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def parts(version: str) -> tuple[int, ...]:
 
 
 class Client(NamedTuple):
-    """What a project asks before it uses flash-attn: the versions it accepts, and what it imports then, unguarded."""
+    """A client's check before it uses flash-attn: the versions it accepts, and its unguarded imports."""
 
     lowest: tuple[int, ...]
     highest: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Installations that fail, are killed, meet each other or hostile files: all or nothing, and only what is ours."""
+"""Installations that fail, are killed, run at once or meet hostile files: all of our files change or none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USE = "from pathlib import Path\nfrom flash_attn_compat.dropin import install\n"
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """All but what was compiled, which holds times."""
+    """Return all files except compiled ones, which hold timestamps."""
     found = (path for path in directory.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}
 
@@ -145,7 +145,7 @@ AS_NOBODY = "import os; os.geteuid() or os.seteuid(65534)\n"
 
 @pytest.fixture
 def read_only() -> Iterator[Path]:
-    """A site-packages with an installation, that nobody may write to, below folders that everybody may read."""
+    """A read-only site-packages with an installation, below folders that every user may read."""
     directory = Path(tempfile.mkdtemp()) / "site-packages"
     if not all(folder.stat().st_mode & 0o001 for folder in directory.parent.parents):
         pytest.skip("another user may not enter the folder for temporary files")

@@ -1,4 +1,4 @@
-"""Under the name flash_attn stand flash_attn_compat's own modules, and what flash-attn 2.8 lacks stays absent."""
+"""Modules named flash_attn.X are flash_attn_compat's own; modules that flash-attn 2.8 lacks stay absent."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_function_pickled_under_the_name_comes_back_as_the_same_object():
 
 
 def test_every_module_beside_the_package_has_a_file_and_each_file_is_listed() -> None:
-    """Below those nobody looks: a package's path is that of our own."""
+    """Submodules of packages need no files: a package's path is that of our own."""
     files = {path.relative_to(SITE_FILES) for path in SITE_FILES.rglob("*.py")}
     folders = {name for name in MIRRORED if (ROOT / name).is_dir()}
     wanted = {Path(name, "__init__.py") if name in folders else Path(f"{name}.py") for name in MIRRORED}

@@ -35,7 +35,7 @@ def operators() -> Any:
 
 
 def arguments(name: str, namespace: Any, dropout_p: float = 0.0) -> tuple[Any, ...]:
-    """What the operator takes; a backward the results of the forward in ``namespace``."""
+    """Return an operator's arguments; a backward's include the results of the forward in ``namespace``."""
     tensors: tuple[Tensor, ...] = qkv()
     lengths: tuple[Any, ...] = ()
     if "varlen" in name:

@@ -1,4 +1,4 @@
-"""flash_attn as a name that several distributions share: what others put below it stays importable beside us."""
+"""flash_attn as a namespace of several distributions: their submodules stay importable beside ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints travel: what was imported under the name flash_attn is pickled under it, in either direction."""
+"""Checkpoints travel in either direction: objects imported as flash_attn are pickled under that name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ NO_COMPAT = "import sys; sys.modules['flash_attn_compat'] = None\n"
 
 @pytest.fixture
 def real(tmp_path: Path) -> Path:
-    """A flash-attn that computes nothing: modules, classes and functions where flash-attn 2.8.3 has them."""
+    """A stand-in for flash-attn 2.8.3 with its modules, classes and functions, which compute nothing."""
     package = write_package(tmp_path / "real", "__version__ = '2.8.3'\n", "2.8.3")
     for folder in ("modules", "layers", "losses", "ops", "ops/triton", "utils"):
         (package / folder).mkdir()

@@ -54,7 +54,7 @@ Macros = Mapping[str, int]
 
 
 class EmulationError(Exception):
-    """What a kernel did that a GPU need not forgive: block, thread and what it was."""
+    """An action of a kernel that a GPU may punish, with its block and thread."""
 
 
 def skip_reason() -> str:
@@ -153,7 +153,7 @@ def _engine() -> Path:
 
 
 def _built(source: Path, options: tuple[str, ...], suffix: str, *linked: str) -> Path:
-    """What g++ makes of a source: kept, and made once however many processes want it."""
+    """Return the compiled library of a source, from the cache; concurrent processes compile it once."""
     import fcntl  # Windows has none
 
     folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
@@ -173,7 +173,7 @@ def _folders(source: Path) -> tuple[Path, Path, Path]:
 
 
 def built_name(source: Path, options: tuple[str, ...]) -> str:
-    """Another one for each byte of what may be compiled, wherever it lies; copies that are equal have one."""
+    """Return a name that depends on every byte of the sources, not on their folder."""
     headers = (sorted(folder.glob("*.*h")) for folder in _folders(source))
     files = dict.fromkeys((file.name, file.read_bytes()) for file in (source, ENGINE, *itertools.chain(*headers)))
     sizes = [(name, len(content)) for name, content in files]
@@ -184,7 +184,7 @@ def built_name(source: Path, options: tuple[str, ...]) -> str:
 
 
 def _compile(command: list[str], target: Path) -> None:
-    """Written beside its place and moved there, so that what is there is whole."""
+    """Compile into a temporary file and move it into place, so that no file there is incomplete."""
     unfinished = target.with_suffix(f".{os.getpid()}")
     done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
     if done.returncode:

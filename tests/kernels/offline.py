@@ -1,4 +1,4 @@
-"""What the kernels become, without a GPU: NVRTC compiles them, its assembler tells registers and spills.
+"""Kernels compiled without a GPU: NVRTC compiles them, and its assembler reports registers and spills.
 
 NVRTC and cuobjdump, which shows the code, come as wheels (the test extra).
 """
@@ -36,7 +36,7 @@ _BRANCH = re.compile(r"BRA(?:\.U)? (?:!?P\d, )?(0x[0-9a-f]+)")
 
 
 class Compiled(NamedTuple):
-    """A cubin and what the assembler says of it; bytes, and registers of a thread."""
+    """A cubin with the assembler's report: bytes, and registers of a thread."""
 
     cubin: bytes
     registers: int
@@ -151,7 +151,7 @@ def blocks(variant: Variant) -> int:
 
 
 def complaints(variant: Variant, found: Compiled, number: int) -> Iterator[str]:
-    """What does not fit the architecture."""
+    """Return the resources that exceed the architecture's limits."""
     if found.registers * variant.threads * blocks(variant) > REGISTERS:
         yield f"{found.registers} registers times {variant.threads} threads times {blocks(variant)} blocks"
     shared = found.static_shared + variant.shared
@@ -179,5 +179,5 @@ def allowed_spills(variant: Variant) -> int:
 
 
 def local_share(loop: Counter[str]) -> float:
-    """Of a loop's instructions, those that fetch and store what did not fit the registers."""
+    """Return the share of a loop's instructions that load and store spilled registers."""
     return sum(count for name, count in loop.items() if name.startswith(("LDL", "STL"))) / max(1, sum(loop.values()))

@@ -1,4 +1,4 @@
-"""What tensor cores that truncate cost over many keys: `python -m tests.kernels.truncation`, some two minutes.
+"""The errors of truncating tensor cores over many keys: `python -m tests.kernels.truncation`, some two minutes.
 
 The forward kernel runs in the emulator of a Turing GPU, two warps a block, and no blocks share keys: each sum is as
 long as it can be. Every figure is an error against fp64 and what it may be (verify/judge.py).

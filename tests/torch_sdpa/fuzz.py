@@ -196,7 +196,7 @@ def masked(p: Problem, scores: Tensor, seen: Tensor) -> Tensor:
 
 
 def sums_of_terms(p: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, float]:
-    """The largest sum of absolute terms in each result: what rounding one of them is measured by."""
+    """Return the largest sum of absolute terms in each result, the measure of one rounding."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     wide = [x.detach().double() for x in (q, k, v, dout)]
     parts = [tuple(wide)]
@@ -243,7 +243,7 @@ def by_operator(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, li
 
 
 def examine(p: Problem, device: str) -> list[str]:
-    """What is wrong with the operator's answer."""
+    """Return complaints about the operator's results."""
     given = tensors(p, device)
     dout = torch.randn(*given[0].shape[:3], p.dims[1], generator=torch.Generator().manual_seed(p.seed + 1)).to(device)
     found = {}
@@ -281,13 +281,13 @@ def with_gradients(p: Problem) -> bool:
 
 @contextlib.contextmanager
 def in_front(device: str) -> Iterator[None]:
-    """Ours, whatever a call's size."""
+    """Serve calls of every size for a block."""
     with originals.override_on(Policy(device=device, least_products=0)):
         yield
 
 
 class Tally(NamedTuple):
-    """What came of some problems."""
+    """Counts and failures of some problems."""
 
     problems: int
     failures: list[str]
@@ -295,7 +295,7 @@ class Tally(NamedTuple):
 
 
 def solve(seeds: range, dtype: str | None, device: str, end: float, mixes: int | None = None) -> Tally:
-    """Those that begin before ``end``, a time; each failure is what is wrong, and the problem's line."""
+    """Solve problems until the time ``end``; each failure is a problem's line with its complaints."""
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     reset_backend_counts()
     failures, done = [], 0

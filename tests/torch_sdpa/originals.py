@@ -1,4 +1,4 @@
-"""PyTorch's operators on a CPU: ours in front, the emulator behind them, and plain stand-ins for CUDA's own kernels."""
+"""Overridden PyTorch operators on a CPU, with emulated kernels and plain stand-ins for CUDA's own kernels."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ needs_grouped_heads = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def override_on(policy: Policy = POLICY) -> Iterator[None]:
-    """Ours are in front for a block."""
+    """Override PyTorch's operators for a block."""
     with override.applied(policy):
         yield
 
 
 @contextlib.contextmanager
 def served(monkeypatch: pytest.MonkeyPatch, policy: Policy = POLICY) -> Iterator[LaunchRecord]:
-    """The same, with the kernels emulated and the counts at zero."""
+    """Override PyTorch's operators with emulated kernels, and set the counts to zero."""
     launches = fused_on_cpu.emulate(monkeypatch)
     reset_backend_counts()
     with override_on(policy):

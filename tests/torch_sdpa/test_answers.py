@@ -22,7 +22,7 @@ sdpa, aten = F.scaled_dot_product_attention, torch.ops.aten
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_an_answer_may_be_written_to(rows: int, heads: tuple[int, int], served: LaunchRecord) -> None:
-    """As PyTorch's, it is no view: autograd refuses to write into those that are made without it."""
+    """Like PyTorch's output, it is no view: autograd refuses writes into views made without gradients."""
     q, k, v = (x.detach() for x in qkv(Case(lengths=(rows, 40), heads=heads)))
     more = torch.ones_like(q).requires_grad_()
     with torch.no_grad():
@@ -73,7 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "dropout": {"dropout_p": 0.3}
 def test_an_answer_may_be_written_to_before_its_backward(
     options: str, how: str, under: str, served: LaunchRecord
 ) -> None:
-    """As the one of the plain formula, which grouped heads and bf16 get on Turing without us."""
+    """Like the output of the plain formula, which PyTorch uses for grouped heads and bf16 on Turing."""
     inputs = qkv(Case(heads=(4, 2)))
 
     def gradients(how: str) -> tuple[Tensor, ...]:

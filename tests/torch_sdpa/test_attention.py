@@ -1,4 +1,4 @@
-"""F.scaled_dot_product_attention: what ours serves is right and laid out as PyTorch's; what it leaves is PyTorch's."""
+"""F.scaled_dot_product_attention: served calls are right and have PyTorch's strides; declined calls are PyTorch's."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_second_derivatives(bias: Tensor | None, served: LaunchRecord) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6).tril() > 0}], ids=str)
 def test_many_gradients_at_once(options: dict[str, Any], served: LaunchRecord) -> None:
-    """As torch.autograd.functional.jacobian(vectorize=True) and torch.func.vmap ask for them."""
+    """torch.autograd.functional.jacobian(vectorize=True) and torch.func.vmap ask for such gradients."""
     inputs = qkv(Case(lengths=(6, 6)))
     out = sdpa(*inputs, **options)
 

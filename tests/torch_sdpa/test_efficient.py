@@ -1,4 +1,4 @@
-"""The operators under PyTorch's memory-efficient kernel: values, LSE, layout, and gradients from whoever's forward."""
+"""The operators of PyTorch's memory-efficient kernel: LSE, strides, and gradients of either kernel's forward."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ UPSTREAM = {
 @pytest.mark.parametrize("name", UPSTREAM)
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_gradients_of_malformed_forward_results_are_declined(is_packed: bool, name: str, served: LaunchRecord) -> None:
-    """Kernels would read behind what they are given."""
+    """Kernels would read beyond these tensors."""
     q, k, v, dout = inputs(Case())
     starts: tuple[Any, ...] = None, None, None, None
     if is_packed:

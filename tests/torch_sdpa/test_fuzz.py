@@ -1,4 +1,4 @@
-"""The fuzz of PyTorch's operators, on the emulator; and that it would find what is wrong."""
+"""The fuzz of PyTorch's operators on the emulator, and its planted mistakes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_the_mask_pass_reads_each_value_in_memory_once(shape: tuple[int, ...], k
 
 
 def bytes_as_truths(keys: int) -> Tensor:
-    """As C programs and NumPy views leave them: 0, or anything else."""
+    """Return booleans as C programs and NumPy views leave them: bytes of 0 or any other value."""
     numbers = torch.randint(1, 256, (40, keys), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     return (numbers * (randn(40, keys, seed=2) > 0)).view(torch.bool)
 
@@ -162,7 +162,7 @@ def test_no_tile_is_wider_than_a_pass_over_a_mask_expects() -> None:
 def test_booleans_may_be_refilled_before_the_backward(
     shape: tuple[int, ...], dtype: torch.dtype, writes: bool, create_graph: bool, served: LaunchRecord
 ) -> None:
-    """As programs with static buffers do. What the forward saw counts, in all that may come after it."""
+    """Programs with static buffers refill masks; the backward uses the forward's mask."""
     inputs = qkv(Inputs(dtype, (40, 150), (4, 2)))
     bias = mask("bool", *shape)
 
@@ -232,7 +232,7 @@ def test_masks_beyond_32_bit_strides_are_declined(name: str) -> None:
     some_of(itertools.product((-torch.inf, -1000.0, -65504.0, -1e9, torch.finfo(BF16).min), (HALF, BF16)), 3),
 )
 def test_a_row_whose_biases_are_all_of_one_magnitude(dtype: torch.dtype, value: float, served: LaunchRecord) -> None:
-    """As PyTorch computes it in fp32, where the scores of such a row lose what is below the bias's last digit."""
+    """Expected is PyTorch's fp32 result, where such a row's scores lose digits below the bias's last one."""
     q, k, v = (x.detach().requires_grad_() for x in qkv(Inputs(dtype, (70, 150))))
     bias = torch.zeros(70, 150)
     bias[5], bias[64:, :70], bias[6, 3:] = value, value, -torch.inf
@@ -245,7 +245,7 @@ def test_a_row_whose_biases_are_all_of_one_magnitude(dtype: torch.dtype, value: 
 
 
 def test_tiles_that_a_mask_hides_are_not_computed(served: LaunchRecord) -> None:
-    """Rows and keys of the second block are NaN: whoever computes with them has NaN in the first one's results."""
+    """Rows and keys of the second block are NaN: computing with them would spread NaN to the first block."""
     q, k, v = (x.detach() for x in qkv(Inputs(HALF, (256, 256))))
     for x in (q, k, v):
         x[:, :, 128:] = torch.nan
@@ -264,7 +264,7 @@ def test_the_same_bits_come_back_and_a_kept_call_takes_another_mask(served: Laun
 
 @pytest.mark.parametrize("shape", [(2, 3, 40, 50), (1, 1, 40, 50)])
 def test_the_efficient_operators_take_a_bias(shape: tuple[int, ...], served: LaunchRecord) -> None:
-    """And its gradients start from whoever's forward: rows that see nothing have an LSE of 0 there."""
+    """Its gradients start from PyTorch's forward too, whose LSE is 0 in rows without visible keys."""
     q, k, v, dout = (randn(2, n, 3, 32, seed=i, dtype=HALF) for i, n in enumerate((40, 50, 50, 40)))
     bias = randn(*shape, seed=9).masked_fill(randn(*shape, seed=8) > 0.5, -torch.inf).half()
     bias[..., 5, :] = -torch.inf

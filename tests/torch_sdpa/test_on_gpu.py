@@ -1,4 +1,4 @@
-"""What only a GPU shows: ours beside PyTorch's kernels, and who calls the operators from C++, graphs and libraries.
+"""Checks on a GPU: our kernels beside PyTorch's, and callers of the operators in C++, graphs and libraries.
 
 All of it counts as a GPU of 7.5 whose flash and cuDNN kernels are off, as on Turing.
 """
@@ -211,7 +211,7 @@ def dense_mask(kind: str, rows: int, keys: int, batch: int = 2, heads: int = 4) 
 
 @pytest.mark.parametrize("keys", [64, 256, 512])
 def test_keys_beyond_the_last_have_no_weight(keys: int) -> None:
-    """Where a mask hides nothing: tiles of 128 keys, as Turing has them at 32 channels, reach beyond 64."""
+    """The mask hides nothing; Turing's tiles of 128 keys at 32 channels reach beyond 64 keys."""
     q, k, v = qkv(200, keys, dim=32)
     with override_on():
         close(sdpa(q, k, v, attn_mask=torch.ones(200, keys, dtype=torch.bool, device="cuda")), sdpa(q, k, v))
@@ -219,7 +219,7 @@ def test_keys_beyond_the_last_have_no_weight(keys: int) -> None:
 
 
 def test_a_dense_mask_in_a_cuda_graph_may_change() -> None:
-    """What a mask hides is found on the GPU, at each replay."""
+    """The mask pass runs on the GPU at each replay."""
     q, k, v = (x.detach() for x in qkv(256, 256))
     seen = dense_mask("blocks", 256, 256)
     with override_on():

@@ -23,7 +23,7 @@ OPERATORS = (attention.NAME, efficient.FORWARD, efficient.BACKWARD)
 
 
 def tables() -> list[str]:
-    """What the dispatcher would do for each key."""
+    """Return the dispatcher's table of each operator."""
     return [torch._C._dispatch_dump_table(f"aten::{name}") for name in OPERATORS]
 
 

@@ -1,4 +1,4 @@
-"""Compilers, traces, modes and DTensors see PyTorch's own operators, and what they execute is served."""
+"""Compilers, traces, modes and DTensors see PyTorch's own operators; the operators that they execute are served."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def qkv(heads_k: int = 4, dtype: torch.dtype = HALF) -> list[Tensor]:
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What a graph holds that was compiled for Turing."""
+    """Call the operator that a graph compiled for Turing holds."""
     out: Tensor = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
     return out
 
