@@ -172,7 +172,7 @@ def near(a: Tensor, b: Tensor) -> bool:
 
 @functools.cache
 def answer_outside(call: Call, device: torch.device, backend: str | None) -> Results | None:
-    """Return what a call answers outside of every state; backend: the forced one, a part of the cache key."""
+    """Return a call's results outside of every state. backend: the named one, a part of the cache key."""
     return answer(call, device)[0]
 
 
@@ -193,7 +193,7 @@ def recorded_lookups() -> Iterator[list[bool]]:
 
 
 def examine(state: State, device: torch.device, calls: Iterable[Call] = tuple(TABLE.values())) -> list[str]:
-    """Make each call twice in the state, then outside of it, where what was prepared in the state must serve too."""
+    """Make each call twice in the state, then outside of it with the calls prepared in it; return complaints."""
     complaints, served = [], 0
     for call in calls:
         try:

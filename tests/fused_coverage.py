@@ -133,7 +133,7 @@ def is_narrow(kind: Kind) -> bool:
 
 
 def problems(kind: Kind) -> dict[str, Problem]:
-    """Calls of that kind, by what they launch: rows on 16 bytes or not, and nothing a multiple of a tile."""
+    """Return calls of a kind by the kernels that they launch: no length is a multiple of a tile."""
     window = (-1, -1)
     if kind.local:
         window = (30, 3) if is_narrow(kind) else (-1, 20)

@@ -202,7 +202,7 @@ def test_the_gradient_of_an_infinite_lse_is_taken_as_zero(weight: float) -> None
 
 @pytest.mark.parametrize("backend", GENERAL)
 def test_the_operator_of_compiled_calls_gives_rows_without_keys_no_gradient(backend: str) -> None:
-    """Whatever a loss made of their LSE."""
+    """For any loss of their LSE."""
     q, k, v = (x.requires_grad_() for x in qkv(sq=11, sk=7, h=4, hk=2))
     found = []
     with use_backend(backend):
@@ -338,7 +338,7 @@ def losses(name: str, form: str, of: str, given: list[Tensor]) -> list[Loss]:
 
 
 def leaves(given: list[Tensor], wanted: Wanted) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies, and those of them that ask for gradients."""
+    """Return copies, and the copies that ask for gradients."""
     copies = [x.detach().requires_grad_(index in wanted) for index, x in enumerate(given)]
     return copies, [copies[index] for index in wanted]
 
@@ -415,7 +415,7 @@ def test_every_way_to_differentiate_gives_the_formulas_derivatives(
 def test_create_graph_leaves_the_gradient_of_tensors_that_follow_from_each_other_as_it_is(
     call: Callable[..., Any],
 ) -> None:
-    """It had counted what flows through the others as well."""
+    """The gradient had included the parts that flow through the others."""
     x = randn(1, 5, 2, 8).double().requires_grad_()
     found, right = (torch.autograd.grad(call(x).sin().sum(), x, create_graph=create) for create in (True, False))
     torch.testing.assert_close(found, right)

@@ -1,4 +1,4 @@
-"""Which backend serves a call, how one is forced, and what is said when none can."""
+"""The choice of the backend, named backends, and the error if none can serve a call."""
 
 from __future__ import annotations
 

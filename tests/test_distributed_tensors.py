@@ -85,7 +85,7 @@ def cases() -> dict[str, Case]:
 
 
 def check(case: Case) -> None:
-    """Output and gradients against those of whole tensors."""
+    """Compare output and gradients with those of whole tensors."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
 

@@ -1,4 +1,4 @@
-"""doctor tells what is, in text and JSON, and notices what is wrong."""
+"""doctor reports the machine and its faults, in text and JSON."""
 
 from __future__ import annotations
 

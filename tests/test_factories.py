@@ -1,4 +1,4 @@
-"""The caller's default device and dtype never reach a tensor of ours: whatever makes one names both."""
+"""The caller's default device and dtype never reach our tensors: each factory call names both."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ FORWARDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def named(parameter: str) -> str:
-    """What the private functions call it."""
+    """Return an argument's name in the private functions."""
     name = {"p_dropout": "dropout_p", "is_causal": "causal", "is_rotary_interleaved": "rotary_interleaved"}
     return name.get(parameter, parameter.rstrip("_"))
 

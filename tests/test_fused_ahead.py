@@ -19,7 +19,7 @@ ONLY = ["--head-dim", "64", "--dtype", "float16"]
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Variant]:
-    """NVRTC is an old one and quick; what it was asked for."""
+    """Replace NVRTC by an old and quick one; return the requested variants."""
     asked: list[Variant] = []
 
     def binary(variant: Variant, architecture: str) -> bytes:

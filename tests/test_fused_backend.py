@@ -78,7 +78,7 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_gradients_arrive_where_the_caller_wants_them(
     head_dim: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Into places of any strides, for a dout of any strides, whatever a plan was made for before."""
+    """For gradients and dout of any strides, whatever strides an earlier plan had."""
     monkeypatch.setattr(launcher, "MAX_SCALAR_LOADS", small)
     fused_on_cpu.emulate(monkeypatch)
     q, k, v = support.qkv(2, 40, 50, h=4, hk=2, d=head_dim, dtype=HALF)

@@ -1,4 +1,4 @@
-"""Lengths and pages that cannot be, which nobody reads on a GPU before a launch: nothing outside is touched.
+"""Impossible lengths and pages, unread by the host before a launch on a GPU: kernels touch no memory outside.
 
 The emulator raises where memory outside of a call's tensors is.
 """

@@ -66,7 +66,7 @@ has_owners = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no
 
 @pytest.fixture
 def owned_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Whoever opens a file finds it to be that user's."""
+    """Make every opened file belong to that user."""
     fstat = os.fstat
 
     def found(handle: int, uid: int) -> os.stat_result:
@@ -114,7 +114,7 @@ def test_entries_writable_by_others_are_ignored_with_one_warning_unless_trusted(
 def test_a_named_pipe_is_neither_waited_for_nor_read_and_a_kernel_takes_its_place(
     trusts: str, kernels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever may write in a shared folder could otherwise stop every process that looks for a kernel."""
+    """A writer in a shared folder could otherwise stop every process that looks for a kernel."""
     monkeypatch.setenv("FLASH_ATTN_COMPAT_TRUST_CACHE", trusts)
     kernels.mkdir()
     os.mkfifo(kernels / "name")

@@ -1,4 +1,4 @@
-"""What the CUDA driver is asked, argument by argument: a stand-in in C++ has its signatures and needs no GPU."""
+"""The calls of the CUDA driver, argument by argument: a stand-in in C++ has its signatures and needs no GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stub:
         self.told()
 
     def expect(self, argument_bytes: int = PARAMS, shared: int = 65536) -> None:
-        """What a launch is to be given, and the bytes of shared memory that a multiprocessor has."""
+        """Set the expected arguments of a launch, and the bytes of shared memory of a multiprocessor."""
         self.library.expect(argument_bytes, shared)
 
     def thread(self, context: int = 0, mode: int = GLOBAL) -> None:

@@ -180,7 +180,7 @@ def test_where_no_other_backend_may_serve_the_cache_stays_as_it_was(
 
 @pytest.mark.parametrize("name", ["append first", "append first, with a number"])
 def test_new_keys_are_written_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever attends instead of a kernel that fails behind the one that appends."""
+    """Also if the attending kernel fails after the appending one, and another backend attends."""
     fused_on_cpu.emulate(monkeypatch)
     fail(monkeypatch, "decode")
     written: list[object] = []

@@ -1,4 +1,4 @@
-"""Tensors may reach farther than 32 bits count elements. What is never touched between them takes no memory here."""
+"""Tensors may reach farther than 32 bits count elements; untouched memory in between is never allocated here."""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ def test_more_new_keys_are_appended_by_a_launch_of_its_own(
 def test_a_prefill_over_a_cache_ignores_keys_beyond_an_int_length(
     turing: LaunchRecord, rotary_dim: int, dtype: str
 ) -> None:
-    """Neither as keys nor as what bf16 is scaled by; q lies head by head, which the rotated one does not."""
+    """Neither as keys nor for the scale of bf16; q lies head by head, unlike the rotated one."""
     for seqlen_k in (5, 30):
         check(
             cache(

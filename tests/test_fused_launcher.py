@@ -1,4 +1,4 @@
-"""Where tensors become addresses: what a kernel is given, and what is refused before anything is launched."""
+"""Where tensors become addresses: the arguments of kernels, and refusals before a launch."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_call_of_too_many_blocks_goes_to_the_next_backend_alone(
     q, starts = half(300, 1, 256).requires_grad_(), cumulative(200, 100)
 
     def served(most_blocks: int) -> tuple[list[str], bool]:
-        """What is launched; whether the forward was ours."""
+        """Return the launches, and whether the forward was fused."""
         monkeypatch.setattr(launcher, "_MAX_BLOCKS", most_blocks)
         call_cache.forget()
         launches.seen.clear()

@@ -69,7 +69,7 @@ def test_an_nvrtc_that_has_forgotten_turing_is_an_error(gpu: pytest.MonkeyPatch)
 
 
 def loading(gpu: pytest.MonkeyPatch, kept: bytes | None = None, understood: bytes = b"fresh") -> list[str]:
-    """A driver that understands one code only; returns what was done."""
+    """Return a driver that loads one machine code only, and its record."""
     done: list[str] = []
 
     def load(variant: Variant, code: bytes, device: int) -> Kernel:

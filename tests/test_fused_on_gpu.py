@@ -1,4 +1,4 @@
-"""What only a GPU shows of the fused backend. Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for Turing's code."""
+"""The fused backend on a GPU. Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for Turing's code."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ GRAPHS = [
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize(("backend", "name"), GRAPHS)
 def test_a_graph_is_replayed_over_other_numbers_and_lengths(backend: str, name: str, is_known: bool) -> None:
-    """is_known: before the capture, which lets nobody know of it"""
+    """is_known: whether the call is prepared before the capture, which prepares none"""
     call, args = on_gpu(PROBLEMS[name])
     on_backend(backend, call)  # compiles and loads
     if not is_known:

@@ -47,7 +47,7 @@ def launches(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRec
 
 
 def sizes_of(launches: LaunchRecord) -> set[tuple[int, int]]:
-    """D and DV of the kernels whose tiles these are."""
+    """Return D and DV of the launched kernels."""
     macros = [dict(one.variant.macros) for one in launches.seen if one.variant.entry in ("forward", "dkdv", "dq")]
     return {(found["D"], found.get("DV", found["D"])) for found in macros}
 

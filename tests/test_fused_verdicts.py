@@ -1,4 +1,4 @@
-"""What was timed on a GPU decides who serves there: neither a broken file nor another GPU does."""
+"""Tuning results of a GPU decide its backend; broken files and other GPUs' results decide nothing."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_ldmatrix_hands_out_rows_and_columns() -> None:
 
 @pytest.mark.parametrize(("apart", "lanes"), [(1, 0), (2, 4), (3, 0), (4, 6), (5, 0), (8, 7)])
 def test_lanes_that_ask_one_bank_for_different_things_are_counted(apart: int, lanes: int) -> None:
-    """lanes: of 8, those whose bank another one has asked already"""
+    """lanes: of 8 lanes, the lanes whose bank another lane reads already"""
     assert launch("banks", fields={"page_size": apart}, q=torch.zeros(1)) == 2 * 4 * lanes
 
 

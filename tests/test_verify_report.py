@@ -221,7 +221,7 @@ def test_the_date_of_a_saved_run_is_shown_as_text(capsys):
 
 
 def test_markdown_reads_as_the_text_does():
-    """As GitHub shows it: what a backslash stands before is that character."""
+    """Read as GitHub shows it: a backslash escapes the next character."""
     text = output.to_markdown(hostile())
     plain = re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", text)
     assert plain.count(SHOWN) == 7 and not re.search(r"(?<!\\)[<`*&\[]", text)

@@ -222,7 +222,7 @@ class Tally(NamedTuple):
 def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = lambda call: call.run()) -> Tally:
     """Answer each call with an empty cache, and twice with one that holds all earlier calls; compare.
 
-    Both by what it answers and by what its requests are taken for.
+    Compared are the answers, and the prepared calls of the requests.
     """
     differing, made, errors, hits = [], 0, 0, 0
     with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,7 @@ HALF = torch.float16
 class Case(NamedTuple):
     """least: products of a call without gradients that is ours, as a share of this call's
 
-    mask: what the block makes of its parameter
+    mask: the mask that the block computes from its parameter
     """
 
     rows: int = 128
