@@ -103,7 +103,9 @@ NAMED = {
     "two tiles of rows a warp, several key heads a block": _MASKED._replace(dims=(64, 64)),
     "rows off the 16 bytes": _MASKED._replace(dims=(20, 20)),
     "warps in pairs": _MASKED._replace(dims=(136, 136)),
-    "one row under biases of each head": _MASKED._replace(lengths=((1, 130),) * 2, bias="fp32 batch some"),
+    "one row under biases of each head": _MASKED._replace(
+        lengths=((1, 130),) * 2, bias="fp32 batch some", backward=False
+    ),
 }
 
 # Which of a dense mask's axes are 1, or made of one by a stride of 0; and what it hides.
