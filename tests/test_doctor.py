@@ -60,7 +60,7 @@ def test_text_fits_a_terminal_and_says_a_reason_against_a_backend_once(report):
 def test_doctor_names_the_backend_of_pytorchs_attention(report, monkeypatch):
     if report.machine.device == "cpu":
         assert report.sdpa.keys() == {"switched on", "here"}
-    with originals.stand_ins(), originals.served(monkeypatch):
+    with originals.cpu_stand_ins(), originals.served(monkeypatch):
         told = doctor._explain_sdpa(torch.device("cpu"))
     calls = "causal", "grouped heads", "a new token", "a mask"
     assert told == {"switched on": "yes", **dict.fromkeys(calls, "our kernels, where it is switched on")}

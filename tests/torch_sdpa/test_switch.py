@@ -36,7 +36,7 @@ def ours() -> list[int]:
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process of one thread: pytest-xdist has others, which call nothing."""
     monkeypatch.setattr(override, "_other_threads_run", lambda: False)
-    with originals.on():  # what earlier tests may have left goes
+    with originals.override_on():  # what earlier tests may have left goes
         pass
     before = tables()
     yield
@@ -93,7 +93,7 @@ def test_an_override_stays_registered_beside_other_threads_and_passes_all_calls(
     assert counted() == {"fused": 1} and override.active_policy() is None and ours() == [2, 1, 1]
     monkeypatch.undo()
     monkeypatch.setattr(override, "_other_threads_run", lambda: False)
-    with originals.on():
+    with originals.override_on():
         pass
 
 
