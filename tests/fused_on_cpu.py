@@ -162,9 +162,10 @@ def emulate(
     by_thread: dict[int, list[Tensor]] = defaultdict(list)  # or they would push each other's out
     run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, launcher.acquire_workspace
 
-    def known_run(plan: launcher.Plan, tensors: Sequence[Any], *length: int | None) -> dict[str, Tensor]:
-        by_thread[threading.get_ident()].extend(tensor for tensor in tensors if tensor is not None)
-        return run(plan, tensors, *length)
+    def known_run(plan: launcher.Plan, tensors: Sequence[Any], *others: Any) -> dict[str, Tensor]:
+        given = *tensors, *others[1:]  # behind the length
+        by_thread[threading.get_ident()].extend(tensor for tensor in given if tensor is not None)
+        return run(plan, tensors, *others)
 
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = empty(*args, **kwargs)

@@ -23,7 +23,7 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import KernelsFailed
-from flash_attn_compat.backends.fused import forward, launcher, nvrtc, variants
+from flash_attn_compat.backends.fused import forward, graphs, launcher, nvrtc, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import cuda_capture, torch_state
@@ -304,6 +304,22 @@ def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_ca
     assert len({one.data_ptr() for one in (small, large, *captured)}) == 4
     assert all(map(is_clear, (small, large, *captured)))
     assert list(launcher._workspaces.values()) == [large]
+
+
+def test_graphs_that_are_replayed_in_order_share_their_streams_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.record(monkeypatch)
+    monkeypatch.setattr(graphs, "_kept", [])
+    place = torch.device("cpu")
+    eager = launcher.acquire_workspace(9000, -1, place)
+    monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: True)
+    with graphs.replayed_in_order():
+        assert launcher.acquire_workspace(9000, -1, place) is eager is launcher.acquire_workspace(8000, -1, place)
+        larger = launcher.acquire_workspace(90000, -1, place)
+    assert larger is not eager and larger.nbytes == 90000  # which the graph's own pool holds
+    assert launcher.acquire_workspace(9000, -1, place) is not eager
+    monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: False)
+    launcher.acquire_workspace(90000, -1, place)
+    assert [one is eager for one in graphs._kept] == [True]  # it outlives the larger one that calls use now
 
 
 def test_a_workspace_that_is_kept_comes_from_no_pool_or_mode_of_the_callers_thread(

@@ -21,7 +21,7 @@ from flash_attn_compat.core import alibi, dropout
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
-from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, Tensors
+from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto, Tensors
 from flash_attn_compat.core.traced_lengths import HiddenLayout, has_hidden_lengths
 from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block
 
@@ -143,6 +143,10 @@ class Backend(abc.ABC):
                 return forward(call if new is None else call._replace(q=by_operators(call, new)))
 
         return run
+
+    def run_into(self, run: Run) -> RunInto | None:
+        """Return ``run``, which ``prepare`` returned, with a tensor to write to; None if it always makes its own."""
+        return None
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         """Return the run for gradients, for all calls and upstreams with the cache key of these."""

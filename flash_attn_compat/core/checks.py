@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -333,6 +333,19 @@ def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | No
             raise RuntimeError(f"d{name} must have shape {tuple(source.shape)}, got {tuple(gradient.shape)}")
     if call.dropout_p and given.rng_state is None:
         raise RuntimeError("rng_state must be given when dropout_p > 0: it holds the forward's dropout mask")
+
+
+def output(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Memory of the caller's for a result."""
+    if out.shape != tuple(shape) or out.dtype != dtype:
+        raise RuntimeError(f"out must have shape {tuple(shape)} and {dtype}, got {tuple(out.shape)} and {out.dtype}")
+    is_on("out", out, device)
+    if out.is_neg():
+        raise RuntimeError("out must not be a lazily negated view")
+    if out.is_contiguous():
+        held, needed = out.untyped_storage().nbytes(), (out.storage_offset() + out.numel()) * out.element_size()
+        if needed > held and out.numel():
+            raise RuntimeError(f"out reaches beyond its memory: it needs {needed} bytes, its storage has {held}")
 
 
 def is_int32(name: str, tensor: Tensor, device: torch.device) -> None:

@@ -21,6 +21,8 @@ Key = Hashable
 Tensors = tuple[Any, ...]
 # Computes each call of one key, from its tensors and its length: an int cache_seqlens, which is in no key, or None.
 Run = Callable[[Tensors, int | None], Result]
+# The same, with the result's ``out`` written to a contiguous tensor of the caller's.
+RunInto = Callable[[Tensors, int | None, Tensor], Result]
 # Computes gradients from (tensors, upstream, into), and writes them into the last if that is not None.
 BackwardRun = Callable[[Tensors, BackwardInputs, Gradients | None], BackwardResult]
 # Returns the call over other tensors and another length, and the keys that it appends.

@@ -35,3 +35,9 @@ def absorb(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]:
     share = torch.sigmoid(lse.transpose(-2, -1) - sink)[..., None]
     of_both = torch.logaddexp(lse, sink[:, None])
     return (out * share).to(out.dtype), torch.where(lse.isposinf(), sink[:, None], of_both)
+
+
+def absorb_in_place(out: Tensor, lse: Tensor, s_aux: Tensor) -> None:
+    """Turn ``out`` into out', for a caller that needs no lse'; shapes as in ``absorb``, s_aux in fp32."""
+    share = (lse.transpose(-2, -1) - s_aux).sigmoid_()
+    out.mul_(share.unsqueeze(-1))

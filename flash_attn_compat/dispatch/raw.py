@@ -26,7 +26,7 @@ from flash_attn_compat.core.call import (
 from flash_attn_compat.core.prepared import Tensors
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
-from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, whole
+from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run, whole
 
 # rng_state describes the mask, and any backend may draw it again.
 _FORWARD = RETURN_LSE | SHARES_DROPOUT_MASK
@@ -51,13 +51,13 @@ def forward(tensors: Tensors, scalars: Scalars, return_softmax: bool) -> Results
         return ops.forward(tensors, scalars, bool(return_softmax))
     flags = _FORWARD | RETURN_DMASK if return_softmax else _FORWARD
 
-    def run() -> Results:
+    def compute() -> Results:
         return whole(*keyed(tensors, scalars, flags))
 
     inputs = q, k, v, slopes
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        return run()
-    results: Results = _WithoutFormula.apply(run, *inputs)
+        return compute()
+    results: Results = _WithoutFormula.apply(compute, *inputs)
     return results
 
 
@@ -72,6 +72,19 @@ def varlen_forward(
     if zero_tensors:
         lse = lse.masked_fill(unwritten.is_outside(starts_q, q.shape[0]), -torch.inf)
     return out, lse, dmask, rng_state
+
+
+def forward_into(out: Tensor, tensors: Tensors, scalars: Scalars, return_lse: bool = False) -> Tensor | None:
+    """Write a forward's result to ``out``; return softmax_lse if asked for. Nothing is recorded for autograd.
+
+    The kernel itself writes to a contiguous ``out``. No input may share its memory. Tokens outside of all packed
+    sequences get 0, or keep what ``out`` holds.
+    tensors: in the order of TENSORS, as ``keyed`` takes them
+    """
+    checks.is_tensor("out", out)
+    build, tensors, hashables, flags = keyed(tensors, scalars, _FORWARD if return_lse else 0)
+    _, result = run(find(build, tensors, hashables, flags), tensors, out=out)
+    return result.lse if return_lse else None
 
 
 def _check_num_splits(num_splits: int, tensors: Tensors, scalars: Scalars) -> None:

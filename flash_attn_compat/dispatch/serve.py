@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, NegatedView
-from flash_attn_compat.core import cuda_capture, torch_state
+from flash_attn_compat.core import checks, cuda_capture, torch_state
 from flash_attn_compat.core.append import after_append, by_operators
 from flash_attn_compat.core.call import (
     NO_TENSORS,
@@ -25,7 +25,7 @@ from flash_attn_compat.core.call import (
     Result,
 )
 from flash_attn_compat.core.features import Feature
-from flash_attn_compat.core.prepared import BackwardRun, Build, Key, Prepared, Run, Tensors
+from flash_attn_compat.core.prepared import BackwardRun, Build, Key, Prepared, Run, RunInto, Tensors
 from flash_attn_compat.core.scores import signed_probabilities
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import at_exit, call_cache, choice
@@ -58,12 +58,17 @@ def find(
     return prepared
 
 
-def run(prepared: Prepared, tensors: Tensors, length: int | None = None) -> tuple[Prepared, Result]:
-    """Run a prepared call; return its result, and the prepared call that served in the end (a fallback's, maybe)."""
+def run(
+    prepared: Prepared, tensors: Tensors, length: int | None = None, out: Tensor | None = None
+) -> tuple[Prepared, Result]:
+    """Run a prepared call; return its result, and the prepared call that served in the end (a fallback's, maybe).
+
+    out: a tensor to write the result's ``out`` to, or None; no input shares its memory
+    """
     while True:
         assert prepared.run is not None  # a backward alone is never run forward
         try:
-            result = prepared.run(tensors, length)
+            result = prepared.run(tensors, length) if out is None else _run_into(prepared, tensors, out)
         except KernelsFailed as failure:
             build, scalars, flags, backend = prepared.build, prepared.scalars, prepared.flags, prepared.backend
             again = build(tensors, scalars, flags, length)
@@ -80,6 +85,19 @@ def run(prepared: Prepared, tensors: Tensors, length: int | None = None) -> tupl
             if prepared.backend is not None:
                 choice.served[prepared.backend.name] += 1
             return prepared, result
+
+
+def _run_into(prepared: Prepared, tensors: Tensors, out: Tensor) -> Result:
+    """Run a prepared call and write its ``out`` to the caller's, by the kernel if it can, else by a copy."""
+    assert prepared.run is not None
+    write: RunInto | None = None
+    if prepared.backend is not None and out.is_contiguous():
+        write = prepared.backend.run_into(prepared.run)
+    if write is not None:
+        return write(tensors, None, out)
+    result = prepared.run(tensors, None)
+    checks.output(out, result.out.shape, result.out.dtype, result.out.device)
+    return result._replace(out=out.copy_(result.out))
 
 
 def _without_negated_views(prepared: Prepared, tensors: Tensors) -> Tensors:

@@ -13,7 +13,7 @@ from flash_attn_compat.backends.fused import backward, forward, masks, nvrtc, te
 from flash_attn_compat.core.arguments import dense
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits
-from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, checked
+from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto, checked
 
 # Features that the kernels combine with a dense mask.
 _SUPPORTED_WITH_BIAS = (
@@ -65,6 +65,10 @@ class Fused(Backend):
 
     def prepare(self, prepared: Prepared) -> Run:
         return forward.prepare(prepared) or super().prepare(prepared)
+
+    def run_into(self, run: Run) -> RunInto | None:
+        plan = getattr(run, "__self__", None)
+        return plan.run if isinstance(plan, forward.ForwardPlan) and plan.writes_given_out else None
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)

@@ -155,8 +155,13 @@ class ForwardPlan:
         find_error = functools.partial(self_test.find_forward_error, *arguments)
         self_test.check_kernels(plan.variants[-1:], plan.device, find_error)
 
-    def run(self, tensors: Sequence[Any], length: int | None = None) -> Result:
-        """Launch the plan, as Run of core/prepared.py; returns its Result."""
+    @property
+    def writes_given_out(self) -> bool:
+        """Whether ``run`` takes an ``out`` to write to."""
+        return not (self.drops or self.needs_grad)
+
+    def run(self, tensors: Sequence[Any], length: int | None = None, given_out: Tensor | None = None) -> Result:
+        """Launch the plan, as Run of core/prepared.py; returns its Result. given_out: as in Plan.run"""
         rng_state = None
         if self.drops:
             if any([x.is_neg() for x in tensors[:3]]):  # before the generator advances
@@ -164,7 +169,7 @@ class ForwardPlan:
             rng_state = (*tensors, *NO_TENSORS)[RNG_STATE]
             rng_state = dropout.new_rng_state(self.plan.torch_device) if rng_state is None else rng_state
             tensors = (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state)
-        outputs = self.plan.run(tensors, None if length is None else length + self.seqlen_new)
+        outputs = self.plan.run(tensors, None if length is None else length + self.seqlen_new, given_out)
         if self.appends:
             note_written(tensors[1:3])
         out, lse = outputs["out"], outputs.get("lse")

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import NegatedView
-from flash_attn_compat.backends.fused import grids, masks, nvrtc, params, tuned, variants
+from flash_attn_compat.backends.fused import graphs, grids, masks, nvrtc, params, tuned, variants
 from flash_attn_compat.backends.fused.variants import Kind, Variant
-from flash_attn_compat.core import cuda_capture, dropout, kernel_layout
+from flash_attn_compat.core import checks, cuda_capture, dropout, kernel_layout
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import TENSORS, AttentionCall
 from flash_attn_compat.core.torch_state import note_written
@@ -131,12 +131,15 @@ class Plan:
             for variant, blocks, fields, redirects in launches
         ]
 
-    def run(self, tensors: Sequence[Any], seqlen_k: int | None = None) -> dict[str, Tensor]:
+    def run(
+        self, tensors: Sequence[Any], seqlen_k: int | None = None, given_out: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Launch on the current stream of the plan's device; returns the outputs by name.
 
         tensors: in the plan's order: AttentionCall.tensors, then k to rotary_sin of an Append if there is one, then the
             ``others``; each may be None where the plan's was
         seqlen_k: the keys of each sequence, which calls with the same cache key may vary; None for the plan's own
+        given_out: contiguous memory for the output "out" that no input shares; None for a new tensor
         Raises RuntimeError for a tensor without memory or with too little, NegatedView for a lazily negated view, and
         KernelError, with ``appended`` set where new keys are in the cache already.
         """
@@ -149,7 +152,10 @@ class Plan:
             addresses.append(tensor.data_ptr())
         outputs, q = {}, tensors[0]
         for name, shape, dtype, starts_as_zero, is_like_q in self._outputs:
-            if is_like_q and type(q) is Tensor:  # takes half the time
+            if given_out is not None and name == "out":
+                checks.output(given_out, shape, dtype, self.torch_device)
+                output = given_out
+            elif is_like_q and type(q) is Tensor:  # takes half the time
                 output = torch.empty_like(q)
             else:
                 output = torch.empty(shape, dtype=dtype, device=self.torch_device)
@@ -433,13 +439,15 @@ _POOLS_ARE_PER_THREAD = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPoo
 def acquire_workspace(size: int, device: int, place: torch.device) -> Tensor:
     """Return at least ``size`` bytes for a launch with splits; the counters are 0 before and after each launch.
 
-    Launches on one stream run in order and share it. Captured launches get their own: a graph runs on any stream.
+    Launches on one stream run in order and share it. Captured launches get their own: a graph runs on any stream,
+    unless the caller promised an order (graphs.py).
     """
-    if cuda_capture.is_capturing(device):
-        return _allocate_cleared(size, place)
     stream = nvrtc.stream(device)
     key = device, stream, threading.get_ident() if stream == 2 else 0
     workspace = _workspaces.get(key)
+    if cuda_capture.is_capturing(device):
+        shared = graphs.share(workspace, size)
+        return _allocate_cleared(size, place) if shared is None else shared
     if workspace is None or workspace.numel() < size:
         workspace = _allocate_in_thread(size, device, place)
         if device < 0 or _POOLS_ARE_PER_THREAD or not _is_in_pool(workspace):

@@ -1,0 +1,111 @@
+"""A packed forward into the caller's out: by the kernel itself, or by a copy where a backend makes its own result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat import use_backend
+from flash_attn_compat.core import sinks
+from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.dispatch import raw
+from tests import fused_on_cpu
+from tests.fused_on_cpu import Launches
+from tests.kernels import emulate
+
+STARTS = torch.tensor([0, 5, 38], dtype=torch.int32)
+SCALARS = Scalars(causal=True, max_seqlen_q=33, max_seqlen_k=33)
+no_emulator = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+
+
+def tensors() -> tuple[Tensor | None, ...]:
+    """A packed call's: two tokens more than the sequences have."""
+    q, k, v = torch.randn(3, 40, 2, 32, generator=torch.Generator().manual_seed(0)).half()
+    return q, k, v, None, STARTS, STARTS
+
+
+def expected() -> Tensor:
+    with use_backend("reference"):
+        out: Tensor = raw.forward(tensors(), SCALARS, False)[0]
+    return out
+
+
+@no_emulator
+def test_the_kernel_writes_to_the_given_out(turing: Launches) -> None:
+    out = torch.full((40, 2, 32), torch.nan, dtype=torch.half)
+    assert raw.forward_into(out, tensors(), SCALARS) is None
+    assert turing.last.fields["out"] == out.data_ptr()
+    torch.testing.assert_close(out[:38], expected()[:38], rtol=1e-2, atol=2e-3)
+    assert not out[38:].any()
+
+
+@no_emulator
+def test_the_lse_is_returned_where_it_is_asked_for(turing: Launches) -> None:
+    out = torch.empty(40, 2, 32, dtype=torch.half)
+    found = raw.forward_into(out, tensors(), SCALARS, return_lse=True)
+    assert found is not None
+    lse = raw.forward(tensors(), SCALARS, False)[1]
+    torch.testing.assert_close(found[:, :38], lse[:, :38])
+
+
+@no_emulator
+@pytest.mark.parametrize("layout", ["strided", "another backend", "copied inputs"])
+def test_any_other_result_is_copied(turing: Launches, layout: str) -> None:
+    memory = torch.full((40, 2, 64), torch.nan, dtype=torch.half)
+    out = memory[..., :32] if layout == "strided" else torch.full((40, 2, 32), torch.nan, dtype=torch.half)
+    q, *others = tensors()
+    if layout == "copied inputs":
+        q = q.mT.contiguous().mT
+    with use_backend("reference" if layout == "another backend" else "fused"):
+        raw.forward_into(out, (q, *others), SCALARS)
+    torch.testing.assert_close(out[:38], expected()[:38], rtol=1e-2, atol=2e-3)
+    assert memory[..., 32:].isnan().all()
+
+
+@no_emulator
+def test_without_keys_the_given_out_is_zero(turing: Launches) -> None:
+    q, k, v, *_ = tensors()
+    out, none = torch.full_like(q, torch.nan), torch.zeros(3, dtype=torch.int32)
+    raw.forward_into(out, (q, k[:0], v[:0], None, STARTS, none), SCALARS)
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (torch.zeros(40, 2, 33, dtype=torch.half), "out must have shape"),
+        (torch.zeros(39, 2, 32, dtype=torch.half), "out must have shape"),
+        (torch.zeros(1, 2, 32, dtype=torch.half), "out must have shape"),
+        (torch.zeros(40, 2, 32), "out must have shape .* torch.float16"),
+        (torch.zeros(40, 2, 32, dtype=torch.half, device="meta"), "out must be on"),
+        (torch._neg_view(torch.zeros(40, 2, 32, dtype=torch.half)), "out must not be a lazily negated view"),
+    ],
+    ids=["wide", "short", "broadcastable", "dtype", "device", "negated"],
+)
+@pytest.mark.parametrize("backend", ["fused", "reference"])
+def test_an_out_that_does_not_fit_is_named(
+    monkeypatch: pytest.MonkeyPatch, backend: str, out: Tensor, words: str
+) -> None:
+    found = fused_on_cpu.record(monkeypatch)
+    with use_backend(backend), pytest.raises(RuntimeError, match=words):
+        raw.forward_into(out, tensors(), SCALARS)
+    assert not found.seen and (out.is_meta or not out.any())
+
+
+def test_an_out_beyond_its_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fused_on_cpu.record(monkeypatch)
+    out = torch.zeros(40, 2, 32, dtype=torch.half)
+    out.untyped_storage().resize_(100)
+    with use_backend("fused"), pytest.raises(RuntimeError, match="out reaches beyond its memory"):
+        raw.forward_into(out, tensors(), SCALARS)
+    assert not found.seen
+
+
+def test_sinks_absorbed_in_place_are_those_of_absorb() -> None:
+    out, lse = torch.randn(7, 3, 16).half(), torch.randn(3, 7)
+    lse[1, 2], out[2, 1] = torch.inf, 0.0  # a row without keys
+    sink = torch.randn(3)
+    right = sinks.absorb(out, lse, sink)[0]
+    sinks.absorb_in_place(out, lse, sink)
+    torch.testing.assert_close(out, right, rtol=0, atol=0)
