@@ -11,4 +11,8 @@ listed = subprocess.run(command, check=True, capture_output=True, text=True).std
 tracked = {f"flash_attn_compat/{name}" if name.startswith("verify/") else name for name in listed}
 if inside != tracked:
     sys.exit(f"missing from the wheel: {sorted(tracked - inside)}\nin the wheel by mistake: {sorted(inside - tracked)}")
-print(f"{len(inside)} files")
+points = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+plugin = "[vllm.general_plugins]\nflash_attn_compat = flash_attn_compat.vllm.plugin:register"
+if plugin not in points:
+    sys.exit(f"vLLM does not find the plugin: {points}")
+print(f"{len(inside)} files, and vLLM's plugin")

@@ -27,7 +27,7 @@ CAPABILITIES = (
     "5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.8", "8.9", "9.0",
     "10.0", "10.1", "10.3", "11.0", "12.0", "12.1",
 )  # fmt: skip
-Reader = Literal["call", "compiler", "patch"]
+Reader = Literal["call", "compiler", "patch", "plugin"]
 
 
 class Variable(NamedTuple):
@@ -36,7 +36,8 @@ class Variable(NamedTuple):
     choices: the accepted values; empty if any text is accepted here and its reader checks it
     default: the choice that means the same as no value; None if every choice changes something
     read_by: "call" if it may change which backend serves a call or how, so that cache keys hold its value; "compiler"
-        if it is read when kernels are compiled or loaded; "patch" if it is read by patch() and an installed name
+        if it is read when kernels are compiled or loaded; "patch" if it is read by patch() and an installed name;
+        "plugin" if it is read when vLLM starts
     """
 
     choices: tuple[str, ...]
@@ -66,6 +67,7 @@ API = _declare("API", APIS, None, "patch")
 HUB_KERNELS = _declare("HUB_KERNELS", _SWITCH, "0", "patch")
 VARLEN_ATTN = _declare("VARLEN_ATTN", _SWITCH, "0", "patch")
 SDPA = _declare("SDPA", ("0", "1", "always"), None, "patch")
+VLLM = _declare("VLLM", _SWITCH, None, "plugin")  # 1 lets the plugin into releases that the tests do not know
 
 # os.environ.get takes a microsecond for an unset variable, the mapping inside it a twentieth. Every call reads several.
 _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
