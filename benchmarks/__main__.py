@@ -13,6 +13,7 @@ PROGRAMS = {
     "head_dims": "our kernels beside PyTorch's flash kernel, head dim by head dim",
     "turing_peer": "our kernels beside flash-attention-turing's",
     "end_to_end": "whole programs beside flash-attn and SDPA",
+    "vllm_serving": "vLLM with our attention and with Triton's: tokens compared, tokens a second",
     "fine_tuning": "loss curves of training, compared with eager attention's",
     "kernel_tiles": "each kernel's tiles on this GPU, to find the fastest",
     "kernel_report": "registers, spills and instructions of each kernel; no GPU needed",

@@ -6,12 +6,13 @@ import json
 import math
 import pkgutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 import benchmarks.__main__
-from benchmarks import cpu, end_to_end, head_dims, host_time, sdpa
+from benchmarks import cpu, end_to_end, head_dims, host_time, sdpa, vllm_serving
 from benchmarks.fine_tuning import largest_distance
 from benchmarks.runner import Contest, forward_only, make_parser, relative_difference, run
 from flash_attn_compat import flash_attn_func
@@ -181,3 +182,35 @@ def test_loss_curves_are_held_against_each_other_in_means_of_ten_steps():
     one = [2.0] * 20
     assert largest_distance(one, one) == 0
     assert largest_distance(one, [*one[:10], 3.0, *one[11:]]) == pytest.approx(0.05)
+
+
+# ---- vLLM
+
+
+def test_answers_of_two_engines_are_equal_up_to_a_tie() -> None:
+    """The first pair is equal, the second parts at a tie, the third at tokens that are no tie."""
+    sure, close = {"1": -0.1, "2": -3.0}, {"1": -0.70, "2": -0.69}
+    ours = {"tokens": [[1, 1], [1, 1], [1, 2]], "logprobs": [[sure, sure], [sure, close], [sure, sure]]}
+    theirs = {"tokens": [[1, 1], [1, 2], [1, 1]], "logprobs": [[sure, sure], [sure, close], [sure, sure]]}
+    found = vllm_serving.compare(ours, theirs, 0.03)
+    assert (found["equal"], found["ties"], found["differences"], found["widest"]) == (1, 1, 1, 0.0)
+    assert found["first"] == [{"prompt": 2, "step": 1, "gap": pytest.approx(2.9)}]
+
+
+def test_a_token_that_the_other_engine_did_not_rank_is_no_tie() -> None:
+    ours = {"tokens": [[1]], "logprobs": [[{"1": -0.1}]]}
+    theirs = {"tokens": [[2]], "logprobs": [[{"2": -0.1, "1": -0.1}]]}
+    assert vllm_serving.compare(ours, theirs, 0.03)["differences"] == 1
+
+
+def test_engines_find_the_plugin_and_only_ours_counts_as_turing(tmp_path: Path) -> None:
+    vllm_serving.write_entry_point(tmp_path)
+    ours, theirs = (vllm_serving.environment(job, tmp_path) for job in ({}, {"backend": "TRITON_ATTN"}))
+    assert ours["FLASH_ATTN_COMPAT_CAPABILITY"] == "7.5" and "FLASH_ATTN_COMPAT_CAPABILITY" not in theirs
+    assert ours["PYTHONPATH"].startswith(str(tmp_path / "entry_point"))
+
+
+def test_prompts_have_random_lengths_and_half_share_a_prefix() -> None:
+    prompts = vllm_serving.random_prompts()
+    assert len(prompts) >= 200 and len({len(prompt) for prompt in prompts}) > 100
+    assert len({tuple(prompt[:96]) for prompt in prompts[1::2]}) == 1 and max(map(len, prompts)) < 1024 - 12
