@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import use_backend
+from flash_attn_compat import flash_attn_with_kvcache, use_backend
 from flash_attn_compat.core import sinks
 from flash_attn_compat.core.call import Scalars
-from flash_attn_compat.dispatch import raw
+from flash_attn_compat.dispatch import kvcache, raw
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
@@ -61,6 +61,26 @@ def test_any_other_result_is_copied(turing: Launches, layout: str) -> None:
         raw.forward_into(out, (q, *others), SCALARS)
     torch.testing.assert_close(out[:38], expected()[:38], rtol=1e-2, atol=2e-3)
     assert memory[..., 32:].isnan().all()
+
+
+@no_emulator
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_decode_kernel_over_pages_writes_to_the_given_out(turing: Launches, return_lse: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 1, 4, 32, generator=generator).half()
+    k, v = torch.randn(2, 7, 16, 2, 32, generator=generator).half()
+    lengths, table = torch.tensor([20, 0, 33], dtype=torch.int32), torch.tensor([[3, 1, 0], [0, 0, 0], [2, 6, 5]]).int()
+    out = torch.full_like(q, torch.nan)
+    found = kvcache.attend_into(out, q, k, v, None, lengths, table, Scalars(causal=True), return_lse)
+    assert turing.last.fields["out"] == out.data_ptr() and turing.entries == ["decode"]
+    with use_backend("reference"):
+        right, lse = flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=lengths, block_table=table, causal=True, return_softmax_lse=True
+        )
+    torch.testing.assert_close(out, right, rtol=1e-2, atol=2e-3)
+    assert (found is None) == (not return_lse)
+    if found is not None:
+        torch.testing.assert_close(found, lse)
 
 
 @no_emulator

@@ -16,7 +16,7 @@ from flash_attn_compat.core.call import RETURN_LSE, AttentionCall, Scalars
 from flash_attn_compat.core.prepared import Check, Prepared, Tensors
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, ops
-from flash_attn_compat.dispatch.serve import serve
+from flash_attn_compat.dispatch.serve import find, run, serve
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
@@ -71,6 +71,21 @@ def attend(
     scalars = *scalars, bool(rotary_interleaved), num_splits, rows is not None, length is not None, side
     prepared, result = serve(over_cache, tensors, scalars, RETURN_LSE if return_lse else 0, length)
     return result.out, result.lse.contiguous() if prepared.call.return_lse else None
+
+
+def attend_into(
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slopes: Tensor | None, lengths: Tensor, table: Tensor,
+    scalars: Scalars, return_lse: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Write the result of a call over pages to ``out``, which no input shares; return softmax_lse if asked for.
+
+    q, out: (batch, seqlen_q, nheads, headdim); lengths: (batch,) int32. Nothing is appended or recorded for autograd.
+    """
+    checks.is_tensor("out", out)
+    tensors = q, k_cache, v_cache, slopes, None, None, lengths, None, table, None, None, None, None, None, None
+    flags, numbers = RETURN_LSE if return_lse else 0, (*hashable(*scalars), False, 0, False, False, None)
+    result = run(find(over_cache, tensors, numbers, flags), tensors, out=out)[1]
+    return result.lse if return_lse else None
 
 
 class _Arguments(NamedTuple):

@@ -29,6 +29,7 @@ from flash_attn_compat.backends.fused import graphs, nvrtc
 from flash_attn_compat.core import cuda_capture, sinks
 from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.core.mask import MOST_TOKENS
+from flash_attn_compat.dispatch.kvcache import attend_into
 from flash_attn_compat.dispatch.raw import forward_into
 from flash_attn_compat.vllm import versions
 
@@ -119,12 +120,13 @@ def _kernels_decline_reason() -> str | None:
 class Part(NamedTuple):
     """Neighbouring sequences of a batch, computed by one call.
 
-    rows: of the batch's tokens, None for all; starts: where each sequence starts in them, and the last one's end
+    rows: of the batch's tokens, None for all
+    starts: where each sequence starts in them, and the last one's end; None where each sequence has one row
     longest: the most rows of a sequence; table, lengths: the pages and the keys of each sequence
     """
 
     rows: slice | None
-    starts: Tensor
+    starts: Tensor | None
     longest: int
     table: Tensor
     lengths: Tensor
@@ -221,9 +223,11 @@ def _with_parts(batch: CompatMetadata, few: int) -> CompatMetadata:
     if longest > _ROUNDED:
         longest = -(-longest // _ROUNDED) * _ROUNDED
     starts, tables, lengths = batch.query_start_loc, _split(batch.block_table, batch), _split(batch.seq_lens, batch)
+    # Row i is sequence i's. A graph is padded with as many sequences as rows; they have no keys.
+    has_one_row_each = few == 1 and tokens == first > 0
     if len(tables) == 1:  # padding behind the rows lies outside of all sequences
-        return replace(batch, parts=(Part(None, starts, longest, tables[0], lengths[0]),))
-    decodes = Part(slice(0, tokens), starts[: first + 1], few, tables[0], lengths[0])
+        return replace(batch, parts=(Part(None, None if has_one_row_each else starts, longest, *tables, *lengths),))
+    decodes = Part(slice(0, tokens), None if has_one_row_each else starts[: first + 1], few, tables[0], lengths[0])
     prefills = Part(slice(tokens, None), starts[first:] - tokens, longest, tables[1], lengths[1])
     return replace(batch, parts=(decodes, prefills))
 
@@ -331,6 +335,9 @@ class CompatImpl(AttentionImpl):
             k, v = self._cache_views(kv_cache, q.dtype)
             for rows, starts, longest, table, lengths in attn_metadata.parts:
                 part_q, part_out = (q, out) if rows is None else (q[rows], out[rows])
+                if starts is None:
+                    self._attend_to_pages(part_out, part_q, k, v, lengths, table)
+                    continue
                 # The longest number of keys bounds nothing but windows: the table bounds the keys.
                 tensors = part_q, k, v, self.alibi_slopes, starts, starts, lengths, None, table
                 self._attend(part_out, tensors, attn_metadata.causal, longest, MOST_TOKENS)
@@ -359,6 +366,17 @@ class CompatImpl(AttentionImpl):
         right = 0 if causal and left >= 0 else left
         scalars = Scalars(0.0, self.scale, causal, left, right, self.logits_soft_cap, False, longest_q, longest_k)
         lse = forward_into(out, tensors, scalars, return_lse=s_aux is not None)
+        if s_aux is not None and lse is not None:
+            sinks.absorb_in_place(out, lse, s_aux)
+
+    def _attend_to_pages(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor) -> None:
+        """Write the attention of each sequence's only row, the last one, to ``out``."""
+        left, s_aux, count = self.sliding_window, self._fp32_sinks, lengths.shape[0]
+        if q.shape[0] != count:
+            q, out = q[:count], out[:count]
+        q, out = q.unsqueeze(1), out.unsqueeze(1)
+        scalars = Scalars(0.0, self.scale, True, left, 0 if left >= 0 else -1, self.logits_soft_cap)
+        lse = attend_into(out, q, k, v, self.alibi_slopes, lengths, table, scalars, return_lse=s_aux is not None)
         if s_aux is not None and lse is not None:
             sinks.absorb_in_place(out, lse, s_aux)
 

@@ -74,10 +74,13 @@ class Built:
             old = len(k) - n
             self._write(place[:old], k[:old], v[:old])
         self.slots = torch.cat([place[len(place) - n :] for place, n in zip(slots, rows)])
+        padded = total
+        if tokens == sequences > 0:  # as in a graph: padding counts
+            padded, self.slots = total + tokens, torch.cat([self.slots, torch.full((tokens,), -1)])
         starts = torch.tensor([0, *rows]).cumsum(0)
         self.common = dict(
             query_start_loc=starts.int(), query_start_loc_cpu=starts.int(), seq_lens=torch.tensor(keys).int(),
-            num_reqs=len(rows), num_actual_tokens=total, max_query_len=max(rows), max_seq_len=max(keys),
+            num_reqs=len(rows), num_actual_tokens=padded, max_query_len=max(rows), max_seq_len=max(keys),
             block_table_tensor=self.table, slot_mapping=self.slots, causal=batch.causal,
         )  # fmt: skip
         self.starts = starts.tolist()

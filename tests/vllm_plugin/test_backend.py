@@ -36,6 +36,7 @@ BATCHES = {
     "sinks in a window": replace(MIXED, sinks=True, window=9, layout="HND"),
     "bf16": replace(MIXED, dtype=torch.bfloat16),
     "padding behind decode steps": replace(DECODES, padding=(5, 2)),
+    "padding behind decode steps, a row for each sequence": replace(DECODES, padding=(2, 2)),
     "padding behind a mixed batch": replace(MIXED, padding=(3, 0)),
     "head_dim 72": replace(MIXED, head_dim=72),
     "keys of another sequence, all seen": replace(MIXED, causal=False),
@@ -46,6 +47,7 @@ ON_KERNELS = (
     "softcap and window, head_dim 256",
     "sinks in a window",
     "padding behind decode steps",
+    "padding behind decode steps, a row for each sequence",
 )
 
 
@@ -83,6 +85,15 @@ def test_turings_kernels_write_the_answer_to_vllms_output(backend: ModuleType, t
 def test_decode_steps_of_a_mixed_batch_get_the_decode_kernel(backend: ModuleType, turing: Launches) -> None:
     MIXED.build().run(backend)
     assert turing.entries == ["decode", "forward"]
+
+
+@pytest.mark.parametrize(("name", "one_row_each"), [
+    ("decode steps", [True]), ("decode steps and prefills", [True, False]), ("prefills", [False]),
+    ("padding behind decode steps", [False]), ("padding behind decode steps, a row for each sequence", [True]),
+])  # fmt: skip
+def test_sequences_of_one_row_each_need_no_starts(backend: ModuleType, name: str, one_row_each: list[bool]) -> None:
+    parts = BATCHES[name].build().metadata(backend).parts
+    assert [part.starts is None for part in parts] == one_row_each
 
 
 def test_drafts_of_speculative_decoding_are_decode_steps(backend: ModuleType) -> None:
@@ -148,8 +159,9 @@ def test_metadata_of_decode_steps_holds_vllms_own_tensors(backend: ModuleType) -
     """A captured graph reads them again at each replay, so copies would hold the lengths of the capture."""
     built = DECODES.build()
     (part,) = built.metadata(backend).parts
-    assert part.starts is built.common["query_start_loc"] and part.lengths is built.common["seq_lens"]
-    assert part.table is built.table and part.rows is None
+    assert part.lengths is built.common["seq_lens"] and part.table is built.table and part.rows is None
+    (part,) = Batch(((2, 40), (1, 17))).build().metadata(backend, threshold=2).parts
+    assert part.starts is not None and part.rows is None
 
 
 def test_bounds_of_decode_steps_do_not_depend_on_lengths(backend: ModuleType) -> None:
