@@ -31,12 +31,12 @@ def register() -> None:
 
 def _register() -> str | None:
     """Register the backend; return the reason why not, or None."""
-    switch = settings.vllm()
-    if switch is False:
+    switch = settings.value_of(settings.VLLM)
+    if switch == "0":
         return None
     import vllm
 
-    reason = versions.decline_reason(vllm.__version__, accepts_any=switch is True)
+    reason = versions.decline_reason(vllm.__version__, accepts_any=switch == "1")
     if reason is not None:
         return f"{reason}; {settings.VLLM}=0 silences this line"
     from vllm.platforms import current_platform
