@@ -11,12 +11,12 @@ from flash_attn_compat.core import sinks
 from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.dispatch import kvcache, raw
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate
 
 STARTS = torch.tensor([0, 5, 38], dtype=torch.int32)
 SCALARS = Scalars(causal=True, max_seqlen_q=33, max_seqlen_k=33)
-no_emulator = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+no_emulator = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 
 def tensors() -> tuple[Tensor | None, ...]:
@@ -32,7 +32,7 @@ def expected() -> Tensor:
 
 
 @no_emulator
-def test_the_kernel_writes_to_the_given_out(turing: Launches) -> None:
+def test_the_kernel_writes_to_the_given_out(turing: LaunchRecord) -> None:
     out = torch.full((40, 2, 32), torch.nan, dtype=torch.half)
     assert raw.forward_into(out, tensors(), SCALARS) is None
     assert turing.last.fields["out"] == out.data_ptr()
@@ -41,7 +41,7 @@ def test_the_kernel_writes_to_the_given_out(turing: Launches) -> None:
 
 
 @no_emulator
-def test_the_lse_is_returned_where_it_is_asked_for(turing: Launches) -> None:
+def test_the_lse_is_returned_where_it_is_asked_for(turing: LaunchRecord) -> None:
     out = torch.empty(40, 2, 32, dtype=torch.half)
     found = raw.forward_into(out, tensors(), SCALARS, return_lse=True)
     assert found is not None
@@ -51,7 +51,7 @@ def test_the_lse_is_returned_where_it_is_asked_for(turing: Launches) -> None:
 
 @no_emulator
 @pytest.mark.parametrize("layout", ["strided", "another backend", "copied inputs"])
-def test_any_other_result_is_copied(turing: Launches, layout: str) -> None:
+def test_any_other_result_is_copied(turing: LaunchRecord, layout: str) -> None:
     memory = torch.full((40, 2, 64), torch.nan, dtype=torch.half)
     out = memory[..., :32] if layout == "strided" else torch.full((40, 2, 32), torch.nan, dtype=torch.half)
     q, *others = tensors()
@@ -65,7 +65,7 @@ def test_any_other_result_is_copied(turing: Launches, layout: str) -> None:
 
 @no_emulator
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_the_decode_kernel_over_pages_writes_to_the_given_out(turing: Launches, return_lse: bool) -> None:
+def test_the_decode_kernel_over_pages_writes_to_the_given_out(turing: LaunchRecord, return_lse: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 1, 4, 32, generator=generator).half()
     k, v = torch.randn(2, 7, 16, 2, 32, generator=generator).half()
@@ -84,7 +84,7 @@ def test_the_decode_kernel_over_pages_writes_to_the_given_out(turing: Launches, 
 
 
 @no_emulator
-def test_without_keys_the_given_out_is_zero(turing: Launches) -> None:
+def test_without_keys_the_given_out_is_zero(turing: LaunchRecord) -> None:
     q, k, v, *_ = tensors()
     out, none = torch.full_like(q, torch.nan), torch.zeros(3, dtype=torch.int32)
     raw.forward_into(out, (q, k[:0], v[:0], None, STARTS, none), SCALARS)

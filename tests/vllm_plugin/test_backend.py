@@ -14,7 +14,7 @@ from flash_attn_compat import settings, use_backend
 from flash_attn_compat.backends.fused import graphs
 from flash_attn_compat.core import cuda_capture
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
+from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate
 from tests.vllm_plugin import batches
 from tests.vllm_plugin.batches import Batch
@@ -70,9 +70,9 @@ def test_a_layer_answers_as_the_formula(backend: ModuleType, name: str) -> None:
     check(built.run(backend), built.answer())
 
 
-@pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+@pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 @pytest.mark.parametrize("name", ON_KERNELS)
-def test_turings_kernels_write_the_answer_to_vllms_output(backend: ModuleType, turing: Launches, name: str) -> None:
+def test_turings_kernels_write_the_answer_to_vllms_output(backend: ModuleType, turing: LaunchRecord, name: str) -> None:
     built = BATCHES[name].build()
     output = built.run(backend)
     check(output, built.answer())
@@ -81,8 +81,8 @@ def test_turings_kernels_write_the_answer_to_vllms_output(backend: ModuleType, t
     assert not output[len(built.answer()) :].any()
 
 
-@pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
-def test_decode_steps_of_a_mixed_batch_get_the_decode_kernel(backend: ModuleType, turing: Launches) -> None:
+@pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
+def test_decode_steps_of_a_mixed_batch_get_the_decode_kernel(backend: ModuleType, turing: LaunchRecord) -> None:
     MIXED.build().run(backend)
     assert turing.entries == ["decode", "forward"]
 
