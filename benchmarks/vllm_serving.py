@@ -168,6 +168,7 @@ def environment(job: dict[str, Any], folder: Path) -> dict[str, str]:
         VLLM_ENABLE_V1_MULTIPROCESSING=str(int(job.get("tensor_parallel", 1) > 1)), VLLM_LOGGING_LEVEL="INFO",
         TOKENIZERS_PARALLELISM="false",
     )  # fmt: skip
+    found.pop("FLASH_ATTN_COMPAT_CAPABILITY", None)
     return found if job.get("backend") else found | {"FLASH_ATTN_COMPAT_CAPABILITY": "7.5"}
 
 

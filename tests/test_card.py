@@ -128,5 +128,5 @@ def test_verify_caps_memory_before_it_asks(monkeypatch: pytest.MonkeyPatch) -> N
     done: list[Any] = []
     monkeypatch.setattr(compare, "cap_memory", lambda device: done.append(device.type))
     monkeypatch.setattr(compare, "run", lambda *given: done.append("run") or iter(()))
-    asked = compare.RecordingReference(None, ["chunked"], ["cpu"], True, ["head_dim 52"], True)
+    asked = compare.Asked(None, ["chunked"], ["cpu"], True, ["head_dim 52"], True)
     assert list(compare.steps(0, asked)) == [] and done == ["cpu", "run"]

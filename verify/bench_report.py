@@ -57,7 +57,10 @@ def compared(rows: Sequence[Row]) -> Iterator[Compared]:
 
 
 def mean_lines(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS) -> list[str]:
-    """Return lines with the geometric mean of our speed / each yardstick's, without decoding."""
+    """Return a line for each yardstick: the geometric mean of its fastest contestant's time / ours.
+
+    Decoding and workloads in CUDA graphs are left out.
+    """
     decoding = {workload.name for workload in DECODE}
     found = [each for each in compared(rows) if each.mine.workload not in decoding]
     found = [each for each in found if not each.mine.workload.endswith(IN_GRAPH)]

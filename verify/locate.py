@@ -136,7 +136,7 @@ def one_is_wrong(pair: Sequence[tuple[Tensor, Check]], exact: Tensor, bounds: Te
 
 
 def first_place(differs: Tensor, block_rows: int) -> Place | None:
-    """Return the place of the first True of (batch, nheads, row, channel)."""
+    """Return the place of the first True of (batch, nheads, row, channel), or None. block_rows: query rows of a tile"""
     if not differs.any():
         return None
     batch, head, row, channel = (int(i) for i in torch.unravel_index(differs.flatten().int().argmax(), differs.shape))

@@ -19,8 +19,8 @@ from .call import CACHES, PACKED, Answer, Call
 
 
 @dataclass(frozen=True)
-class Mask:
-    """The options that shape the scores of a call, the same for each of its sequences."""
+class ScoreOptions:
+    """The options of a call that all sequences' scores share, and whether flash-attn shifts their LSE."""
 
     scale: float
     causal: bool
@@ -106,7 +106,7 @@ class Attended(NamedTuple):
 
 
 def _attended(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, keep: Tensor | None, dropout_p: float,
+    q: Tensor, k: Tensor, v: Tensor, mask: ScoreOptions, slopes: Tensor | None, keep: Tensor | None, dropout_p: float,
     dout: Tensor | None, exact: bool,
 ) -> Attended:  # fmt: skip
     """q (sq, H, d), k (sk, Hk, d), v (sk, Hk, dv), slopes (H,), keep (H, sq, sk), dout (sq, H, dv)."""
@@ -233,14 +233,14 @@ def _answer(call: Call, keep: Tensor | None, exact: bool) -> Truth:
     )
 
 
-def _mask(args: Mapping[str, Any]) -> Mask:
+def _mask(args: Mapping[str, Any]) -> ScoreOptions:
     left, right = (int(x) for x in args.get("window_size", (-1, -1)))
     if "window_size_left" in args:  # the private functions
         left, right = int(args["window_size_left"]), int(args["window_size_right"])
     causal, scale = bool(args.get("causal", False)), args.get("softmax_scale")
     # A side at least as long as the keys (the longest sequence, or the cache) counts as unbounded.
     longest = int(args.get("max_seqlen_k", args["capacity"]))
-    return Mask(
+    return ScoreOptions(
         scale=args["q"].shape[-1] ** -0.5 if scale is None else float(scale),
         causal=causal,
         window=(left, right),

@@ -1,7 +1,7 @@
 """One attention call as one immutable value, however it was spelled by the caller.
 
 Arguments are checked before the value is made (checks.py); afterwards nothing is checked again. What a
-row sees is in mask.py, how sequences lie in the tensors in layout.py.
+row sees is in mask.py, how sequences lie in the tensors in varlen.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A row ``i`` of a sequence with ``seqlen_q`` queries and ``seqlen_k`` keys stands at key position
 ``i + offset`` with ``offset = seqlen_k - seqlen_q``; it sees the keys ``j`` with
-``i + offset - left <= j <= i + offset + right``. Padding of a batch is not a mask: see layout.py.
+``i + offset - left <= j <= i + offset + right``. Padding of a batch is not a mask: see varlen.py.
 """
 
 from __future__ import annotations

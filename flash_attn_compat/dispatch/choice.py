@@ -143,7 +143,10 @@ def _check_settings() -> None:
 
 
 def reasons_against(name: str, call: AttentionCall) -> list[str]:
-    """Return the reasons why the backend ``name`` would not serve ``call``: its own, or the backend that goes first."""
+    """Return the reasons why the backend ``name`` would not serve ``call``; an empty list if it would.
+
+    Without reasons of its own, the one reason is the backend that goes first, or that another was forced.
+    """
     explanation = _explain(call.traits(), settings.forced_backend())
     if explanation.backend == name:
         return []

@@ -274,7 +274,9 @@ class CompatImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
+        )
         self.logits_soft_cap = float(logits_soft_cap or 0.0)
         self.sliding_window = -1 if sliding_window is None else sliding_window - 1
         self.sinks, self._fp32_sinks = sinks, None if sinks is None else sinks.float()

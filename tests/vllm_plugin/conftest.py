@@ -10,7 +10,7 @@ import pytest
 
 
 @functools.cache
-def why_not() -> str | None:
+def skip_reason() -> str | None:
     """Return the reason why vLLM's interface cannot be imported here, or None."""
     try:
         importlib.import_module("vllm.v1.attention.backend")
@@ -20,9 +20,15 @@ def why_not() -> str | None:
     return None
 
 
+@pytest.fixture(autouse=True)
+def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests say themselves which capability the GPU has."""
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
+
+
 @pytest.fixture
 def backend() -> ModuleType:
     """The plugin's backend module, over the vLLM that is installed."""
-    if reason := why_not():
+    if reason := skip_reason():
         pytest.skip(reason)
     return importlib.import_module("flash_attn_compat.vllm.backend")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flash_attn_compat.vllm import plugin, versions
-from tests.vllm_plugin.conftest import why_not
+from tests.vllm_plugin.conftest import skip_reason
 
 TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 
@@ -221,7 +221,7 @@ def test_importing_the_package_imports_nothing_of_vllm() -> None:
 
 
 def test_this_vllm_is_known() -> None:
-    if reason := why_not():
+    if reason := skip_reason():
         pytest.skip(reason)
     import vllm
 

@@ -122,7 +122,7 @@ class Kind(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile of a block, and where its operands lie."""
+    """The size of a block's tile, its warps, and the operands that stay in registers instead of shared memory."""
 
     step: int  # streamed rows (keys; queries for dkdv) of one turn of the main loop
     warps: int
@@ -459,9 +459,9 @@ def made_for(kinds: Iterable[Kind]) -> dict[Variant, Kind]:
 
 
 def takes_decode(seqlen_q: int, group: int, more: bool) -> bool:
-    """Whether the decode kernel serves: few query rows for each key head, so that reading the keys takes the time.
+    """Return whether the decode kernel serves: a call of so few query rows that reading the keys takes the time.
 
-    The decode kernel reads them for 16 rows at once, the forward kernel for one head: never for more heads than these.
-    more: whether there is dropout or a dense mask, which it does not know
+    The decode kernel reads the keys once for 16 rows, the forward kernel once for each query head.
+    more: whether there is dropout or a dense mask, which the decode kernel lacks
     """
     return not more and seqlen_q <= _FEW_QUERIES and seqlen_q * group <= _FEW_FOLDED
