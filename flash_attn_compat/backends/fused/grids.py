@@ -8,6 +8,7 @@ would be idle.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from flash_attn_compat.backends.fused.variants import Variant
@@ -19,6 +20,9 @@ _FEW_BLOCKS = 1024
 # The fewest keys worth a split, and the most splits of a tile.
 _SPLIT_KEYS = {"forward": 256, "decode": 64}
 _MAX_SPLITS = 256
+# Splits of a decoding step that are merged in the time of one step over _SPLIT_KEYS keys: on an H100 0.12 us each, and
+# 1.1 us for the step. More splits than sqrt(_MERGED_PER_STEP * steps) cost more than they save.
+_MERGED_PER_STEP = 9
 # The fewest query rows worth a split of dkdv: they cost as much as storing its gradients and adding them up.
 _SPLIT_ROWS = 512
 # KB of shared memory of a multiprocessor by architecture, and the minimum for all other architectures.
@@ -85,7 +89,11 @@ def count_splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
     macros = dict(variant.macros)
     if variant.entry == "forward" and macros["D"] > 192 and not macros.get("MMA_K16", 0):
         return 1  # the kernel has no registers left for it
-    return max(1, min(gpu.resident_blocks(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MAX_SPLITS))
+    steps = -(-keys // _SPLIT_KEYS[variant.entry])
+    most = min(steps, _MAX_SPLITS)
+    if variant.entry == "decode":
+        most = min(most, round(math.sqrt(_MERGED_PER_STEP * steps)))
+    return max(1, min(gpu.resident_blocks(variant) // tiles, most))
 
 
 def count_head_splits(variant: Variant, blocks: int, group: int, rows: int, gpu: Gpu) -> int:
