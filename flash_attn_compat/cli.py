@@ -23,6 +23,8 @@ from flash_attn_compat.output_path import output_path
 # The options of run, and the values of patch's sdpa and api for each.
 _SDPA: dict[str, SdpaRequest] = {"--sdpa": True, "--sdpa=always": "always"}
 _API = {f"--api={api}": api for api in settings.APIS}
+# Of one processor, on a slow one: to say how long compiling takes at most.
+_SECONDS_PER_KERNEL = 2.5
 # This package's dependencies, which pip may have been told not to install; doctor, tune and compile need both.
 _REQUIRED = "torch", "einops"
 
@@ -189,7 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "compile",
         help="compile this package's CUDA kernels beforehand, with or without a GPU",
-        description="Compiles the kernels of usual models into the cache folder: some 600 to 1,200 for each ARCH. "
+        description="Compiles kernels into the cache folder: some 100 for each ARCH, those of a 7B model trained by "
+        "LoRA, of packed BERT and of a diffusion step. --all, and each option below it, ask for more: up to 1,200. "
         "Each takes one processor a second or two. Programs here will use the same NVRTC.",
     )
     command.add_argument(
@@ -197,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
         help="sm_75, sm_80, sm_90, ...: the compute capability of the GPUs; repeatable",
     )  # fmt: skip
     command.add_argument("--into", metavar="DIR", help=f"the folder that {settings.CACHE} will name there")
+    command.add_argument("--all", action="store_true", help="the kernels of most models, with at most one feature each")
     _add_sizes(command, "those of most models", "both")
     command.add_argument(
         "--sdpa",
@@ -318,12 +322,15 @@ def _compile(options: argparse.Namespace) -> int:
     if write_error := cache.write_error():
         return _report_error(write_error)
     masks = options.sdpa or settings.value_of(settings.SDPA) in ("1", "always")
-    jobs = [
-        (variant, architecture)
-        for architecture, number in numbers.items()
-        for variant in variants.made_for(aot.common_kinds(number, options.head_dim, options.dtype, masks))
-    ]
-    print(f"{len(jobs)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
+    is_more = options.all or options.head_dim or options.dtype or masks
+    jobs = []
+    for architecture, number in numbers.items():
+        more = aot.common_kinds(number, options.head_dim, options.dtype, masks)
+        kinds = more if is_more else aot.usual_kinds(number)
+        jobs += [(variant, architecture) for variant in variants.made_for(kinds)]
+    minutes = -(-len(jobs) * _SECONDS_PER_KERNEL // (60 * (os.cpu_count() or 1)))
+    about = f"at most {minutes:.0f} minute{'s' * (minutes > 1)} on {os.cpu_count()} processors"
+    print(f"{len(jobs)} kernels for {', '.join(numbers)}: {about}", file=sys.stderr, flush=True)
     compiled, errors = aot.compile_all(jobs, lambda jobs: progress.show_progress(jobs, lambda job: ""))
     print(f"{compiled} kernels compiled, {len(jobs) - compiled - len(errors)} were there: {cache.describe_folder()}")
     for message in dict.fromkeys(errors):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from flash_attn_compat import cli
+from flash_attn_compat import cli, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import aot, cache, nvrtc, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind, Variant
-from tests.support import check_refused_in_one_line
+from tests import fused_on_cpu
+from tests.support import check_refused_in_one_line, ints
 
 ONLY = ["--head-dim", "64", "--dtype", "float16"]
 
@@ -125,6 +129,49 @@ def test_without_nvrtc_the_package_to_install_is_named_before_anything_is_done(
     monkeypatch.setattr(nvrtc, "library_paths", lambda major: [])
     monkeypatch.setattr(nvrtc, "compiler", nvrtc.compiler.__wrapped__)
     check_refused_in_one_line(cli.main, ["compile", "--for", "sm_75"], f"pip install {wheel} brings it", capsys)
+
+
+PROGRAMS: dict[str, Callable[[], object]] = {
+    "a LoRA step of a 7B model": lambda: train(flash_attn_func, (1, 300, 32, 128), (1, 300, 8, 128), causal=True),
+    "the same in bf16": lambda: train(
+        flash_attn_func, (1, 3000, 4, 128), (1, 3000, 4, 128), torch.bfloat16, causal=True
+    ),
+    "its generation": lambda: flash_attn_with_kvcache(
+        half(2, 1, 32, 128), half(2, 500, 8, 128), half(2, 500, 8, 128), half(2, 1, 8, 128), half(2, 1, 8, 128),
+        cache_seqlens=ints(400, 17), causal=True,
+    ),
+    "packed BERT": lambda: train(
+        lambda *qkv, **options: flash_attn_varlen_func(*qkv, *[ints(0, 200, 512)] * 2, 312, 312, **options),
+        (512, 12, 64), (512, 12, 64), dropout_p=0.1,
+    ),
+    "SDXL": lambda: flash_attn_func(half(2, 1024, 10, 64), half(2, 77, 10, 64), half(2, 77, 10, 64)),
+    "SD 1.5": lambda: [flash_attn_func(*[half(2, 4096, 8, d)] * 3) for d in (40, 80, 160)],
+}  # fmt: skip
+
+
+def half(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def train(
+    function: Callable[..., Any],
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    dtype: torch.dtype = torch.float16,
+    **options: Any,
+) -> None:
+    leaves = [half(*shape, dtype=dtype).requires_grad_() for shape in (q, k, k)]
+    function(*leaves, **options).sum().backward()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_usual_kernels_are_all_that_a_program_launches(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch)
+    with use_backend("fused"):
+        PROGRAMS[program]()
+    usual = set(variants.made_for(aot.usual_kinds(75)))
+    assert launches.seen and {launch.variant for launch in launches.seen} <= usual
+    assert len(usual) < 110
 
 
 def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:

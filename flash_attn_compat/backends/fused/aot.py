@@ -12,6 +12,7 @@ from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 
 _MIN_ARCHITECTURE = 75
 _COMMON_HEAD_DIMS = 32, 64, 80, 96, 128, 256
+_DIFFUSION_HEAD_DIMS = 40, 80, 160
 
 
 def parse_architecture(architecture: str) -> int:
@@ -38,6 +39,27 @@ def common_kinds(
         is_common = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
         is_common = is_common and (not kind.bias or (masks and kind.bias != variants.FLOAT_BIAS))
         if is_common and kind.D in sizes and (name in dtypes or not dtypes):
+            yield kind
+
+
+def usual_kinds(number: int) -> Iterator[Kind]:
+    """Yield the kinds of three programs: a 7B model trained by LoRA and generating, packed BERT, a diffusion step.
+
+    They are causal d 128 over a cache, pages too, in fp16 and bf16; d 64, with dropout where nothing is masked; and
+    unmasked d 40, 80 and 160; the last two groups in fp16.
+    """
+    sizes = set(map(variants.size_of, _DIFFUSION_HEAD_DIMS))
+    for kind in variants.kinds(number):
+        is_fp16 = kind.type == FP16
+        if kind.vec != 8 or kind.alibi or kind.softcap or kind.bias or kind.window is not None:
+            continue
+        if kind.D == 128:
+            is_usual = kind.local and not kind.dropout and (is_fp16 or not kind.paged)
+        elif kind.D == 64:
+            is_usual = is_fp16 and not kind.paged and not (kind.local and kind.dropout)
+        else:
+            is_usual = kind.D in sizes and is_fp16 and not (kind.local or kind.paged or kind.dropout)
+        if is_usual:
             yield kind
 
 
