@@ -8,9 +8,11 @@ import runpy
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from tests.interpreters import forked, forked_group, free_port
@@ -65,6 +67,41 @@ except SystemExit as stop:
     print(stop.code)
 """
     assert "no operator for a CPU" in forked(code, CUDA_VISIBLE_DEVICES="").stdout
+
+
+# ---------------------------------------------------------------- comfyui
+
+
+def comfyui_attention(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, skip_reshape: bool = False,
+    skip_output_reshape: bool = False, **kwargs: object,
+) -> Tensor:  # fmt: skip
+    """As ComfyUI's attention over PyTorch's."""
+    if not skip_reshape:
+        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("skip_reshape", [False, True])
+@pytest.mark.parametrize("skip_output_reshape", [False, True])
+def test_the_comfyui_node_answers_as_the_attention_in_its_place(
+    skip_output_reshape: bool, skip_reshape: bool, dtype: torch.dtype, masked: bool
+) -> None:
+    node = load_file(EXAMPLES / "comfyui" / "__init__.py").NODE_CLASS_MAPPINGS["FlashAttnCompat"]()
+    model = SimpleNamespace(model_options={"transformer_options": {"other": 1}})
+    model.clone = lambda: SimpleNamespace(model_options=dict(model.model_options))
+    options = node.patch(model)[0].model_options["transformer_options"]
+    assert options["other"] == 1 and model.model_options == {"transformer_options": {"other": 1}}
+    rows, keys = ((2, 3, 9, 16), (2, 3, 7, 16)) if skip_reshape else ((2, 9, 48), (2, 7, 48))
+    qkv = [randn(*shape).to(dtype) for shape in (rows, keys, keys)]
+    given = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape, "transformer_options": options}
+    given |= {"mask": randn(9, 7).to(dtype)} if masked else {}
+    expected = comfyui_attention(*qkv, heads=3, **given)
+    out = options["optimized_attention_override"](comfyui_attention, *qkv, heads=3, **given)
+    torch.testing.assert_close(out, expected, rtol=4e-3, atol=4e-3)
 
 
 # ---------------------------------------------------------------- blockwise_attention.py
