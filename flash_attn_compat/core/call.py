@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flash_attn_compat import settings
+from flash_attn_compat.core import eight_bit
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.mask import Mask
 
@@ -26,6 +27,7 @@ class Scalars(NamedTuple):
     """The numbers of a call, in the order in which keys, operators and functions take them.
 
     max_seqlen_q, max_seqlen_k: 0 for dense calls; a tensor of one integer is read, which waits for its GPU
+    k_factor, v_factor: a descale of an 8-bit cache that is a number; 1 if it is a tensor
     """
 
     dropout_p: float = 0.0
@@ -37,6 +39,8 @@ class Scalars(NamedTuple):
     deterministic: bool = False
     max_seqlen_q: int | Tensor = 0
     max_seqlen_k: int | Tensor = 0
+    k_factor: float = 1.0
+    v_factor: float = 1.0
 
 
 class AttentionCall(NamedTuple):
@@ -60,6 +64,9 @@ class AttentionCall(NamedTuple):
     seqused_k: Tensor | None = None  # (batch,) int32, one past the last key used, from the sequence's first slot on
     leftpad_k: Tensor | None = None  # (batch,) int32, slots skipped at the front
     block_table: Tensor | None = None  # (batch, max_blocks) int32, the pages of each sequence
+    # (batch or 1, nheads_k or 1) fp32: a cache of 8-bit floats times its descale and its factor is the keys or values
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     # (batch, nheads, seqlen_q, seqlen_k) of any strides: boolean, True where a row sees a key; or what is added to
     # scores, in q's dtype or fp32. Only of dense tensors; it has no gradient
     bias: Tensor | None = None
@@ -76,6 +83,8 @@ class AttentionCall(NamedTuple):
     appends: bool = False  # the backend's run writes keys into the cache first, which seqused_k counts already
     lse_gradient: bool = False  # the backward has a gradient of softmax_lse to count; the forward cannot know
     slopes_gradient: bool = False  # autograd wants the gradient of alibi_slopes, which no kernel computes
+    k_factor: float = 1.0
+    v_factor: float = 1.0
 
     @property
     def batch(self) -> int:
@@ -145,6 +154,7 @@ class AttentionCall(NamedTuple):
             "SCALE_NOT_POSITIVE": self.softmax_scale <= 0,
             "BIAS": self.bias is not None,
             "WIDE_SOFTCAP": self.softcap > 1024.0,
+            "EIGHT_BIT_CACHE": self.k.dtype in eight_bit.DTYPES,
         }
         return sum([_BITS[name] for name, is_asked in asked.items() if is_asked])
 
@@ -167,7 +177,7 @@ class AttentionCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The call's tensors in the order of TENSORS."""
-        return *self[:3], *self[9:17]
+        return *self[:3], *self[9:19]
 
     def with_tensors(self, *tensors: Tensor | None) -> AttentionCall:
         """Return the call over other tensors of the same shapes and strides, in the order of TENSORS.
@@ -175,11 +185,11 @@ class AttentionCall(NamedTuple):
         Missing tensors are None: ``with_tensors()`` describes the call alone. Tensors beyond TENSORS are ignored.
         """
         given: tuple[Any, ...] = (*tensors, *NO_TENSORS)
-        return AttentionCall._make((*given[:3], *self[3:9], *given[3 : len(TENSORS)], *self[17:]))
+        return AttentionCall._make((*given[:3], *self[3:9], *given[3 : len(TENSORS)], *self[19:]))
 
 
 # The call's tensor fields, rng_state last: the order of all tensors. Over a cache those of Append follow.
-TENSORS = AttentionCall._fields[:3] + AttentionCall._fields[9:17]
+TENSORS = AttentionCall._fields[:3] + AttentionCall._fields[9:19]
 NO_TENSORS = (None,) * len(TENSORS)
 RNG_STATE = TENSORS.index("rng_state")
 

@@ -45,6 +45,7 @@ class Feature(enum.IntFlag):
     SCALE_NOT_POSITIVE = "a softmax_scale that is not positive"
     BIAS = "a dense mask"
     WIDE_SOFTCAP = "a softcap above 1024"
+    EIGHT_BIT_CACHE = "keys and values of 8-bit floats"
 
 
 def split(features: int) -> list[Feature]:
