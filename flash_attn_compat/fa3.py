@@ -84,13 +84,14 @@ def flash_attn_with_kvcache(
 
     With return_softmax_lse: (out, softmax_lse, None, None), without the partial results of a split over keys.
     """
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
+    _refuse(qv=qv, q_descale=q_descale, attention_chunk=attention_chunk,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)  # fmt: skip
     result: Any = fa2.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse,
+        rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse, k_descale=k_descale,
+        v_descale=v_descale,
     )  # fmt: skip
     return (*_with_fa3_lse(result, k_cache), None, None) if return_softmax_lse else result
 

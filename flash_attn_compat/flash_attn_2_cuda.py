@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_compat.core.arguments import descale
 from flash_attn_compat.core.call import BackwardInputs, Scalars
 from flash_attn_compat.dispatch import kvcache, raw
 
@@ -83,19 +84,25 @@ def varlen_fwd(
     return_softmax: bool,
     gen_: Any = None,
     num_splits: int = 0,
+    *,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
 ) -> list[Tensor]:
     """Packed forward: q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim) or pages.
 
     out_, gen_: as in fwd
-    num_splits: as in _flash_attn_varlen_forward
+    num_splits, k_descale, v_descale: as in _flash_attn_varlen_forward
     Returns [out, softmax_lse, S_dmask, rng_state], as _flash_attn_varlen_forward.
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    tensors = q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_
+    (k_descale, k_factor), (v_descale, v_factor) = descale("k_descale", k_descale), descale("v_descale", v_descale)
+    tensors = (
+        q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, k_descale, v_descale
+    )  # fmt: skip
     scalars = Scalars(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, False, max_seqlen_q,
-        max_seqlen_k,
+        max_seqlen_k, k_factor, v_factor,
     )  # fmt: skip
     out, *rest = raw.varlen_forward(tensors, scalars, return_softmax, zero_tensors, num_splits)
     return [_written(out, out_), *rest]
@@ -199,6 +206,9 @@ def fwd_kvcache(
     softcap: float,
     is_rotary_interleaved: bool,
     num_splits: int,
+    *,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
 ) -> list[Tensor]:
     """Forward over a KV cache, appending k_ and v_ in place; shapes as in flash_attn_with_kvcache.
 
@@ -208,7 +218,7 @@ def fwd_kvcache(
     out, softmax_lse = kvcache.attend(
         (q, kcache, vcache, alibi_slopes_, k_, v_, rotary_cos_, rotary_sin_), seqlens_k_, cache_batch_idx_, leftpad_k_,
         block_table_, softmax_scale, is_causal, (window_size_left, window_size_right), softcap, is_rotary_interleaved,
-        num_splits, return_lse=True,
+        num_splits, True, k_descale, v_descale,
     )  # fmt: skip
     return [_written(out, out_), softmax_lse]
 

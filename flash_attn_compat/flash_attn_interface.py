@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
 from flash_attn_compat.core import checks, sinks
-from flash_attn_compat.core.arguments import keyed
+from flash_attn_compat.core.arguments import descale, keyed
 from flash_attn_compat.core.call import RETURN_LSE, RETURN_PROBS, SHARES_DROPOUT_MASK
 from flash_attn_compat.dispatch import ops
 from flash_attn_compat.dispatch.autograd import attend, recording_flags, scale_queries, unpack
@@ -215,13 +215,15 @@ def flash_attn_varlen_func(
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: Sequence[int] = ...,
     softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
     return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
+    k_descale: float | Tensor | None = ..., v_descale: float | Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: Sequence[int] = ...,
     softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
-    block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
+    block_table: Tensor | None = ..., *, s_aux: Tensor | None = ..., k_descale: float | Tensor | None = ...,
+    v_descale: float | Tensor | None = ...,
 ) -> AttentionOutput: ...  # fmt: skip
 def flash_attn_varlen_func(
     q: Tensor,
@@ -242,6 +244,8 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     *,
     s_aux: Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
 ) -> AttentionOutput:
     """flash_attn_func over sequences of different lengths, laid end to end.
 
@@ -255,6 +259,8 @@ def flash_attn_varlen_func(
             GPU; on a CPU, and under FLASH_ATTN_COMPAT_DEBUG=1, they are an error
         block_table: (batch_size, max_num_blocks_per_seq) int32, the pages of each sequence in order;
             cu_seqlens_k then gives lengths only
+        k_descale, v_descale [not in flash-attn 2]: of k and v in float8_e4m3fn or float8_e5m2, as in
+            flash_attn_with_kvcache; such calls have no gradients
     The other arguments are those of flash_attn_func, applied to each sequence with its own lengths.
     Returns:
         out: (total_q, nheads, headdim of v); tokens outside of all sequences are 0
@@ -265,10 +271,11 @@ def flash_attn_varlen_func(
         RuntimeError: shapes, dtypes or devices do not fit together, cu_seqlens not int32 or not contiguous
     """
     seqused_k = leftpad_k = None
-    others = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table
+    (k_descale, k_factor), (v_descale, v_factor) = descale("k_descale", k_descale), descale("v_descale", v_descale)
+    others = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, k_descale, v_descale
     return _attend(
         (q, k, v), others, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
-        max_seqlen_q, max_seqlen_k, s_aux,
+        max_seqlen_q, max_seqlen_k, s_aux, k_factor, v_factor,
     )  # fmt: skip
 
 
@@ -356,7 +363,7 @@ def flash_attn_varlen_qkvpacked_func(
 def _attend(
     inputs: tuple[Tensor, ...], others: tuple[Any, ...], dropout_p: float, softmax_scale: Any, causal: bool,
     window_size: Sequence[int], softcap: float, deterministic: bool, return_attn_probs: bool, max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0, s_aux: Tensor | None = None,
+    max_seqlen_k: int = 0, s_aux: Tensor | None = None, k_factor: float = 1.0, v_factor: float = 1.0,
 ) -> AttentionOutput:  # fmt: skip
     """Return what a public function returns.
 
@@ -374,7 +381,10 @@ def _attend(
         left, right = window_size
     except (TypeError, ValueError):
         left, right = checks.two_bounds(window_size)  # raises, and says what a window is
-    scalars = dropout_p, softmax_scale, causal, left, right, softcap, deterministic, max_seqlen_q, max_seqlen_k
+    scalars = (
+        dropout_p, softmax_scale, causal, left, right, softcap, deterministic, max_seqlen_q, max_seqlen_k, k_factor,
+        v_factor,
+    )  # fmt: skip
     tensors = (q, k, v, *others)
     if is_one_operator:
         outputs = ops.attend(tensors, scalars, return_attn_probs, s_aux is not None)

@@ -32,6 +32,8 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     s_aux: Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of ``q`` over a key/value cache, after writing new keys and values into it in place.
 
@@ -53,6 +55,10 @@ def flash_attn_with_kvcache(
         num_splits: accepted and ignored, apart from its upper limit
         return_softmax_lse: also return softmax_lse
         s_aux [not in flash-attn]: (nheads,), attention sinks, as in flash_attn_func
+        k_descale, v_descale [not in flash-attn 2]: of caches of float8_e4m3fn or float8_e5m2 beside q in fp16 or bf16:
+            a number or fp32 (batch_size or 1, nheads_k or 1), by which the cache's numbers are multiplied; default 1.
+            New keys and values, in q's dtype, are divided by it, then rounded to the nearest 8-bit float, the largest
+            one at most
     Returns:
         out: (batch_size, seqlen_q, nheads, headdim)
         softmax_lse [with return_softmax_lse]: (batch_size, nheads, seqlen_q) fp32
@@ -66,7 +72,7 @@ def flash_attn_with_kvcache(
     out, lse = kvcache.attend(
         (q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin), cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
-        return_softmax_lse if s_aux is None else True,
+        return_softmax_lse if s_aux is None else True, k_descale, v_descale,
     )  # fmt: skip
     if s_aux is not None:
         out, lse = sinks.absorb(out, lse, s_aux.detach())

@@ -22,7 +22,7 @@ from flash_attn_compat.core.features import Feature, Traits
 FLASH_UNSUPPORTED = (
     Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS | Feature.SCALE_NOT_POSITIVE
     | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED | Feature.APPEND | Feature.LSE_GRADIENT
-    | Feature.BIAS
+    | Feature.BIAS | Feature.EIGHT_BIT_CACHE
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, argument_names, aten_operator
 from flash_attn_compat.core import alibi, cuda_capture, kernel_layout
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Result
+from flash_attn_compat.core.eight_bit import is_eight_bit
 from flash_attn_compat.core.features import Feature, Traits, split
 from flash_attn_compat.core.mask import ByDistance, Mask, Range
 from flash_attn_compat.core.varlen import Block, lse_dtype
@@ -74,7 +75,8 @@ class Sdpa(BlockwiseBackend):
 
     def forward(self, call: AttentionCall) -> Result:
         may_be_causal = _can_use_kernel_mask(call) and call.q.shape[1] == call.k.shape[1]
-        if call.is_dense and call.alibi_slopes is None and (call.mask.is_full or may_be_causal):
+        is_plain = call.is_dense and call.alibi_slopes is None and not is_eight_bit(call.k)
+        if is_plain and (call.mask.is_full or may_be_causal):
             # A fast path for the common case: blocks and tiles would slow down a small call.
             q, k, v = _heads_first(call.q), _heads_first(call.k), _heads_first(call.v)
             out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_compat.core import eight_bit
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.ops.triton.rotary import apply_rotary
 
@@ -53,10 +54,10 @@ def after_append(tensors: tuple[Any, ...], length: int | None, q: Tensor) -> tup
 
     tensors: in the order of TENSORS, then Append's four; q: the rotated queries
     """
-    _, *others, lengths, leftpad, pages, bias, rng_state, k, _, _, _ = tensors
+    _, *others, lengths, leftpad, pages, k_descale, v_descale, bias, rng_state, k, _, _, _ = tensors
     length = None if length is None else length + k.shape[1]
     lengths = None if lengths is None else lengths + k.shape[1]
-    return (q, *others, lengths, leftpad, pages, bias, rng_state, None, None, None, None), length
+    return (q, *others, lengths, leftpad, pages, k_descale, v_descale, bias, rng_state, None, None, None, None), length
 
 
 def _rotated(x: Tensor, new: Append) -> Tensor:
@@ -71,9 +72,14 @@ def _rotated(x: Tensor, new: Append) -> Tensor:
 def _write(call: AttentionCall, new: Append, k: Tensor) -> None:
     """k: new.k, rotated."""
     starts, table, (batch, seqlen_new) = new.cache_seqlens, call.block_table, k.shape[:2]
+    v, k_cache, v_cache = new.v, call.k, call.v
+    if eight_bit.is_eight_bit(k_cache):
+        k = eight_bit.as_bytes(eight_bit.quantize(k, call.k_descale, call.k_factor, k_cache.dtype))
+        v = eight_bit.as_bytes(eight_bit.quantize(v, call.v_descale, call.v_factor, v_cache.dtype))
+        k_cache, v_cache = eight_bit.as_bytes(k_cache), eight_bit.as_bytes(v_cache)
     if isinstance(starts, int) and table is None:
-        call.k[:, starts : starts + seqlen_new] = k
-        call.v[:, starts : starts + seqlen_new] = new.v
+        k_cache[:, starts : starts + seqlen_new] = k
+        v_cache[:, starts : starts + seqlen_new] = v
         return
     if isinstance(starts, int):
         slots = torch.arange(starts, starts + seqlen_new, device=k.device).expand(batch, seqlen_new)
@@ -84,5 +90,5 @@ def _write(call: AttentionCall, new: Append, k: Tensor) -> None:
     else:
         page = call.k.shape[1]
         rows, slots = table.long().gather(1, slots // page), slots % page
-    call.k.index_put_((rows, slots), k)
-    call.v.index_put_((rows, slots), new.v)
+    k_cache.index_put_((rows, slots), k)
+    v_cache.index_put_((rows, slots), v)

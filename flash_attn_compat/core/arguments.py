@@ -28,7 +28,8 @@ from flash_attn_compat.core.mask import MOST_TOKENS, Mask
 from flash_attn_compat.core.prepared import Build, Prepared, Tensors, checked
 
 _VALUES = frozenset({bool, int, float, str, type(None)})
-_PADDING = (None,) * 6
+_PADDING = (None,) * 8
+_BIAS = TENSORS.index("bias") - 4  # behind the slopes
 _DENSE_COUNTS = TENSORS.index("alibi_slopes") + 1, TENSORS.index("bias") + 1
 _DEFAULTS = Scalars()
 # A call's family, tensors, scalars and flags, as call_cache.look_up takes them.
@@ -49,13 +50,14 @@ def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
     scalars = hashable(*scalars)
     if len(tensors) in _DENSE_COUNTS:
         return dense, tensors, scalars, flags
-    q, k, v, slopes, starts_q, starts_k, used, leftpad, table = (*tensors, *_PADDING)[:9]
+    q, k, v, slopes, starts_q, starts_k, used, leftpad, table, *descales = (*tensors, *_PADDING)[:11]
     if table is not None:
         if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
             used = starts_k[1:] - starts_k[:-1]
-        tensors = (q, k, v, slopes, starts_q, None, used, leftpad, table, None, None, starts_k)
+        tensors = (q, k, v, slopes, starts_q, None, used, leftpad, table, *descales, None, None, starts_k)
     elif used is None and leftpad is None:
-        tensors = (q, k, v, slopes, starts_q, starts_k)
+        if descales == [None, None]:
+            tensors = (q, k, v, slopes, starts_q, starts_k)
         if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
             flags |= EQUAL_LENGTHS
     return packed, tensors, scalars, flags
@@ -68,8 +70,8 @@ def call_of(tensors: Tensors, scalars: Scalars = _DEFAULTS, flags: int = 0) -> A
 
 
 def hashable(
-    dropout_p: Any, scale: Any, causal: Any, left: Any, right: Any, softcap: Any, deterministic: Any, longest_q: Any,
-    longest_k: Any,
+    dropout_p: Any, scale: Any, causal: Any, left: Any, right: Any, softcap: Any, deterministic: Any,
+    longest_q: Any = 0, longest_k: Any = 0, k_factor: float = 1.0, v_factor: float = 1.0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the fields of Scalars as hashable values for a cache key."""
     if (  # the usual types are known in a third of the time
@@ -78,7 +80,7 @@ def hashable(
         and type(causal) is type(deterministic) is bool
         and type(left) is type(right) is type(longest_q) is type(longest_k) is int
     ):
-        return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k
+        return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, k_factor, v_factor
     if not type(left) is type(right) is type(longest_q) is type(longest_k) is int:  # 1.0 is no bound, and equals 1
         left, right = integer("window_size_left", left), integer("window_size_right", right)
         longest_q, longest_k = integer("max_seqlen_q", longest_q), integer("max_seqlen_k", longest_k)
@@ -86,7 +88,7 @@ def hashable(
         dropout_p, causal = checks.number("dropout_p", dropout_p), checks.causal(causal)
         scale = None if scale is None else checks.number("softmax_scale", scale)
         softcap, deterministic = checks.softcap(softcap), bool(deterministic)
-    return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k
+    return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, k_factor, v_factor
 
 
 def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
@@ -94,20 +96,23 @@ def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | 
     q, k, v, slopes, *others = tensors
     checks.dense(q, k, v)
     lengths = q.shape[0], q.shape[1], k.shape[1], k.shape[1]
-    call = _call(q, k, v, slopes, scalars, flags, *lengths, bias=others[5] if others else None)
+    call = _call(q, k, v, slopes, scalars, flags, *lengths, bias=others[_BIAS] if others else None)
     return checked(dense, scalars, flags, call)
 
 
 def packed(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
     """Check a packed or paged call and return it without a backend. tensors: as ``keyed`` returns them"""
     q, k, v, slopes, starts_q, starts_k, *others = tensors
-    used, leftpad, table, _, _, paged_starts = (*others, *_PADDING)[:6]
-    *_, longest_q, longest_k = scalars
+    used, leftpad, table, k_descale, v_descale, _, _, paged_starts = (*others, *_PADDING)[:8]
+    *_, longest_q, longest_k, k_factor, v_factor = scalars
     if table is None:
         checks.packed(q, k, v, starts_q, starts_k)
     else:
         checks.packed_over_pages(q, k, v, starts_q, paged_starts, table)
     batch = starts_q.shape[0] - 1
+    checks.descales(k, k_descale, v_descale, k_factor, v_factor, batch)
+    if flags & (NEEDS_GRAD | GIVEN_LSE | TRANSFORMED):
+        checks.no_gradients(k)
     if used is not None:
         checks.per_sequence("seqused_k", used, batch, q.device)
     if leftpad is not None:
@@ -120,6 +125,7 @@ def packed(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int |
     call = _call(
         q, k, v, slopes, scalars, flags, batch, longest_q, longest_k, longest_k,
         cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, block_table=table, seqused_k=used, leftpad_k=leftpad,
+        k_descale=k_descale, v_descale=v_descale,
         is_dense=False, equal_lengths=bool(flags & EQUAL_LENGTHS),
     )  # fmt: skip
     check = functools.partial(_check_numbers, longest_q, longest_k, bool(flags & TRANSFORMED))
@@ -132,7 +138,7 @@ def _check_numbers(longest_q: int, longest_k: int, may_be_hidden: bool, tensors:
         return
     if not checks.may_read(starts_q):  # which a capture forbids
         return
-    used, leftpad, table, _, _, paged_starts = (*others, *_PADDING)[:6] if others else _PADDING
+    used, leftpad, table, _, _, _, _, paged_starts = (*others, *_PADDING)[:8]
     of_keys = (starts_k, k.shape[0]) if table is None else (paged_starts, None)
     if table is not None:
         longest_k = MOST_TOKENS  # nothing is launched by it: the table says how many keys there may be
@@ -155,6 +161,8 @@ def cache_call(
     alibi_slopes: Tensor | None,
     scalars: tuple[Any, ...],
     flags: int = 0,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> AttentionCall:
     """(batch, seqlen_q, nheads, headdim) queries over a cache; dispatch/kvcache.py has checked all but the values.
 
@@ -173,15 +181,16 @@ def cache_call(
     if used is not None and appends:
         used = used + seqlen_new
     given = alibi_slopes, scalars, flags, batch, seqlen_q
+    descales: dict[str, Any] = {"k_descale": k_descale, "v_descale": v_descale}
     if isinstance(used, int):
         # The LSE differs between a window that hides nothing in the whole cache and one that hides no used key.
         shows_capacity = alibi_slopes is not None and Scalars(*scalars).window_size_left >= 0
         if table is None and leftpad is None and not shows_capacity:
-            return _call(q, k_cache[:, :used], v_cache[:, :used], *given, used, capacity, appends=appends)
+            return _call(q, k_cache[:, :used], v_cache[:, :used], *given, used, capacity, appends=appends, **descales)
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     return _call(
         q, k_cache, v_cache, *given, capacity, capacity,
-        seqused_k=used, leftpad_k=leftpad, block_table=table, appends=appends,
+        seqused_k=used, leftpad_k=leftpad, block_table=table, appends=appends, **descales,
         is_dense=used is None and leftpad is None and table is None,
     )  # fmt: skip
 
@@ -204,7 +213,7 @@ def _call(
     scalars: as ``hashable`` returns them; capacity: the number of keys that windows are measured against
     others: further fields of AttentionCall: bias, or how sequences lie in the tensors
     """
-    dropout_p, softmax_scale, causal, left, right, softcap, deterministic, _, _ = scalars
+    dropout_p, softmax_scale, causal, left, right, softcap, deterministic, _, _, k_factor, v_factor = scalars
     is_causal = checks.causal(causal)
     if left == -1 and right == -1:
         mask = _CAUSAL if is_causal else _FULL
@@ -219,7 +228,7 @@ def _call(
     others |= {field: bool(flags & flag) for field, flag in _FIELDS.items()}
     return AttentionCall(
         q, k, v, scale, mask, max_seqlen_q, max_seqlen_k, checks.softcap(softcap), dropout_p, alibi_slopes,
-        deterministic=bool(deterministic), **others,
+        deterministic=bool(deterministic), k_factor=k_factor, v_factor=v_factor, **others,
     )  # fmt: skip
 
 
@@ -229,6 +238,13 @@ _FIELDS = {
     "shares_dropout_mask": SHARES_DROPOUT_MASK, "transformed": TRANSFORMED, "slopes_gradient": SLOPES_GRADIENT,
 }  # fmt: skip
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
+
+
+def descale(name: str, value: object) -> tuple[Any, float]:
+    """Return a descale as a tensor or None, and a factor: what the caller gave is a tensor, a number or None."""
+    if value is None or isinstance(value, Tensor):
+        return value, 1.0
+    return None, checks.descale_factor(name, value)
 
 
 def integer(name: str, value: object) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.core import cuda_capture
+from flash_attn_compat.core import cuda_capture, eight_bit
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.torch_state import numbers_of
 
@@ -112,16 +112,23 @@ def are_tensors(q: object, k: object, v: object) -> None:
         is_tensor(name, value)
 
 
-def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """One floating dtype and one device."""
+def tensors(q: Tensor, k: Tensor, v: Tensor, takes_eight_bits: bool = False) -> None:
+    """One floating dtype and one device. takes_eight_bits: k and v may be 8-bit floats where q is fp16 or bf16"""
     dtype, device = q.dtype, q.device
     if dtype == k.dtype == v.dtype and device == k.device == v.device and dtype in _DTYPES:
         return
-    if q.dtype != k.dtype:
+    if takes_eight_bits and eight_bit.is_eight_bit(k):
+        if k.dtype != v.dtype:
+            raise _error("key and value must have the same dtype", q, k, v)
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise _error("keys and values of 8-bit floats need q in fp16 or bf16", q, k, v)
+        if device == k.device == v.device:
+            return
+    elif q.dtype != k.dtype:
         raise _error("query and key must have the same dtype", q, k, v)
-    if q.dtype != v.dtype:
+    elif q.dtype != v.dtype:
         raise _error("query and value must have the same dtype", q, k, v)
-    if dtype not in _DTYPES:
+    elif dtype not in _DTYPES:
         raise _error("FlashAttention only support fp16 and bf16 data type (and here fp32 and fp64)", q, k, v)
     raise _error(_must_be_on("k" if device != k.device else "v", device), q, k, v)
 
@@ -149,7 +156,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: 
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if len(q_shape) != 3:
         raise _packed_rank_error(q, k, v)
-    tensors(q, k, v)
+    tensors(q, k, v, takes_eight_bits=True)
     if len(k_shape) != 3 or k_shape[2] != q_shape[2]:
         raise _error(f"k must have shape {_PACKED['k']}", q, k, v)
     if v_shape != k_shape and (len(v_shape) != 3 or v_shape[:2] != k_shape[:2]):
@@ -165,7 +172,7 @@ def packed_over_pages(
     are_tensors(q, k, v)
     if q.dim() != 3:
         raise _packed_rank_error(q, k, v)
-    tensors(q, k, v)
+    tensors(q, k, v, takes_eight_bits=True)
     starts(q, cu_seqlens_q, cu_seqlens_k)
     pages(q, k, v, block_table, cu_seqlens_q.shape[0] - 1)
 
@@ -368,6 +375,45 @@ def per_sequence(name: str, tensor: Tensor, batch: int, device: torch.device) ->
     int32(name, tensor, device)
     if tensor.shape != (batch,):
         raise RuntimeError(f"{name} must have shape (batch_size), got {tuple(tensor.shape)} for batch size {batch}")
+
+
+def descale_factor(name: str, value: object) -> float:
+    """A descale that is a number."""
+    found = number(name, value)
+    if not 0.0 < found < math.inf:
+        raise RuntimeError(f"{name} must be positive and finite, got {found}")
+    return found
+
+
+def descales(
+    k: Tensor, k_descale: Tensor | None, v_descale: Tensor | None, k_factor: float, v_factor: float, batch: int
+) -> None:
+    """(batch or 1, nheads_k or 1) fp32 tensors, or numbers; of 8-bit keys and values only."""
+    for name, tensor, factor in (("k_descale", k_descale, k_factor), ("v_descale", v_descale, v_factor)):
+        if tensor is None and factor == 1.0:
+            continue
+        if not eight_bit.is_eight_bit(k):
+            raise RuntimeError(f"{name} is for keys and values of 8-bit floats, got k of {k.dtype}")
+        if tensor is None:
+            continue
+        is_tensor(name, tensor)
+        is_on(name, tensor, k.device)
+        if tensor.dtype != torch.float32:
+            raise RuntimeError(f"{name} must have dtype fp32, got {tensor.dtype}")
+        nheads_k = k.shape[-2]
+        if tensor.dim() != 2 or tensor.shape[0] not in (1, batch) or tensor.shape[1] not in (1, nheads_k):
+            raise RuntimeError(
+                f"{name} must have shape (batch_size or 1, num_heads_k or 1) = ({batch} or 1, {nheads_k} or 1), "
+                f"got {tuple(tensor.shape)}"
+            )
+
+
+def no_gradients(k: Tensor) -> None:
+    """Raise for 8-bit keys of a call that needs gradients."""
+    if eight_bit.is_eight_bit(k):
+        raise RuntimeError(
+            f"keys and values of 8-bit floats have no gradients, got k of {k.dtype}: call under torch.no_grad()"
+        )
 
 
 def heads(q: Tensor, k: Tensor, v: Tensor) -> None:

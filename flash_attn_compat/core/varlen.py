@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flash_attn_compat.core import alibi, cuda_capture, dropout
 from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.eight_bit import as_bytes, dequantize, is_eight_bit
 from flash_attn_compat.core.mask import Range
 from flash_attn_compat.core.torch_state import numbers_of
 
@@ -132,7 +133,20 @@ def whole_block(call: AttentionCall) -> Block | None:
         return None
     batch = call.q.shape[0]
     slopes = None if call.alibi_slopes is None else alibi.slopes_per_sequence(call.alibi_slopes, batch)
-    return Block(call.q, call.k, call.v, slopes, range(batch))
+    k, v = dequantized(call, as_bytes(call.k), as_bytes(call.v), range(batch))
+    return Block(call.q, k, v, slopes, range(batch))
+
+
+def dequantized(call: AttentionCall, k: Tensor, v: Tensor, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return keys and values of some of a call's sequences as numbers of q's dtype; k and v: 8-bit ones as bytes."""
+    if not is_eight_bit(call.k):
+        return k, v
+    found = []
+    for x, descale, factor in ((k, call.k_descale, call.k_factor), (v, call.v_descale, call.v_factor)):
+        if descale is not None and descale.shape[0] > 1:
+            descale = descale[list(sequences)]
+        found.append(dequantize(x.view(call.k.dtype), descale, factor, call.q.dtype))
+    return found[0], found[1]
 
 
 def _indices(tokens: Range, first: Tensor | None, device: torch.device) -> Tensor:
@@ -279,7 +293,8 @@ class Layout:
             if slopes is not None:
                 shared = slopes.dim() == 1
                 slopes = alibi.slopes_per_sequence(slopes, len(sequences)) if shared else slopes[sequences]
-            q, k, v = rows.gather(call.q), keys.gather(call.k), keys.gather(call.v)
+            q = rows.gather(call.q)
+            k, v = dequantized(call, keys.gather(as_bytes(call.k)), keys.gather(as_bytes(call.v)), sequences)
             yield Block(q, k, v, slopes, sequences, rows.missing, keys.missing), rows, keys
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.arguments import cache_call, hashable, integer
+from flash_attn_compat.core.arguments import cache_call, descale, hashable, integer
 from flash_attn_compat.core.call import RETURN_LSE, AttentionCall, Scalars
 from flash_attn_compat.core.prepared import Check, Prepared, Tensors
 from flash_attn_compat.core.varlen import lse_dtype
@@ -34,23 +34,27 @@ def attend(
     rotary_interleaved: bool,
     num_splits: int,
     return_lse: bool,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
     within_operator: bool = False,
 ) -> tuple[Tensor, Any]:
     """Return (out, softmax_lse), softmax_lse None or without elements unless return_lse.
 
     given: q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin, as in flash_attn_with_kvcache
     lengths, rows, leftpad, table: its cache_seqlens, cache_batch_idx, cache_leftpad and block_table
+    k_descale, v_descale: of an 8-bit cache, as in flash_attn_with_kvcache
     within_operator: called by the custom operator, which has handled compilers and modes
     """
     q, k_cache, v_cache, slopes, k, v, cos, sin = given
     length = None  # an int length is in no cache key, for it differs in each step
     if lengths is not None and not isinstance(lengths, Tensor):
         lengths, length = None, integer("cache_seqlens", lengths)
+    (k_descale, k_factor), (v_descale, v_factor) = descale("k_descale", k_descale), descale("v_descale", v_descale)
     if not within_operator and ops.must_be_one_operator_without_derivatives(q, k_cache, v_cache, k, v):
         left, right = checks.two_bounds(window_size)
         arguments = (
             q, k_cache, v_cache, k, v, cos, sin, lengths, rows, leftpad, table, slopes, softmax_scale, causal, left,
-            right, softcap, rotary_interleaved, num_splits,
+            right, softcap, rotary_interleaved, num_splits, k_descale, v_descale, k_factor, v_factor,
         )  # fmt: skip
         if not torch.compiler.is_compiling():
             checks.are_dense(dict(zip(_Arguments._fields, arguments)))
@@ -63,11 +67,11 @@ def attend(
     cu_seqlens_q = cu_seqlens_k = bias = rng_state = None
     tensors = (
         q, k_cache, v_cache, slopes, cu_seqlens_q, cu_seqlens_k, lengths, leftpad, table if rows is None else rows,
-        bias, rng_state, k, v, cos, sin,
+        k_descale, v_descale, bias, rng_state, k, v, cos, sin,
     )  # fmt: skip
     side = None if length is None else _side_of_rows(q, k, length)
     left, right = checks.two_bounds(window_size)
-    scalars = hashable(0.0, softmax_scale, causal, left, right, softcap, False, 0, 0)
+    scalars = hashable(0.0, softmax_scale, causal, left, right, softcap, False, 0, 0, k_factor, v_factor)
     scalars = *scalars, bool(rotary_interleaved), num_splits, rows is not None, length is not None, side
     prepared, result = serve(over_cache, tensors, scalars, RETURN_LSE if return_lse else 0, length)
     return result.out, result.lse.contiguous() if prepared.call.return_lse else None
@@ -110,6 +114,10 @@ class _Arguments(NamedTuple):
     softcap: float
     rotary_interleaved: bool
     num_splits: int
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    k_factor: float
+    v_factor: float
 
     @property
     def capacity(self) -> int:
@@ -132,13 +140,14 @@ def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
 
 
 def _arguments(tensors: Tensors, scalars: tuple[Any, ...], length: int | None) -> _Arguments:
-    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, _, _, k, v, cos, sin = tensors
+    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, k_descale, v_descale, _, _, k, v, cos, sin = tensors
     *given, interleaved, num_splits, has_rows, has_length, _ = scalars
     x = Scalars(*given)
     rows, table = (pages, None) if has_rows else (None, pages)
     return _Arguments(
         q, k_cache, v_cache, k, v, cos, sin, length if has_length else lengths, rows, leftpad, table, slopes,
         x.softmax_scale, x.causal, x.window_size_left, x.window_size_right, x.softcap or 0.0, interleaved, num_splits,
+        k_descale, v_descale, x.k_factor, x.v_factor,
     )  # fmt: skip
 
 
@@ -164,9 +173,11 @@ def over_cache(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: i
 
 
 def _call(arguments: _Arguments, scalars: tuple[Any, ...], flags: int) -> AttentionCall:
-    q, k_cache, v_cache, _, _, _, _, lengths, rows, leftpad, table, slopes, *_ = arguments
-    numbers = scalars[: len(Scalars._fields)]
-    return cache_call(q, k_cache, v_cache, lengths, arguments.seqlen_new, rows, leftpad, table, slopes, numbers, flags)
+    x, numbers = arguments, scalars[: len(Scalars._fields)]
+    return cache_call(
+        x.q, x.k_cache, x.v_cache, x.cache_seqlens, x.seqlen_new, x.cache_batch_idx, x.cache_leftpad, x.block_table,
+        x.alibi_slopes, numbers, flags, x.k_descale, x.v_descale,
+    )  # fmt: skip
 
 
 def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:
@@ -185,7 +196,7 @@ def _check(arguments: _Arguments) -> None:
     q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         checks.is_tensor(name, tensor)
-    checks.tensors(q, k_cache, v_cache)
+    checks.tensors(q, k_cache, v_cache, takes_eight_bits=True)
     q_shape, k_shape, v_shape = q.shape, k_cache.shape, v_cache.shape
     if len(q_shape) != 4 or len(k_shape) != 4:
         raise RuntimeError(
@@ -212,6 +223,8 @@ def _check(arguments: _Arguments) -> None:
     if arguments.cache_leftpad is not None:
         checks.is_tensor("cache_leftpad", arguments.cache_leftpad)
         checks.per_sequence("leftpad_k", arguments.cache_leftpad, batch, q.device)
+    factors = arguments.k_factor, arguments.v_factor
+    checks.descales(k_cache, arguments.k_descale, arguments.v_descale, *factors, batch)
     _check_new_keys(arguments)
     _check_rotary(arguments)
 
@@ -356,7 +369,8 @@ def _kvcache_op(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         (q, x.k_cache, x.v_cache, x.alibi_slopes, x.k, x.v, x.rotary_cos, x.rotary_sin),
         x.cache_seqlens if cache_seqlen is None else cache_seqlen, x.cache_batch_idx, x.cache_leftpad, x.block_table,
         x.softmax_scale, x.causal, (x.window_size_left, x.window_size_right), x.softcap, x.rotary_interleaved,
-        x.num_splits, return_softmax_lse, within_operator=True,
+        x.num_splits, return_softmax_lse, x.k_factor if x.k_descale is None else x.k_descale,
+        x.v_factor if x.v_descale is None else x.v_descale, within_operator=True,
     )  # fmt: skip
     return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse
 

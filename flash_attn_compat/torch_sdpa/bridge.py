@@ -43,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scalars: Scalars, bias: Tensor | Non
 
 def dense_tensors(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensors:
     """Return the tensors of a dense call in the order of TENSORS."""
-    return (q, k, v, None) if bias is None else (q, k, v, *(None,) * 6, bias)
+    return (q, k, v, None) if bias is None else (q, k, v, *(None,) * 8, bias)
 
 
 def _deciding_flags(flags: int, scalars: Scalars) -> int:

@@ -26,7 +26,7 @@ class Fused(Backend):
     name = "fused"
     capabilities = Capabilities(
         # The kernels' tanh has an error of 1e-7 of the softcap: small beside half precision's rounding up to 1024.
-        features=~(Feature.TRANSFORMS | Feature.WIDE_SOFTCAP),
+        features=~(Feature.TRANSFORMS | Feature.WIDE_SOFTCAP | Feature.EIGHT_BIT_CACHE),
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(7, 5),
