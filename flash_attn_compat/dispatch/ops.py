@@ -173,11 +173,12 @@ _COUNT = len(NAMES)
 
 def _flatten(tensors: Tensors, scalars: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the operators' arguments. A longest length given as a tensor stays one: tracing need not read it."""
-    dropout_p, softmax_scale, causal, left, right, softcap, deterministic, *longest = scalars
+    dropout_p, softmax_scale, causal, left, right, softcap, deterministic, *longest, k_factor, v_factor = scalars
     return (
         *(*tensors, *NO_TENSORS)[: len(_TENSORS)], *[x if isinstance(x, Tensor) else None for x in longest],
         checks.number("dropout_p", dropout_p), softmax_scale, checks.causal(causal), left, right,
         checks.softcap(softcap), bool(deterministic), *[0 if isinstance(x, Tensor) else x for x in longest],
+        k_factor, v_factor,
     )  # fmt: skip
 
 

@@ -68,7 +68,9 @@ def _call_operators(arguments: tuple[Any, ...], return_dmask: bool) -> tuple[Ten
 
 
 # Arguments that flash-attn's backward does not take, and lengths that it takes as int only.
-_UNSUPPORTED = "block_table", "seqused_k", "leftpad_k", "max_seqlen_q_tensor", "max_seqlen_k_tensor"
+_UNSUPPORTED = (
+    "block_table", "seqused_k", "leftpad_k", "max_seqlen_q_tensor", "max_seqlen_k_tensor", "k_descale", "v_descale"
+)  # fmt: skip
 
 
 def _is_ours(name: str) -> bool:
@@ -132,6 +134,8 @@ def _schema(function: Callable[..., object]) -> str:
     hints = typing.get_type_hints(function)
     arguments = []
     for index, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:  # of ours
+            continue
         # Our functions accept None for numbers that flash-attn's require.
         kind = f"Tensor(a{index}!)?" if name in _WRITTEN else SPELLINGS[hints[name]].replace("float?", "float")
         default = "" if parameter.default is parameter.empty else f"={parameter.default}"
