@@ -29,7 +29,7 @@ from rich.console import Console
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.output_path import output_path
 from verify.call import DTYPES
-from verify.drawing import random_problem
+from verify.drawing import random_eight_bit_problem, random_problem
 from verify.examination import Examination
 from verify.output import progress_bar
 from verify.problems import KINDS, WITH_GRADIENTS, Problem
@@ -42,8 +42,11 @@ class Plan:
     kinds: tuple[str, ...] | None
     dtypes: tuple[str, ...] | None
     mixes: int | None = None
+    eight_bit: bool = False
 
     def problem(self, seed: int) -> Problem:
+        if self.eight_bit:
+            return random_eight_bit_problem(seed, self.dtypes, self.mixes)
         return random_problem(seed, self.kinds, self.dtypes, self.mixes)
 
 
@@ -288,6 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", action="append", choices=names, help="repeatable; all by default")
     parser.add_argument("--kind", action="append", choices=KINDS)
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
+    parser.add_argument("--eight-bit", action="store_true", help="caches and pages of 8-bit floats")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--mixes", type=int, help="mixtures of features, where compiling kernels would take the time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long, and report")
@@ -300,6 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         tuple(options.kind) if options.kind else None,
         tuple(options.dtype) if options.dtype else None,
         options.mixes,
+        options.eight_bit,
     )
     if options.device == "cpu":
         torch.set_num_threads(1)

@@ -17,6 +17,7 @@ PACKED = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}
 DIFFERENTIABLE = ("q", "k", "v", *PACKED)
 CACHES = "k_cache", "v_cache"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # of a cache beside q in half precision
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -62,13 +63,17 @@ class Call:
 
     def of_dtype(self, dtype: torch.dtype) -> Call:
         """Return the call with its data rounded to another dtype; slopes and lengths stay."""
-        args = {name: x.to(dtype) if name in (*DIFFERENTIABLE, *CACHES) else x for name, x in self.args.items()}
+        args = {name: x.to(dtype) if self._is_rescaled(name, x) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else self.dout.to(dtype))
 
     def times(self, factor: float) -> Call:
         """Return the call with its data multiplied."""
-        args = {name: factor * x if name in (*DIFFERENTIABLE, *CACHES) else x for name, x in self.args.items()}
+        args = {name: factor * x if self._is_rescaled(name, x) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else factor * self.dout)
+
+    @staticmethod
+    def _is_rescaled(name: str, x: Any) -> bool:
+        return name in (*DIFFERENTIABLE, *CACHES) and x.dtype not in EIGHT_BITS.values()
 
 
 @dataclass(frozen=True)
@@ -172,4 +177,6 @@ def parts_of(returned: Any) -> Iterator[Any]:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether both are equal, with NaN in the same places."""
+    if a.dtype in EIGHT_BITS.values():  # for which PyTorch has no comparison
+        a, b = a.float(), b.float()
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

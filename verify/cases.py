@@ -182,6 +182,12 @@ def named() -> Iterator[Case]:
     yield _cache("alibi", bf16, seqlen_q=3, alibi="h", causal=True)
     yield _cache("softcap", fp16, softcap=3.0, causal=True)
     yield _cache("splits", fp16, num_splits=3, capacity=700, seqlens_k=(650, 8, 300), causal=True)
+    for bits, descale, dtype in (("e4m3", "number", fp16), ("e4m3", "heads", bf16), ("e5m2", "sequences", fp16)):
+        name = f"{bits} by {descale}"
+        given: dict[str, Any] = {"eight_bit": bits, "descale": descale, "causal": True}
+        yield _cache(name, dtype, **given)
+        yield _cache(f"{name} paged 16", dtype, seqlen_q=3, page_size=16, capacity=112, **given)
+        yield _varlen(f"{name} paged 16", dtype, seqlens_k=(40, 61), page_size=16, **given, **paged)
     yield from _hurtful()
 
 

@@ -5,6 +5,7 @@ sequence, in padding and behind a cache's end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -66,6 +67,18 @@ def random_problem(
     elif "varlen" in kind or kind == "paged":
         found |= _varlen_fields(source, features, found)
     return Problem(**found | _hurtful_fields(source, found))
+
+
+def random_eight_bit_problem(seed: int, dtypes: Sequence[str] | None = None, mixes: int | None = None) -> Problem:
+    """Return problem number `seed` over a cache, or pages, of 8-bit floats.
+
+    Without rotation: its rounding, to half precision and again to 8 bits, would not be the same to the bit.
+    """
+    halves = [dtype for dtype in dtypes or ("float16", "bfloat16") if dtype in ("float16", "bfloat16")]
+    p = random_problem(seed, ("kvcache", "kvcache", "paged", "private_varlen"), halves, mixes)
+    features = Random(seed % mixes if mixes else seed)
+    descale = features.choice(("number", "heads", "sequences"))
+    return replace(p, eight_bit=features.choice(("e4m3", "e5m2")), descale=descale, dropout_p=0.0, rotary_dim=0)
 
 
 def _length(source: Random) -> int:

@@ -17,7 +17,7 @@ LENGTHS = ("lengths in 64s", "other lengths", "seqlen_q other than seqlen_k")
 CALLS = ("dense", "packed", "cache")
 OPTIONS = (
     "softmax_scale", "softcap", "ALiBi", "dropout", "pages", "rotary", "strided inputs", "sizes far apart",
-    "NaN or infinity",
+    "NaN or infinity", "8-bit cache",
 )  # fmt: skip
 FEATURES = (*DTYPES, *DIMS, *HEADS, *MASKS, *LENGTHS, *CALLS, *OPTIONS)
 # The parts of an answer, and the quantities of their checks.
@@ -44,6 +44,7 @@ def _of_problem(p: Problem) -> set[str]:
         "ALiBi": p.alibi,
         "dropout": p.dropout_p,
         "pages": p.page_size,
+        "8-bit cache": p.eight_bit,
         "rotary": p.rotary_dim,
         "strided inputs": set(p.layouts) != {"contiguous"},
         "sizes far apart": p.sizes,

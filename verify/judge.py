@@ -307,7 +307,7 @@ def of_other_form(call: Call, got: Answer, approximate: bool = False) -> list[Ch
     parts = got.parts if got.s_dmask is None else {**got.parts, "S_dmask": got.s_dmask}
     wrong = []
     for name, mine in parts.items():
-        expected = wide if name == "softmax_lse" else call.dtype
+        expected = wide if name == "softmax_lse" else call.args[name].dtype if name in CACHES else call.dtype
         if mine.dtype != expected and not (approximate and name == "softmax_lse" and mine.dtype == torch.float32):
             wrong.append(broken(name, f"{mine.dtype} instead of {expected}"))
     if got.s_dmask is not None and tuple(got.s_dmask.shape) != (shape := _s_dmask_shape(call)):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import CACHES, PACKED, Answer, Call
+from .call import CACHES, EIGHT_BITS, PACKED, Answer, Call
 
 
 @dataclass(frozen=True)
@@ -290,11 +290,41 @@ def one_form(call: Call, exact: bool = False) -> tuple[dict[str, Any], Tokens, d
         if new is not None:
             for name, values in zip(CACHES, (new, args["v"])):
                 for b in range(batch):
-                    caches[name].flatten(0, 1)[keys(b, lengths[b], lengths[b] + new.shape[1])] = values[b]
+                    places = keys(b, lengths[b], lengths[b] + new.shape[1])
+                    _put(caches[name], places, values[b], _descale(args, name[0], b, batch))
             lengths = [length + new.shape[1] for length in lengths]
         args["k"], args["v"] = caches.values()
+    found = [keys(b, before[b], lengths[b]) for b in range(batch)]
+    if args["k"].dtype in EIGHT_BITS.values():
+        wide = torch.float64 if exact else q.dtype
+        args["k"], args["v"] = (_dequantized(args, name, found, wide) for name in "kv")
     rows = [torch.arange(start, stop, device=device) for start, stop in pairwise(starts)]
-    return args, Tokens(rows, [keys(b, before[b], lengths[b]) for b in range(batch)]), caches
+    return args, Tokens(rows, found), caches
+
+
+def _descale(args: Mapping[str, Any], name: str, b: int, batch: int) -> Tensor:
+    """Return the descales (1, heads or 1, 1) fp64 of sequence b's 8-bit keys (name k) or values (v)."""
+    given = torch.as_tensor(args.get(f"{name}_descale", 1.0), dtype=torch.float64, device=args["q"].device)
+    rows = given.expand(batch, -1) if given.dim() == 2 else given.expand(batch, 1)
+    return rows[b][None, :, None]
+
+
+def _put(cache: Tensor, places: Tensor, values: Tensor, descale: Tensor) -> None:
+    """Write (tokens, heads, dim) into a cache; into one of 8 bits values / descale, rounded, at most the largest."""
+    if cache.dtype in EIGHT_BITS.values():
+        largest = torch.finfo(cache.dtype).max
+        quotient = (values.float() / descale.float()).clamp(-largest, largest)
+        cache, values = cache.view(torch.uint8), quotient.to(cache.dtype).view(torch.uint8)
+    cache.flatten(0, 1)[places] = values
+
+
+def _dequantized(args: Mapping[str, Any], name: str, tokens: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the 8-bit keys or values in ``dtype``, each token times the descale of the sequence that reads it."""
+    wide: Tensor = args[name].to(torch.float64, memory_format=torch.contiguous_format)
+    result = wide.clone()
+    for b, places in enumerate(tokens):
+        result.flatten(0, -3)[places] = wide.flatten(0, -3)[places] * _descale(args, name, b, len(tokens))
+    return result.to(dtype)
 
 
 def _ints(x: Any, batch: int, default: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import DTYPES, Call
+from .call import DTYPES, EIGHT_BITS, Call
 
 FUNCTIONS = {
     "dense": "flash_attn_func",
@@ -70,6 +70,8 @@ class Problem:
     rotary_interleaved: bool = True
     batch_idx: bool = False
     num_splits: int = 0
+    eight_bit: str = ""  # "e4m3" or "e5m2": the cache, or the pages, are 8-bit floats
+    descale: str = "number"  # of an 8-bit cache: "number", or a tensor for its "heads" or "sequences"
     poison: str = ""  # "nan" or "inf" in all memory that the call must not read
     # Factors of q, k, v and dout: one entry after another for each (sequence, key head), over and over.
     sizes: tuple[tuple[float, float, float, float], ...] = ()
@@ -117,7 +119,7 @@ class _Builder:
         p = self.p
         parts = {"kvcache": self.cache, "private_varlen": self.varlen}
         args = parts.get(p.kind, self.varlen if "varlen" in p.kind or p.kind == "paged" else self.dense)()
-        args |= self.options()
+        args |= self.options() | (self.descales() if p.eight_bit else {})
         dout = None
         if p.has_gradients:
             tokens = args["q"].shape[:-2] if "q" in args else args["qkv"].shape[:-3]
@@ -213,6 +215,14 @@ class _Builder:
             "dropout_p": p.dropout_p, "deterministic": p.deterministic, "return_attn_probs": p.return_attn_probs,
         }  # fmt: skip
 
+    def descales(self) -> dict[str, Any]:
+        p = self.p
+        if p.descale == "number":
+            return {"k_descale": 0.75, "v_descale": 1.5}
+        rows, heads = (len(p.seqlens_q), 1) if p.descale == "sequences" else (1, p.nheads_k)
+        numbers = torch.rand(2, rows, heads, generator=self.generator, device=self.device) + 0.5
+        return {"k_descale": numbers[0], "v_descale": numbers[1]}
+
     def attention_inputs(self, readers_q: Tensor, readers_k: Tensor) -> dict[str, Tensor]:
         p = self.p
         if p.kind.endswith("qkvpacked"):
@@ -225,7 +235,8 @@ class _Builder:
     def keys_and_values(self, readers: Tensor) -> tuple[Tensor, Tensor]:
         p = self.p
         k = self.tensor(("k",), readers, p.head_dim, p.layouts[1])
-        return k, self.tensor(("v",), readers, p.value_dim, p.layouts[2])
+        v = self.tensor(("v",), readers, p.value_dim, p.layouts[2])
+        return (in_eight_bits(k, p.eight_bit), in_eight_bits(v, p.eight_bit)) if p.eight_bit else (k, v)
 
     def dense(self) -> dict[str, Any]:
         return dict(self.attention_inputs(*map(self.row_readers, (self.p.seqlens_q[0], self.p.seqlens_k[0]))))
@@ -317,6 +328,15 @@ class _Builder:
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """Return x (..., heads, dim) as a view in another memory layout, with NaN in the memory between."""
     return _LAYOUTS[layout](x)
+
+
+def in_eight_bits(x: Tensor, name: str) -> Tensor:
+    """Return x as 8-bit floats in the same memory layout; finite numbers beyond the largest become the largest."""
+    dtype = EIGHT_BITS[name]
+    largest = torch.finfo(dtype).max
+    memory = x.new_empty(0).set_(x.untyped_storage()).float()
+    memory = torch.where(memory.isfinite(), memory.clamp(-largest, largest), memory)
+    return memory.to(dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:

@@ -23,7 +23,7 @@ from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardR
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
 from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto, Tensors
 from flash_attn_compat.core.traced_lengths import HiddenLayout, has_hidden_lengths
-from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block
+from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block, with_folded_factor
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 FLOAT_DTYPES = HALF_DTYPES | {torch.float32, torch.float64}
@@ -195,12 +195,13 @@ class BlockwiseBackend(Backend):
         """Return dq, dk, dv in the layout of block.q, block.k, block.v."""
 
     def forward(self, call: AttentionCall) -> Result:
-        rng_state = call.rng_state
+        call, rng_state = with_folded_factor(call), call.rng_state
         if call.dropout_p and rng_state is None:
             rng_state = dropout.new_rng_state(call.q.device)
         block = whole_block(call)
         if block is not None:
             out, lse = self.forward_block(call, block, rng_state)
+            out = out.to(call.q.dtype)
             if lse is None or not call.lse_carries_alibi_position:
                 return Result(out, lse, rng_state)
             return Result(out, lse + _position_shift(block, lse.dtype), rng_state, saved=(lse,))

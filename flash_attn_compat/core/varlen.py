@@ -133,20 +133,32 @@ def whole_block(call: AttentionCall) -> Block | None:
         return None
     batch = call.q.shape[0]
     slopes = None if call.alibi_slopes is None else alibi.slopes_per_sequence(call.alibi_slopes, batch)
-    k, v = dequantized(call, as_bytes(call.k), as_bytes(call.v), range(batch))
-    return Block(call.q, k, v, slopes, range(batch))
+    q, k, v = dequantized(call, call.q, as_bytes(call.k), as_bytes(call.v), range(batch))
+    return Block(q, k, v, slopes, range(batch))
 
 
-def dequantized(call: AttentionCall, k: Tensor, v: Tensor, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return keys and values of some of a call's sequences as numbers of q's dtype; k and v: 8-bit ones as bytes."""
+def with_folded_factor(call: AttentionCall) -> AttentionCall:
+    """Return the call with k_factor in its softmax_scale: 8-bit keys without it are exact in half precision."""
+    if call.k_factor == 1.0:
+        return call
+    return call._replace(softmax_scale=call.softmax_scale * call.k_factor, k_factor=1.0)
+
+
+def dequantized(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sequences: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of some of a call's sequences in one dtype; k and v: 8-bit ones as bytes, others unchanged.
+
+    The dtype is q's, but for keys with descales of their own fp32: rounded to q's, products would be off by as much.
+    """
     if not is_eight_bit(call.k):
-        return k, v
-    found = []
+        return q, k, v
+    dtype, found = q.dtype if call.k_descale is None else torch.float32, []
     for x, descale, factor in ((k, call.k_descale, call.k_factor), (v, call.v_descale, call.v_factor)):
         if descale is not None and descale.shape[0] > 1:
             descale = descale[list(sequences)]
-        found.append(dequantize(x.view(call.k.dtype), descale, factor, call.q.dtype))
-    return found[0], found[1]
+        found.append(dequantize(x.view(call.k.dtype), descale, factor, dtype))
+    return q.to(dtype), found[0], found[1]
 
 
 def _indices(tokens: Range, first: Tensor | None, device: torch.device) -> Tensor:
@@ -293,8 +305,8 @@ class Layout:
             if slopes is not None:
                 shared = slopes.dim() == 1
                 slopes = alibi.slopes_per_sequence(slopes, len(sequences)) if shared else slopes[sequences]
-            q = rows.gather(call.q)
-            k, v = dequantized(call, keys.gather(as_bytes(call.k)), keys.gather(as_bytes(call.v)), sequences)
+            q, k, v = rows.gather(call.q), keys.gather(as_bytes(call.k)), keys.gather(as_bytes(call.v))
+            q, k, v = dequantized(call, q, k, v, sequences)
             yield Block(q, k, v, slopes, sequences, rows.missing, keys.missing), rows, keys
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor) -> Tensor:
