@@ -17,6 +17,7 @@ PROGRAMS = {
     "fine_tuning": "loss curves of training, compared with eager attention's",
     "kernel_tiles": "each kernel's tiles on this GPU, to find the fastest",
     "kernel_report": "registers, spills and instructions of each kernel; no GPU needed",
+    "cache_error": "what a cache of 8-bit floats costs in accuracy; no GPU needed",
     "machine_code": "kernels whose machine code a change of their sources alters; no GPU needed",
 }
 

@@ -321,6 +321,14 @@ def _explain_calls(device: torch.device) -> list[TypicalCall]:
             tensor(4, 1024, 2, 128),
             cache_seqlens=lengths(9, 80, 700, 1024),
         ),
+        "decoding with a KV cache of 8-bit floats": lambda: flash_attn_compat.flash_attn_with_kvcache(
+            tensor(4, 1, 8, 128),
+            tensor(4, 1024, 2, 128).to(torch.float8_e4m3fn),
+            tensor(4, 1024, 2, 128).to(torch.float8_e4m3fn),
+            cache_seqlens=lengths(9, 80, 700, 1024),
+            k_descale=0.5,
+            v_descale=0.5,
+        ),
         "training with ALiBi and dropout": lambda: flash_attn_compat.flash_attn_func(
             q, q, q, dropout_p=0.1, causal=True, alibi_slopes=slopes
         ),

@@ -132,7 +132,7 @@ def test_the_verdict_names_judged_declined_and_unasked_features() -> None:
         "PASS: 3 of 3 answers right, 1 declined; judged: fp32, another head_dim, MHA, no mask, causal, other lengths, "
         "dense; declined: softcap; not judged: fp16, bf16, fp64, head_dim 64, head_dim 128, GQA or MQA, window, "
         "lengths in 64s, seqlen_q other than seqlen_k, packed, cache, softmax_scale, ALiBi, dropout, pages, rotary, "
-        "strided inputs, sizes far apart, NaN or infinity, output, softmax_lse, gradients, cache as left"
+        "strided inputs, sizes far apart, NaN or infinity, 8-bit cache, output, softmax_lse, gradients, cache as left"
     )
     (table,) = found.under
     assert ("causal", "1", "", "", "pass") in table.rows and ("softcap", "", "", "1", "declined") in table.rows

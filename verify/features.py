@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from .call import SHORT, Call
+from .call import EIGHT_BITS, SHORT, Call
 from .cases import Case
 from .problems import Problem
 
@@ -74,6 +74,7 @@ def _of_call(call: Call) -> set[str]:
         "dropout": call.dropout_p,
         "pages": args.get("block_table") is not None,
         "rotary": args.get("rotary_cos") is not None,
+        "8-bit cache": v.dtype in EIGHT_BITS.values(),
         "strided inputs": not all(args[name].is_contiguous() for name in ("q", "k", "v", "qkv", "kv") if name in args),
     }
     return found | {name for name, is_there in there.items() if is_there}
