@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import graphs, nvrtc
 from flash_attn_compat.core import cuda_capture, sinks
 from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.core.eight_bit import as_bytes
 from flash_attn_compat.core.mask import MOST_TOKENS
 from flash_attn_compat.dispatch.kvcache import attend_into
 from flash_attn_compat.dispatch.raw import forward_into
@@ -35,6 +37,8 @@ from flash_attn_compat.vllm import versions
 
 _FUSED = next(backend for backend in BACKENDS if backend.name == "fused")
 _PAGE = 16  # the page size is a multiple
+# vLLM's names of 8-bit caches, which have one scale for the keys of a layer and one for its values.
+_EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 # From so many rows on, the longest query length of a batch is rounded up: fewer different calls are prepared.
 _ROUNDED = 128
@@ -49,7 +53,7 @@ class CompatBackend(versions.CacheShape, AttentionBackend):
     """The layers that our kernels serve, in the words of vLLM's interface."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_EIGHT_BITS]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -267,12 +271,14 @@ class CompatImpl(AttentionImpl):
         if unknown:
             raise NotImplementedError(f"flash_attn_compat's backend does not support {', '.join(unknown)}")
         if kv_cache_dtype not in CompatBackend.supported_kv_cache_dtypes:
-            raise ValueError(f"kv_cache_dtype must be auto, float16 or bfloat16, got {kv_cache_dtype}")
+            known = ", ".join(CompatBackend.supported_kv_cache_dtypes)
+            raise ValueError(f"kv_cache_dtype must be one of {known}, got {kv_cache_dtype}")
         if sinks is not None and (sinks.shape != (num_heads,) or alibi_slopes is not None):
             raise ValueError(f"sinks must be ({num_heads},), without ALiBi; got {tuple(sinks.shape)}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.cache_dtype = _EIGHT_BITS.get(kv_cache_dtype)  # None for a cache in the model's dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.alibi_slopes = (
             None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
@@ -285,19 +291,25 @@ class CompatImpl(AttentionImpl):
     def kind(self) -> tuple[Any, ...]:
         """The properties that kernels are compiled for."""
         features = self.alibi_slopes is not None, self.logits_soft_cap > 0.0, self.sinks is not None
-        return self.num_heads, self.num_kv_heads, self.head_size, self.sliding_window, self.attn_type, *features
+        shape = self.num_heads, self.num_kv_heads, self.head_size
+        return *shape, self.sliding_window, self.attn_type, self.cache_dtype, *features
 
     def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and self-test the kernels of decode steps and prefills, by calls over a cache of zeros."""
         if self.attn_type in _ENCODERS:
             return
-        cache = torch.zeros(1, self.num_kv_heads, _PAGE, 2 * self.head_size, dtype=dtype, device=device)
+        shape, one = (
+            (1, self.num_kv_heads, _PAGE, 2 * self.head_size),
+            torch.ones((), dtype=torch.float32, device=device),
+        )
+        cache = torch.zeros(shape, dtype=dtype if self.cache_dtype is None else torch.uint8, device=device)
+        layer = SimpleNamespace(_k_scale=one, _v_scale=one)
         table = torch.zeros(1, _WARM_UP_PAGES, dtype=torch.int32, device=device)
         for rows in _WARM_UP_ROWS:
             starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, rows], [rows]))
             q = torch.zeros(rows, self.num_heads, self.head_size, dtype=dtype, device=device)
             batch = CompatMetadata(rows, rows, rows, starts, lengths, table, starts, self._is_causal, 1, rows, ())
-            self.forward(None, q, None, None, cache, _with_parts(batch, rows), torch.empty_like(q))
+            self.forward(layer, q, None, None, cache, _with_parts(batch, rows), torch.empty_like(q))
 
     @property
     def _is_causal(self) -> bool:
@@ -335,13 +347,14 @@ class CompatImpl(AttentionImpl):
                 self._attend_among(q, key, value, out, attn_metadata)
                 return output
             k, v = self._cache_views(kv_cache, q.dtype)
+            descales = self._descales(layer)
             for rows, starts, longest, table, lengths in attn_metadata.parts:
                 part_q, part_out = (q, out) if rows is None else (q[rows], out[rows])
                 if starts is None:
-                    self._attend_to_pages(part_out, part_q, k, v, lengths, table)
+                    self._attend_to_pages(part_out, part_q, k, v, lengths, table, *descales)
                     continue
                 # The longest number of keys bounds nothing but windows: the table bounds the keys.
-                tensors = part_q, k, v, self.alibi_slopes, starts, starts, lengths, None, table
+                tensors = part_q, k, v, self.alibi_slopes, starts, starts, lengths, None, table, *descales
                 self._attend(part_out, tensors, attn_metadata.causal, longest, MOST_TOKENS)
         return output
 
@@ -350,7 +363,7 @@ class CompatImpl(AttentionImpl):
     ) -> None:
         """Write new keys and values to their slots of the cache; vLLM calls this before ``forward``."""
         if self.attn_type not in _ENCODERS:
-            k, v = self._cache_views(kv_cache, key.dtype)
+            k, v = map(as_bytes, self._cache_views(kv_cache, key.dtype))
             versions.write_keys(key, value, k, v, slot_mapping, self.kv_cache_dtype, layer)
 
     def _attend_among(self, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, batch: CompatMetadata) -> None:
@@ -371,20 +384,35 @@ class CompatImpl(AttentionImpl):
         if s_aux is not None and lse is not None:
             sinks.absorb_in_place(out, lse, s_aux)
 
-    def _attend_to_pages(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor) -> None:
+    def _attend_to_pages(
+        self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor, *descales: Tensor | None
+    ) -> None:
         """Write the attention of each sequence's only row, the last one, to ``out``."""
         left, s_aux, count = self.sliding_window, self._fp32_sinks, lengths.shape[0]
         if q.shape[0] != count:
             q, out = q[:count], out[:count]
         q, out = q.unsqueeze(1), out.unsqueeze(1)
         scalars = Scalars(0.0, self.scale, True, left, 0 if left >= 0 else -1, self.logits_soft_cap)
-        lse = attend_into(out, q, k, v, self.alibi_slopes, lengths, table, scalars, return_lse=s_aux is not None)
+        lse = attend_into(out, q, k, v, self.alibi_slopes, lengths, table, scalars, s_aux is not None, *descales)
         if s_aux is not None and lse is not None:
             sinks.absorb_in_place(out, lse, s_aux)
+
+    def _descales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return the layer's scales of an 8-bit cache, (1, 1) fp32 each: kernels read them, so that graphs may too."""
+        if self.cache_dtype is None or layer is None:
+            return None, None
+        k_scale, v_scale = layer._k_scale, layer._v_scale
+        if k_scale.numel() != 1 or v_scale.numel() != 1:
+            raise NotImplementedError(f"an 8-bit cache must have one scale, got {k_scale.numel()} for the keys")
+        return k_scale.view(1, 1), v_scale.view(1, 1)
 
     def _cache_views(self, cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a cache, each (pages, page size, heads, head_dim). Raises ValueError."""
         shape, width = cache.shape, self.head_size
+        if self.cache_dtype is not None:  # vLLM allocates bytes
+            if cache.dtype is torch.uint8:
+                cache = cache.view(self.cache_dtype)
+            dtype = self.cache_dtype
         fits = len(shape) == 4 and shape[1] == self.num_kv_heads and shape[3] == 2 * width and shape[2] % _PAGE == 0
         if not fits or cache.dtype != dtype or cache.stride(3) != 1:
             raise ValueError(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+K_SCALE, V_SCALE = torch.tensor(0.03), torch.tensor(0.5)  # of 8-bit caches
 LAYOUTS = {"NHD": (0, 2, 1, 3), "HND": (0, 1, 2, 3)}
 
 
@@ -28,6 +30,7 @@ class Batch:
     sinks: bool = False
     causal: bool = True
     padding: tuple[int, int] = (0, 0)
+    kv_cache_dtype: str = "auto"
 
     def build(self) -> Built:
         return Built(self)
@@ -67,7 +70,11 @@ class Built:
             self.table[sequence, :count], pages = pages[:count], pages[count:]
         shape = sum(needed) + 3, nheads_k, batch.page, 2 * batch.head_dim
         order = LAYOUTS[batch.layout]
-        memory = torch.full([shape[axis] for axis in order], torch.nan, dtype=batch.dtype)
+        sizes = [shape[axis] for axis in order]
+        if batch.kv_cache_dtype in EIGHT_BITS:
+            memory = torch.full(sizes, 0x7F, dtype=torch.uint8)  # NaN in both formats
+        else:
+            memory = torch.full(sizes, torch.nan, dtype=batch.dtype)
         self.cache = memory.permute(*[order.index(axis) for axis in range(4)])
         slots = [self._slots(sequence, n) for sequence, n in enumerate(keys)]
         for place, k, v, n in zip(slots, self.keys, self.values, rows):
@@ -91,14 +98,14 @@ class Built:
 
     def _write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         k, v = self.cache.transpose(1, 2).split(self.batch.head_dim, -1)
-        write_keys(keys, values, k, v, slots, "auto", None, None)
+        write_keys(keys, values, k, v, slots, self.batch.kv_cache_dtype, K_SCALE, V_SCALE)
 
     def impl(self, module: Any, **options: Any) -> Any:
         batch = self.batch
         given = dict(
             num_heads=batch.heads[0], head_size=batch.head_dim, scale=batch.head_dim**-0.5,
             num_kv_heads=batch.heads[1], alibi_slopes=self.slopes, sliding_window=batch.window,
-            logits_soft_cap=batch.softcap or None, sinks=self.sinks,
+            logits_soft_cap=batch.softcap or None, sinks=self.sinks, kv_cache_dtype=batch.kv_cache_dtype,
         )  # fmt: skip
         return module.CompatImpl(**given | options)
 
@@ -112,7 +119,7 @@ class Built:
         impl, metadata, layer = (
             self.impl(module),
             self.metadata(module, threshold),
-            SimpleNamespace(_k_scale=None, _v_scale=None),
+            SimpleNamespace(_k_scale=K_SCALE, _v_scale=V_SCALE),
         )
         output = torch.full_like(self.query, torch.nan)
         impl.do_kv_cache_update(layer, self.new_keys, self.new_values, self.cache, metadata.slot_mapping)
@@ -131,6 +138,9 @@ class Built:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         batch, group = self.batch, self.batch.heads[0] // self.batch.heads[1]
+        if batch.kv_cache_dtype in EIGHT_BITS:
+            dtype = EIGHT_BITS[batch.kv_cache_dtype]
+            k, v = (rounded(x, scale, dtype).double() * scale for x, scale in ((k, K_SCALE), (v, V_SCALE)))
         q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         scores = q @ k.mT * batch.head_dim**-0.5
@@ -166,12 +176,20 @@ def builder(module: Any, threshold: int = 1, rswa_window: int | None = None) -> 
     return module.CompatMetadataBuilder(SimpleNamespace(block_size=16), ["layer"], config, torch.device("cpu"))
 
 
+def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """As vLLM's kernel rounds to 8 bits: the largest numbers at most."""
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
 def write_keys(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, dtype: str, k_scale: Any, v_scale: Any
 ) -> None:
     """As vLLM's kernel: tokens behind the slots, and those whose slot is -1, are not written."""
     slots = slots.long()
     kept = slots >= 0
+    if dtype in EIGHT_BITS:
+        key, value = (rounded(x, s, EIGHT_BITS[dtype]).view(torch.uint8) for x, s in ((key, k_scale), (value, v_scale)))
     page, slot = slots[kept] // k_cache.shape[1], slots[kept] % k_cache.shape[1]
     k_cache[page, slot] = key[: len(slots)][kept]
     v_cache[page, slot] = value[: len(slots)][kept]

@@ -38,6 +38,11 @@ BATCHES = {
     "padding behind decode steps": replace(DECODES, padding=(5, 2)),
     "padding behind decode steps, a row for each sequence": replace(DECODES, padding=(2, 2)),
     "padding behind a mixed batch": replace(MIXED, padding=(3, 0)),
+    "8-bit cache": replace(MIXED, kv_cache_dtype="fp8"),
+    "8-bit cache, e5m2, bf16, heads outside": replace(
+        MIXED, kv_cache_dtype="fp8_e5m2", dtype=torch.bfloat16, layout="HND"
+    ),
+    "8-bit cache, softcap and window": replace(MIXED, kv_cache_dtype="fp8", softcap=30.0, window=20),
     "head_dim 72": replace(MIXED, head_dim=72),
     "keys of another sequence, all seen": replace(MIXED, causal=False),
     "a window to both sides": replace(MIXED, causal=False, window=7),
@@ -240,7 +245,7 @@ def test_a_cache_that_kernels_cannot_read_is_refused_by_name(backend: ModuleType
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype"),
+        (dict(kv_cache_dtype="int8_per_token_head"), "kv_cache_dtype"),
         (dict(use_alibi_sqrt=True), "use_alibi_sqrt"),
         (dict(chunk_lookback=1), "chunk_lookback"),
         (dict(sinks=torch.zeros(3)), "sinks"),
@@ -300,7 +305,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (dict(head_size=520), "head_size"),
     (dict(head_size=20), "head_size"),
     (dict(dtype=torch.float32), "dtype"),
-    (dict(kv_cache_dtype="fp8"), "kv_cache_dtype"),
+    (dict(kv_cache_dtype="int8_per_token_head"), "kv_cache_dtype"),
     (dict(kv_cache_dtype="bfloat16"), "bfloat16 cache"),
     (dict(block_size=24), "block_size"),
     (dict(use_mla=True), "MLA"),
