@@ -29,7 +29,7 @@ def report():
 
 
 def test_each_typical_call_finds_a_backend_that_is_checked_and_reasons_for_every_one(report):
-    assert len(report.calls) == 5 and report.healthy
+    assert len(report.calls) == 6 and report.healthy
     for call in report.calls:
         assert call.reasons.keys() == {backend.name for backend in backends.BACKENDS}
         assert call.reasons[call.backend] == []
@@ -53,7 +53,7 @@ def test_text_fits_a_terminal_and_says_a_reason_against_a_backend_once(report):
         assert report.machine.kernels == ["none: they are for NVIDIA GPUs"]
         assert sum("flash-attn is not installed" in line for line in lines) == 1
         assert any(line.split() == ["fused", "runs", "on", "CUDA", "GPUs", "only"] for line in lines)
-        assert any(line.startswith("  sdpa ") and "serves 3 of these calls" in line for line in lines)
+        assert any(line.startswith("  sdpa ") and "serves 4 of these calls" in line for line in lines)
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.5", reason="before PyTorch 2.5 its attention stays its own")
