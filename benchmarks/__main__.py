@@ -11,6 +11,7 @@ PROGRAMS = {
     "host_time": "host time of one small call with our kernels; no GPU needed",
     "sdpa": "F.scaled_dot_product_attention without and with our kernels under it",
     "head_dims": "our kernels beside PyTorch's flash kernel, head dim by head dim",
+    "eight_bit": "our kernels over 8-bit caches beside 16-bit ones",
     "turing_peer": "our kernels beside flash-attention-turing's",
     "end_to_end": "whole programs beside flash-attn and SDPA",
     "vllm_serving": "vLLM with our attention and with Triton's: tokens compared, tokens a second",

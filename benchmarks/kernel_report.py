@@ -86,7 +86,8 @@ def choose_variants(number: int, every: bool, entries: list[str]) -> dict[Varian
     masked = (
         kind for kind in variants.kinds(number) if kind.bias and kind.vec == 8 and not kind.dropout + kind.few_rows
     )
-    kinds = variants.kinds(number) if every else itertools.chain(fused_coverage.kinds(number), masked)
+    some = itertools.chain(fused_coverage.kinds(number), masked, fused_coverage.eight_bit_kinds(number))
+    kinds = variants.kinds(number) if every else some
     made = variants.made_for(kinds)
     return {variant: kind for variant, kind in made.items() if variant.entry in entries}
 

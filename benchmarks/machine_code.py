@@ -38,7 +38,11 @@ def choose_variants(number: int, entries: list[str], every: int = 1) -> Iterator
 
     Each feature alone, all features together, dense masks, shared grids, and the tiles that ``tune`` may choose.
     """
-    kinds = [*fused_coverage.kinds(number), *fused_coverage.masked_kinds(number)]
+    kinds = [
+        *fused_coverage.kinds(number),
+        *fused_coverage.masked_kinds(number),
+        *fused_coverage.eight_bit_kinds(number),
+    ]
     named = {f"{variant.entry} {_label(kind)}": variant for variant, kind in variants.made_for(kinds).items()}
     packed = Kind(number, variants.FP16, 64, local=True)
     for entry in ("forward", "delta", "dkdv", "dq"):

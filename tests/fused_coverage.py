@@ -22,6 +22,7 @@ from flash_attn_compat import backend_counts, use_backend
 from flash_attn_compat.backends.fused import aot, masks, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
 from flash_attn_compat.torch_sdpa.policy import Policy
+from tests import eight_bit_steps
 from tests.torch_sdpa import fuzz, originals
 from verify.examination import Examination
 from verify.problems import Problem
@@ -35,6 +36,10 @@ def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]
     for kind in masked_kinds(number):
         label = f"d{kind.D} type {kind.type} vec {kind.vec} bias {kind.bias}" + " pairs" * kind.bias_pairs
         yield f"masked {label}", kind, partial(_check_masked, masked_problem(kind), place)
+    for kind in eight_bit_kinds(number):
+        for entry, step in eight_bit_steps.steps(kind).items():
+            label = f"d{kind.D}/{kind.DV} type {kind.type} cache {kind.cache} vec {kind.vec}" + " full" * kind.local
+            yield f"{entry} {label}", kind, partial(eight_bit_steps.check, step, place)
     for kind in kinds(number):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
         names += " narrow" * is_narrow(kind) + " few rows" * kind.few_rows + " short" * kind.short
@@ -81,6 +86,18 @@ def kinds(number: int) -> Iterator[Kind]:
             if number < 80 and D <= 64:
                 yield plain._replace(few_rows=True, short=True)
             yield plain._replace(local=True, alibi=True, softcap=True, paged=True, vec=1, window=104)
+
+
+def eight_bit_kinds(number: int) -> Iterator[Kind]:
+    """With caches of 8-bit floats: each type at usual head dims, all features together, and rows anywhere."""
+    for type, cache in itertools.product((FP16, BF16_AS_FP16), (variants.E4M3, variants.E5M2)):
+        for D in (32, 64, 128, 256, 512) if cache == variants.E4M3 else (64, 128):
+            yield Kind(number, type, D, cache=cache)
+        full = Kind(number, type, 128, local=True, alibi=True, softcap=True, window=34, cache=cache)
+        yield full
+        yield full._replace(head_dim=64, paged=True, vec=1)
+        yield Kind(number, type, 128, paged=True, cache=cache)
+    yield Kind(number, FP16, 192, head_dim_v=128, cache=variants.E4M3)
 
 
 def masked_kinds(number: int) -> Iterator[Kind]:
@@ -177,7 +194,7 @@ def main() -> int:
         (variant, name)
         for name in dict.fromkeys((architecture,) if options.only else (architecture, "compute_75"))
         for number in (aot.parse_architecture(name),)
-        for variant in variants.made_for((*kinds(number), *masked_kinds(number)))
+        for variant in variants.made_for((*kinds(number), *masked_kinds(number), *eight_bit_kinds(number)))
     ]
     # Threads of one process wait for one another within NVRTC.
     pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))

@@ -22,6 +22,7 @@ def all_variants() -> list[Variant]:
     found: list[Variant] = []
     for number in (75, 90):
         kinds = [*fused_coverage.kinds(number), *fused_coverage.masked_kinds(number)]
+        kinds += fused_coverage.eight_bit_kinds(number)
         kinds.append(Kind(number, FP16, 192, head_dim_v=128))
         found += variants.made_for(kinds)
     packed = Kind(75, FP16, 64)

@@ -21,6 +21,8 @@ from flash_attn_compat.backends.fused.variants import (
     BF16_AS_FP16,
     BIAS_WORDS,
     BOOLEANS,
+    E4M3,
+    E5M2,
     FLOAT_BIAS,
     FP16,
     HALF_BIAS,
@@ -84,6 +86,12 @@ KERNELS = [
             variants.decode(Kind(75, FP16, 64)),
             SPARE,
             variants.decode_append(Kind(75, FP16, 128)),
+            variants.decode(Kind(75, FP16, 128, cache=E4M3)),
+            variants.decode_append(Kind(75, BF16_AS_FP16, 128, paged=True, cache=E4M3)),
+            variants.decode(full(75, FP16, 64)._replace(dropout=False, paged=True, cache=E5M2)),
+            variants.decode(Kind(75, BF16_AS_FP16, 256, cache=E4M3)),
+            variants.forward(Kind(75, FP16, 128, paged=True, cache=E4M3)),
+            variants.append(Kind(75, BF16_AS_FP16, 64, cache=E5M2)),
             variants.delta(Kind(75, FP16, 32)),
             variants.append(Kind(75, BF16_AS_FP16, 32, vec=1)),
             variants.absmax(Kind(75, BF16_AS_FP16, 128)),
@@ -101,6 +109,8 @@ KERNELS = [
     Row(86, variants.dkdv(Kind(86, BF16, 64))),
     Row(90, variants.decode(Kind(90, BF16, 128))),
     Row(90, variants.forward(Kind(90, BF16, 256))),
+    Row(90, variants.decode(Kind(90, BF16_AS_FP16, 128, cache=E4M3))),
+    Row(90, variants.forward(Kind(90, FP16, 128, cache=E4M3))),
 ]
 EVERYWHERE = [Row(80, ORDERED), Row(90, variants.forward(full(90, FP16, 64)))]
 MAIN_LOOPS = ("forward", "dkdv", "dq", "decode")  # of tensor-core instructions
@@ -169,6 +179,14 @@ def check_turings_loop(row: Row, loop: Counter[str], version: str) -> None:
 
 def count(loop: Counter[str], *names: str) -> int:
     return sum(number for name, number in loop.items() if name.startswith(names))
+
+
+@pytest.mark.parametrize("type", [FP16, BF16_AS_FP16])
+@pytest.mark.parametrize("D", [64, 128])
+def test_decoding_over_8_bits_spills_nothing_on_turing(D: int, type: int, compiler: Compiler) -> None:
+    kind = Kind(75, type, D, local=True, paged=True, cache=E4M3)
+    found = offline.compiled(compiler, variants.decode(kind), "sm_75")
+    assert found.spilled == 0 and not list(offline.complaints(variants.decode(kind), found, 75))
 
 
 @pytest.mark.parametrize("make", [variants.forward, variants.dkdv, variants.dq])

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn_compat.core import eight_bit
+
 
 def is_ready(tensor: Tensor) -> bool:
     """Whether channels are contiguous and address and strides are multiples of 16 bytes, along axes of size 1 too."""
@@ -20,8 +22,10 @@ def ready(tensor: Tensor) -> Tensor:
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in a readable layout, with zero channels added up to a multiple of 8."""
-    missing = -tensor.shape[-1] % 8
+    """Return ``tensor`` in a readable layout, with zero channels added up to a multiple of 8; of 16 for 8 bits."""
+    if eight_bit.is_eight_bit(tensor):  # PyTorch pads their bytes only
+        return padded(eight_bit.as_bytes(tensor)).view(tensor.dtype)
+    missing = -tensor.shape[-1] % max(8, 16 // tensor.element_size())
     return ready(F.pad(tensor, (0, missing)) if missing else tensor)
 
 

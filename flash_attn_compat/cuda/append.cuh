@@ -9,13 +9,13 @@ DEVICE int first_new_slot(const Params &p, int b) {
 }
 
 // Address of a slot of sequence b's cache; null if the cache has no such slot: then nothing is written.
-DEVICE u16 *writable_slot(const Params &p, const u16 *cache, const Strides &s, int b, int slot) {
-  if (!PAGED) return slot < 0 || slot >= p.seqlen_k ? nullptr : (u16 *)cache + b * s.batch + (i64)slot * s.row;
+DEVICE Cached *writable_slot(const Params &p, const u16 *cache, const Strides &s, int b, int slot) {
+  if (!PAGED) return slot < 0 || slot >= p.seqlen_k ? nullptr : (Cached *)cache + b * s.batch + (i64)slot * s.row;
   const int page = slot / p.page_size;
   if (slot < 0 || page >= p.pages_per_sequence) return nullptr;
   const int index = global_load(p.block_table + (i64)b * p.table_stride + page);
   if (index < 0 || index >= p.num_pages) return nullptr;
-  return (u16 *)cache + index * s.batch + (i64)(slot - page * p.page_size) * s.row;
+  return (Cached *)cache + index * s.batch + (i64)(slot - page * p.page_size) * s.row;
 }
 
 // The two numbers in word `i` of a piece.
@@ -64,6 +64,25 @@ struct Rotation {
   }
 };
 
+#if CACHE
+// Stores numbers divided by `descale`, then by `factor`.
+DEVICE void store_narrowed(Cached *to, const uint4 &x, int channels, float descale, float factor) {
+  u32 y[2] = {0, 0};
+  UNROLLED(i, 4) {
+    float two[2];
+    numbers(x, i, two);
+    UNROLLED(e, 2) {
+      if (descale != 1.f) two[e] /= descale;
+      if (factor != 1.f) two[e] /= factor;
+      y[i / 2] |= narrowed(two[e]) << (i % 2 * 16 + e * 8);
+    }
+  }
+  if (VEC == 8) return global_store((uint2 *)to, make_uint2(y[0], y[1]));
+  UNROLLED(i, 8)
+    if (i < channels) global_store(to + i, (u8)(y[i / 4] >> (i % 4 * 8)));
+}
+#endif
+
 // Pieces of a head's new key and value; the key's come first.
 DEVICE int new_pieces(const Params &p) { return (p.head_dim + 7) / 8 + (p.head_dim_v + 7) / 8; }
 
@@ -72,14 +91,21 @@ DEVICE void append_piece(const Params &p, int b, int row, int head, int piece) {
   const bool is_k = piece < of_k;
   if (!is_k) piece -= of_k;
   const Strides &cache_s = is_k ? p.k_s : p.v_s, &new_s = is_k ? p.k_new_s : p.v_new_s;
-  u16 *target = writable_slot(p, is_k ? p.k : p.v, cache_s, b, slot);
+  Cached *target = writable_slot(p, is_k ? p.k : p.v, cache_s, b, slot);
   if (!target) return;
   const u16 *source = row_at(is_k ? p.k_new : p.v_new, new_s, b, row, head);
   const int channels = (is_k ? p.head_dim : p.head_dim_v) - piece * 8;
   const uint4 x = load_chunk(source + piece * 8, channels);
   Rotation rotation;
   rotation.load(p, source, piece, is_k ? slot : -1);
-  store_chunk(target + (i64)head * cache_s.head + piece * 8, rotation.of(p, x), channels);
+  target += (i64)head * cache_s.head + piece * 8;
+#if CACHE
+  store_narrowed(target, rotation.of(p, x), channels,
+                 is_k ? descale(p.k_descale, p.k_descale_s, b, head) : descale(p.v_descale, p.v_descale_s, b, head),
+                 is_k ? p.k_factor : p.v_factor);
+#else
+  store_chunk(target, rotation.of(p, x), channels);
+#endif
 }
 
 // The position by which row `row` of Q is rotated.

@@ -9,16 +9,19 @@
 #include "append.cuh"
 #include "decode.cuh"
 
-constexpr int KEYS = W == 256 ? 8 : 16, MMA_N = KEYS / 8;   // keys that a warp takes at once; blocks of 8 of them
+// Keys that a warp takes at once, of 8 bits two groups; blocks of 8 of them.
+constexpr int GROUP = W == 256 ? 8 : 16, KEYS = CACHE ? 2 * GROUP : GROUP, MMA_N = KEYS / 8;
 constexpr int PIECES = W / 32;   // of 32 channels of K
+constexpr int LANE = CACHE ? 16 : 8, LOADS = W / 4 / LANE;   // channels of a lane's load of K, and such loads
 typedef float Scores[MMA_N][1][4], Result[CHUNKS][1][4];
 typedef Layout<W> LayoutQ;   // in shared memory
-constexpr bool Q_IN_REGISTERS = W == 64 || (W == 128 && TYPE != 2);
+constexpr bool CONVERTS = TYPE == 2 && !CACHE;   // K and V
+constexpr bool Q_IN_REGISTERS = W == 64 || (W == 128 && !CONVERTS);
 
 // ---- Loads of keys and values
 
-// Addresses of the keys of one step. Paged: each lane looks up one key. If the keys are neighbours in a page, the first
-// key's row gives all addresses; else lanes get the addresses by shuffles.
+// Addresses of the keys of one step. Paged: each lane looks up one key. If the keys of a group are neighbours in a
+// page, the first key's row gives all addresses; else lanes get the addresses by shuffles.
 struct KeySlots {
 #if PAGED
   int page, within, first;   // page: unclamped, so that nothing waits for it before its use
@@ -28,56 +31,102 @@ struct KeySlots {
     const u32 mine = min(slot + lane, last_slot), column = mine / (u32)p.page_size;
     within = mine - column * p.page_size;
     page = global_load(pages + min(column, (u32)(p.pages_per_sequence - 1)));
-    neighbours = slot % KEYS == 0 && p.page_size % KEYS == 0 && slot + KEYS - 1 <= last_slot;
+    neighbours = slot % GROUP == 0 && p.page_size % GROUP == 0 && slot + KEYS - 1 <= last_slot;
     first = within - lane;
   }
-  DEVICE const u16 *at(const Params &p, const u16 *base, const Strides &s, int page, int within) const {
+  DEVICE const Cached *at(const Params &p, const Cached *base, const Strides &s, int page, int within) const {
     return base + (i64)min((u32)page, (u32)(p.num_pages - 1)) * s.batch + (i64)within * s.row;
   }
-  DEVICE const u16 *row_of_neighbours(const Params &p, const u16 *base, const Strides &s) const {
-    return at(p, base, s, page, first);
+  DEVICE const Cached *row_of_neighbours(const Params &p, const Cached *base, const Strides &s, int i) const {
+    return CACHE ? row(p, base, s, i) : at(p, base, s, page, first);
   }
-  DEVICE const u16 *row(const Params &p, const u16 *base, const Strides &s, int i) const {
+  DEVICE const Cached *row(const Params &p, const Cached *base, const Strides &s, int i) const {
     return at(p, base, s, __shfl_sync(ALL_LANES, page, i), __shfl_sync(ALL_LANES, within, i));
   }
 #else
   static constexpr bool neighbours = true;
   int first;
   DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) { first = slot; }
-  DEVICE const u16 *row_of_neighbours(const Params &p, const u16 *base, const Strides &s) const {
-    return row(p, base, s, 0);
+  DEVICE const Cached *row_of_neighbours(const Params &p, const Cached *base, const Strides &s, int i) const {
+    return row(p, base, s, i);
   }
-  DEVICE const u16 *row(const Params &p, const u16 *base, const Strides &s, int i) const {
+  DEVICE const Cached *row(const Params &p, const Cached *base, const Strides &s, int i) const {
     return base + (i64)(first + i) * s.row;
   }
 #endif
 };
 
-// Lane 4 g + t holds key 8 n + g, channels 32 c + 8 t to 32 c + 8 t + 7. Each mma step takes two channels of each lane;
-// the sum over channels has any order, as long as Q has the same.
+// Lane 4 g + t holds key 8 n + g, channels 32 c + 8 t to 32 c + 8 t + 7; of 8 bits 64 c + 16 t to 64 c + 16 t + 15.
+// Each mma step takes two channels of each lane; the sum over channels has any order, as long as Q has the same.
 struct KeyTile {
-  uint4 x[MMA_N][PIECES];
-  template <bool WHOLE>
-  DEVICE void load(const Params &p, const u16 *base, const Strides &s, const KeySlots &slots, int left, int head_dim) {
+  uint4 x[MMA_N][LOADS];
+  template <bool WHOLE> DEVICE void load(const Params &p, const Cached *base, const Strides &s, const KeySlots &slots,
+                                         int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    const u16 *start = slots.row_of_neighbours(p, base, s);
+    const Cached *start = slots.row_of_neighbours(p, base, s, 0);
+    const Cached *second = CACHE && WHOLE ? slots.row_of_neighbours(p, base, s, GROUP) : nullptr;
     UNROLLED(n, MMA_N) {
-      const u16 *row = (PAGED && WHOLE ? start + (i64)(n * 8 + g) * s.row : slots.row(p, base, s, n * 8 + g)) + t * 8;
-      UNROLLED(c, PIECES) {
-        const int channels = head_dim - t * 8 - c * 32;
-        x[n][c] = WHOLE ? load_chunk(row + c * 32, channels) : load_chunk_if(n * 8 + g < left, row + c * 32, channels);
+      const Cached *row = (PAGED && WHOLE ? (n * 8 < GROUP ? start : second) + (i64)(n * 8 % GROUP + g) * s.row
+                                          : slots.row(p, base, s, n * 8 + g)) +
+                          t * LANE;
+      UNROLLED(c, LOADS) {
+        const int channels = head_dim - t * LANE - c * 4 * LANE;
+        x[n][c] = WHOLE ? load_lane(row + c * 4 * LANE, channels)
+                        : load_lane_if(n * 8 + g < left, row + c * 4 * LANE, channels);
       }
     }
   }
+#if CACHE   // of channels 0 to 7, in turn 0 and 2, 1 and 3, 4 and 6, 5 and 7
+  DEVICE u32 operand(int n, int c, int w) const {
+    const u32 four = word(x[n][c / 2], c % 2 * 2 + w / 2);
+    return loud(w % 2 ? odd_bytes(four) : even_bytes(four));
+  }
+#else
+  DEVICE u32 operand(int n, int c, int w) const { return word(x[n][c], w); }
+#endif
 };
 
+#if CACHE
+// Lane 4 g + t holds keys 8 n + 2 t and 8 n + 2 t + 1, channels value_channel(h, g) to value_channel(h, g) + 7.
+struct ValueTile {
+  uint2 x[MMA_N][SLABS][2];
+  template <bool WHOLE> DEVICE void load(const Params &p, const Cached *base, const Strides &s, const KeySlots &slots,
+                                         int left, int head_dim) {
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    const Cached *start = slots.row_of_neighbours(p, base, s, 0);
+    const Cached *second = CACHE && WHOLE ? slots.row_of_neighbours(p, base, s, GROUP) : nullptr;
+    UNROLLED(n, MMA_N)
+      UNROLLED(e, 2) {
+        const int i = n * 8 + 2 * t + e, rest = WHOLE || i < left ? head_dim - value_channel(0, g) : 0;
+        const Cached *row =
+            (PAGED && WHOLE ? (n * 8 < GROUP ? start : second) + (i64)(i - n * 8 / GROUP * GROUP) * s.row
+                            : slots.row(p, base, s, i)) +
+            value_channel(0, g);
+#pragma unroll
+        for (int h = 0; h < SLABS; h += TOGETHER) {
+          const int channels = WHOLE ? 16 : rest - h * 64;
+          if (TOGETHER == 1) x[n][h][e] = load_eight(row + h * 64, channels);
+          else {
+            const uint4 both = load_sixteen(row + h * 64, channels);
+            x[n][h][e] = make_uint2(both.x, both.y), x[n][h + 1][e] = make_uint2(both.z, both.w);
+          }
+        }
+      }
+  }
+  DEVICE u32 operand(int n, int h, int i) const {   // of channel i
+    const u32 a = i < 4 ? x[n][h][0].x : x[n][h][0].y, b = i < 4 ? x[n][h][1].x : x[n][h][1].y;
+    const u32 two = __byte_perm(a, b, i % 4 / 2 ? 0x7632 : 0x5410);
+    return loud(i % 2 ? odd_bytes(two) : even_bytes(two));
+  }
+};
+#else
 // Lane 4 g + t holds keys 8 n + 2 t and 8 n + 2 t + 1, channels 64 h + 8 g to 64 h + 8 g + 7.
 struct ValueTile {
   uint4 x[MMA_N][SLABS][2];
   template <bool WHOLE>
   DEVICE void load(const Params &p, const u16 *base, const Strides &s, const KeySlots &slots, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    const u16 *start = slots.row_of_neighbours(p, base, s);
+    const u16 *start = slots.row_of_neighbours(p, base, s, 0);
     UNROLLED(n, MMA_N)
       UNROLLED(e, 2) {
         const int i = n * 8 + 2 * t + e;
@@ -89,11 +138,15 @@ struct ValueTile {
         }
       }
   }
+  DEVICE u32 operand(int n, int h, int i) const {
+    return __byte_perm(word(x[n][h][0], i / 2), word(x[n][h][1], i / 2), i % 2 ? 0x7632 : 0x5410);
+  }
 };
+#endif
 
 // Loads a tile of which `left` keys exist; the others read as 0.
-template <class T> DEVICE void load(const Params &p, T &tile, const u16 *base, const Strides &s, const KeySlots &slots,
-                                    int left, int head_dim) {
+template <class T> DEVICE void load(const Params &p, T &tile, const Cached *base, const Strides &s,
+                                    const KeySlots &slots, int left, int head_dim) {
   if (left >= KEYS && head_dim >= W && slots.neighbours) tile.template load<true>(p, base, s, slots, left, head_dim);
   else tile.template load<false>(p, base, s, slots, left, head_dim);
 }
@@ -118,8 +171,11 @@ DEVICE void compute_scores(Scores &S, const uint4 (*q)[PIECES], u32 q_at, const 
     const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(at),
                 b = Q_IN_REGISTERS ? q[1][c] : shared_load4(at + 8 * LayoutQ::ROW_BYTES);
     UNROLLED(w, 4)
-      UNROLLED(n, MMA_N) mma_k8(S[n][0], word(a, w), word(b, w), word(k.x[n][c], w));
+      UNROLLED(n, MMA_N) mma_k8(S[n][0], word(a, w), word(b, w), k.operand(n, c, w));
   }
+  if (CACHE == 4)
+    UNROLLED(n, MMA_N)
+      UNROLLED(e, 4) S[n][0][e] = real_or_nan(S[n][0][e]);
 }
 
 // A lane's two rows.
@@ -128,9 +184,9 @@ struct QueryRows {
   float slope[2], scale[2];
 };
 
-DEVICE void scale(Scores &S, const QueryRows &rows, float key_unit) {
+DEVICE void apply_scale(Scores &S, const QueryRows &rows, float key_unit) {
   UNROLLED(n, MMA_N)
-    UNROLLED(e, 4) S[n][0][e] *= (TYPE == 2 ? key_unit : 1.f) * rows.scale[e >> 1];
+    UNROLLED(e, 4) S[n][0][e] *= (CONVERTS ? key_unit : 1.f) * rows.scale[e >> 1];
 }
 
 // Scores in units of log2.
@@ -155,37 +211,43 @@ DEVICE void apply_mask(Scores &S, const QueryRows &rows, int key, int end, int l
     }
 }
 
-// O += P V. O[8 h + i] holds channels 64 h + 16 t + i (elements 0 and 2) and the 8th behind (1 and 3).
+// O += P V. O[8 h + i] holds channels value_channel(h, 2 t) + i (elements 0 and 2) and value_channel(h, 2 t + 1) + i.
 DEVICE void accumulate(Result &O, const Scores &P, const ValueTile &v, float value_unit) {
   u32 a[MMA_N][2];
   UNROLLED(n, MMA_N) a[n][0] = pack(P[n][0][0], P[n][0][1]), a[n][1] = pack(P[n][0][2], P[n][0][3]);
   UNROLLED(h, SLABS)
     UNROLLED(i, 8) {
       float zeros[4] = {0.f, 0.f, 0.f, 0.f};
-      float (&o)[4] = TYPE == 2 ? zeros : O[h * 8 + i][0];
-      UNROLLED(n, MMA_N)
-        mma_k8(o, a[n][0], a[n][1],
-               __byte_perm(word(v.x[n][h][0], i / 2), word(v.x[n][h][1], i / 2), i % 2 ? 0x7632 : 0x5410));
-      if (TYPE == 2)
+      float (&o)[4] = CONVERTS ? zeros : O[h * 8 + i][0];
+      UNROLLED(n, MMA_N) mma_k8(o, a[n][0], a[n][1], v.operand(n, h, i));
+      if (CONVERTS)
         UNROLLED(e, 4) O[h * 8 + i][0][e] = fmaf(o[e], value_unit, O[h * 8 + i][0][e]);
     }
 }
 
-// ---- Rows of Q: lane 4 g + t holds channels 32 c + 8 t to 32 c + 8 t + 7 of rows g and g + 8.
-DEVICE void load_rows(const Params &p, const RowTile &tile, uint4 (&q)[2][PIECES], QueryRows &rows,
+// ---- Rows of Q: lane 4 g + t holds channels 32 c + 8 t to 32 c + 8 t + 7 of rows g and g + 8; of 8 bits as K.
+DEVICE constexpr int piece_at(int c) { return CACHE ? c / 2 * 64 + c % 2 * 8 : c * 32; }
+DEVICE uint4 apart(const uint4 &x) {
+  return make_uint4(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x5410),
+                    __byte_perm(x.z, x.w, 0x7632));
+}
+DEVICE void load_rows(const Params &p, const RowTile &tile, uint4 (&q)[2][PIECES], QueryRows &rows, float scale,
                       int first) {   // first: of the warp's channels
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, mine = first + t * 8;
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, mine = first + t * LANE;
   UNROLLED(r, 2) {
     const int query = tile.query(p, g + r * 8), head = tile.head(p, g + r * 8);
     const u16 *row =
         p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head;
-    UNROLLED(c, PIECES) q[r][c] = load_chunk_if(true, row + mine + c * 32, p.head_dim - mine - c * 32);
+    UNROLLED(c, PIECES) q[r][c] = load_chunk_if(true, row + mine + piece_at(c), p.head_dim - mine - piece_at(c));
     if (APPEND) {
       Rotation rotations[PIECES];
-      UNROLLED(c, PIECES) rotations[c].load(p, row, mine / 8 + c * 4, query_position(p, tile.sequence, query));
+      UNROLLED(c, PIECES)
+        rotations[c].load(p, row, mine / 8 + piece_at(c) / 8, query_position(p, tile.sequence, query));
       UNROLLED(c, PIECES) q[r][c] = rotations[c].of(p, q[r][c]);
     }
-    rows.scale[r] = p.softmax_scale * convert_all<4>(q[r]);
+    rows.scale[r] = scale * convert_all<4>(q[r]);
+    if (CACHE)
+      UNROLLED(c, PIECES) q[r][c] = apart(q[r][c]);
     rows.slope[r] = ALIBI ? alibi_slope(p, tile.sequence, head) : 0.f;
   }
 }
@@ -230,13 +292,16 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
 
   if (APPEND) append_new(p, tile, split == splits - 1, seq.first_k + end);
   const u32 shared = SHARED_BASE, q_at = shared + (side * ROWS + g) * LayoutQ::ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
-  const u16 *k = p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head + side * W;
-  const u16 *v = p.v + (PAGED ? 0 : tile.sequence * p.v_s.batch) + (i64)tile.head_k * p.v_s.head + side * W;
+  const Cached *k =
+      (const Cached *)p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head + side * W;
+  const Cached *v =
+      (const Cached *)p.v + (PAGED ? 0 : tile.sequence * p.v_s.batch) + (i64)tile.head_k * p.v_s.head + side * W;
   const int *pages = PAGED ? p.block_table + (i64)tile.sequence * p.table_stride : nullptr;
 
   QueryRows rows;
   uint4 q[2][PIECES];
-  load_rows(p, tile, q, rows, side * W);
+  const float scale = p.softmax_scale * key_unit(p, tile.sequence, tile.head_k, LOUD_UNIT);
+  load_rows(p, tile, q, rows, scale, side * W);
   rows.position[0] = tile.query(p, g) + offset, rows.position[1] = tile.query(p, g + 8) + offset;
   if (!Q_IN_REGISTERS) {
     if (group == 0)
@@ -245,8 +310,8 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
     __syncthreads();
   }
   // Where nothing else changes scores, they are compared unscaled, and exp2 scales them.
-  const bool modified = SOFTCAP || ALIBI || TYPE == 2 || !(p.softmax_scale > 0.f);
-  const float unit = modified ? 1.f : p.softmax_scale * LOG2E;
+  const bool modified = SOFTCAP || ALIBI || TYPE == 2 || !(scale > 0.f);
+  const float unit = modified ? 1.f : scale * LOG2E;
 
   Result O;
   set_zero(O);
@@ -269,10 +334,14 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
     const int next = key + unit_keys;
     next_slots.find(p, pages, seq.first_k + next + unit_keys, last_slot);   // page numbers arrive during this step
     Scores S;
-    const float key_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * PIECES]>(key_tile.x));
+#if CACHE
+    const float k_unit = 1.f, v_unit = 1.f;
+#else
+    const float k_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * PIECES]>(key_tile.x));
+#endif
     compute_scores(S, q, q_at, key_tile);
     if (next < stop) load(p, key_tile, k, p.k_s, slots, end - next, k_channels);
-    if (modified) scale(S, rows, key_unit);
+    if (modified) apply_scale(S, rows, k_unit);
     if (SPLIT_K) {
       const u32 partials_at = shared + SHARES + buffer + (group * SPLIT_WARPS * MMA_N * 32 + lane) * 16;
       UNROLLED(n, MMA_N) store_partial(S[n][0], partials_at + (side * MMA_N + n) * 512);
@@ -283,8 +352,10 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
     if (modified) apply_softcap_alibi_bias(S, p, rows, key);
     if (LOCAL || key + KEYS > end) apply_mask(S, rows, key, end, left, right);
     online_softmax<0>(S, m, l, O, unit);
-    const float value_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * SLABS * 2]>(value_tile.x));
-    accumulate(O, S, value_tile, value_unit);
+#if !CACHE
+    const float v_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * SLABS * 2]>(value_tile.x));
+#endif
+    accumulate(O, S, value_tile, v_unit);
     if (next < stop) load(p, value_tile, v, p.v_s, slots, end - next, v_channels);
     slots = next_slots;
   }

@@ -7,6 +7,11 @@ constexpr int WARPS = 4, THREADS = WARPS * 32, ROWS = 16, MAX_SPLITS = 256;
 constexpr int SPLIT_WARPS = 1 << SPLIT_K, WARP_GROUPS = WARPS / SPLIT_WARPS, W = D / SPLIT_WARPS, CHUNKS = W / 8;
 constexpr int PART = ROWS * (D + 2);   // a split's result, then for each row its maximum in units of log2 and its sum
 constexpr int SLABS = W / 64;   // of 64 channels, in a warp's V and result
+// A slab's first channel of the lanes 4 g to 4 g + 3. Of 8 bits a lane loads 16 channels, of two slabs, if it can.
+constexpr int TOGETHER = CACHE && SLABS % 2 == 0 ? 2 : 1;
+DEVICE constexpr int value_channel(int h, int g) {
+  return h / TOGETHER * TOGETHER * 64 + g * TOGETHER * 8 + h % TOGETHER * 8;
+}
 // Shared memory: the warps' shares of a slab of the result (before: Q; after: weights of the splits), then their maxima
 // and sums, then 1 / sum of each row. SPLIT_K, before: partial scores, twice.
 constexpr u32 SHARES = WARPS * ROWS * 64 * 4, STATISTICS_AT = SHARES, FACTORS_AT = STATISTICS_AT + WARPS * ROWS * 8;
@@ -26,6 +31,10 @@ DEVICE void write_out(const Params &p, const RowTile &tile, int row, int channel
   if (channels <= 0) return;
   u16 *out = p.out + tile.sequence * p.out_s.batch + (i64)(tile.seq.first_q + tile.query(p, row)) * p.out_s.row +
              (i64)tile.head(p, row) * p.out_s.head + channel;
+#if CACHE
+  x = make_float4(real_or_nan(x.x), real_or_nan(x.y), real_or_nan(x.z), real_or_nan(x.w));
+  factor *= value_unit(p, tile.sequence, tile.head_k, LOUD_UNIT);
+#endif
   const uint2 bits = make_uint2(pack_out(x.x * factor, x.y * factor), pack_out(x.z * factor, x.w * factor));
   if (VEC == 8) return global_store((uint2 *)out, bits);
   const u32 pairs[2] = {bits.x, bits.y};
@@ -73,7 +82,7 @@ DEVICE void combine_warps(const Params &p, const RowTile &tile, float (&O)[CHUNK
     __syncthreads();
     for (int i = thread; i < tile.count() * 16 * SPLIT_WARPS; i += THREADS) {
       const int row = i / 16 / SPLIT_WARPS, side = i / 16 % SPLIT_WARPS, quad = i % 16,
-                channel = side * W + h * 64 + quad * 4;
+                channel = side * W + (TOGETHER == 1 ? h * 64 + quad * 4 : value_channel(h, quad / 2) + quad % 2 * 4);
       float statistics[WARP_GROUPS][2], highest = NEG_INF, sum = 0.f;
       UNROLLED(w, WARP_GROUPS) {
         shared_load_floats(statistics[w], shared + STATISTICS_AT + ((w * SPLIT_WARPS + side) * ROWS + row) * 8);

@@ -119,8 +119,8 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   if (first_row >= seq.seqlen_q) return;
 
   const u16 *q = row_at(p.q, p.q_s, b, seq.first_q + first_row, head);
-  const u16 *k = p.k + (PAGED ? 0 : b * p.k_s.batch) + (i64)head_k * p.k_s.head;
-  const u16 *v = p.v + (PAGED ? 0 : b * p.v_s.batch) + (i64)head_k * p.v_s.head;
+  const Cached *k = (const Cached *)p.k + (PAGED ? 0 : b * p.k_s.batch) + (i64)head_k * p.k_s.head;
+  const Cached *v = (const Cached *)p.v + (PAGED ? 0 : b * p.v_s.batch) + (i64)head_k * p.v_s.head;
   const int *pages = PAGED ? p.block_table + (i64)b * p.table_stride : nullptr;
   const int left = window(p.window_left), right = window(p.window_right);
   const WarpRange range = {first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, seq.seqlen_k, left, right};
@@ -143,8 +143,8 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const u32 shared = SHARED_BASE, q_tile = shared,
             k_tile = QK_IN_REGS ? shared : shared + BLOCK_M * LayoutQK::ROW_BYTES,
             v_tile = k_tile + BLOCK_N * LayoutQK::ROW_BYTES;
-  const float k_scale = scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
-              v_scale = scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
+  const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
+              v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
   uint4 q_staged[CopyQ::N], staged[larger(CopyK::N, CopyV::N)];   // K and V take turns in `staged`
 #define LOAD(mover, base, strides, j, dim, target) \
   mover.load(staged, p, base, strides, pages, seq.first_k + (j) * BLOCK_N, seq.seqlen_k - (j) * BLOCK_N, dim, target)
@@ -156,7 +156,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   float q_scale = 1.f;
 #if TYPE == 2   // the block's rows have a power of their own; the backward gets the head's maximum
   int largest = max_of<32>(finite_magnitude(q_staged));
-  raise(absmax_of(p, ABSMAX_Q, b, head_k), largest);
+  if (!CACHE) raise(absmax_of(p, ABSMAX_Q, b, head_k), largest);
   if (lane == 0) shared_store(shared + (thread >> 5) * 4, (u32)largest);
   __syncthreads();
   UNROLLED(i, WARPS) largest = max(largest, __float_as_int(shared_load_float(shared + i * 4)));
@@ -164,7 +164,8 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   q_scale = scale_for(largest);
 #endif
 
-  const float scale = p.softmax_scale * inverse_of_power(q_scale) * inverse_of_power(k_scale);
+  const float scale =
+      p.softmax_scale * inverse_of_power(q_scale) * inverse_of_power(k_scale) * key_unit(p, b, head_k, WIDENED_UNIT);
   // Where nothing else changes scores, they are compared unscaled, and exp2 scales them.
   const bool modified = SOFTCAP || ALIBI || BIAS > 1 || !(scale > 0.f);
   const float unit = BIAS > 1 ? LOG2E : modified ? 1.f : scale * LOG2E;
@@ -242,10 +243,12 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       !merge_splits<AT_ONCE>(p, O, m, l, range.first < seq.seqlen_q, tile_index, split, splits))
     return;
   float factor[MMA_M][2];
+  const float v_unit = value_unit(p, b, head_k, WIDENED_UNIT);
   const i64 lse_at = b * p.lse_batch + head * p.lse_head + seq.first_q;
   UNROLLED(i, MMA_M)
     UNROLLED(r, 2) {
-      factor[i][r] = reciprocal_of_sum(l[i][r]) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale);
+      factor[i][r] =
+          reciprocal_of_sum(l[i][r]) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale) * v_unit;
       const int row = range.first + i * 16 + g + r * 8;
       if (p.lse && t == 0 && side == 0 && row < seq.seqlen_q)
         write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], BIAS > 1 ? mask.top(p, row) : slope,

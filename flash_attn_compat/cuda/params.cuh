@@ -4,6 +4,7 @@
 #pragma once
 
 typedef unsigned int u32;
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 typedef long long i64;
@@ -75,4 +76,9 @@ struct Params {
   float dropout_scale;   // 1 / (1 - dropout_p)
   float softmax_scale, softcap;
   int converts_rows;   // to_half converts q and dout; else k and v
+
+  // 8-bit caches: a number of k times k_factor and its descale is a key's; v likewise. Each call packs the addresses.
+  float k_factor, v_factor;
+  Strides k_descale_s, v_descale_s;   // row: 0
+  const float *k_descale, *v_descale;   // (batch, nheads_k), of any strides; null: 1
 };

@@ -119,6 +119,26 @@ DEVICE uint4 global_load16_if(bool there, const u16 *from) {   // zeros if not `
                : "l"(from), "r"((int)there));
   return v;
 }
+#if CACHE
+DEVICE uint2 global_load8_if(bool there, const u8 *from) {   // zeros if not `there`; without a branch
+  uint2 v = make_uint2(0, 0);
+  asm volatile("{.reg .pred there; setp.ne.s32 there, %3, 0; @there " READ "v2.b32 {%0, %1}, [%2];}"
+               : "+r"(v.x), "+r"(v.y)
+               : "l"(from), "r"((int)there));
+  return v;
+}
+DEVICE u32 global_load1(const u8 *from) {
+  u32 v;
+  asm volatile(READ "u8 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+// The products of two pairs of fp16 numbers.
+DEVICE u32 multiply_pairs(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+#endif
 DEVICE u16 global_load2(const u16 *from) {
   u16 v;
   asm volatile(READ "u16 %0, [%1];" : "=h"(v) : "l"(from));

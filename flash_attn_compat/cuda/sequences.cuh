@@ -1,7 +1,7 @@
 // Which sequence, rows and keys a block works on, and where they lie. Wrong lengths never lead to addresses outside of
 // the tensors.
 #pragma once
-#include "common.cuh"
+#include "eight_bit.cuh"
 
 // Lengths and positions of one sequence.
 struct Sequence {
@@ -105,7 +105,7 @@ DEVICE float alibi_slope(const Params &p, int b, int head) {
 }
 
 // Address of a slot of a sequence's cache, contiguous or paged.
-DEVICE const u16 *key_row(const Params &p, const u16 *base, const Strides &s, const int *pages, int slot) {
+DEVICE const Cached *key_row(const Params &p, const Cached *base, const Strides &s, const int *pages, int slot) {
   if (!PAGED) return base + (i64)slot * s.row;
   const u32 page = (u32)slot / (u32)p.page_size, within = slot - page * p.page_size;
   const u32 index = min((u32)global_load(pages + min(page, (u32)(p.pages_per_sequence - 1))), (u32)(p.num_pages - 1));

@@ -49,7 +49,7 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
   DEVICE u32 offset(int i) const { return at + row_step(i) * L::ROW_BYTES + chunk_step(i) * 16; }
 
   // Loads rows from first_slot on, of which `left` exist; channels past head_dim and rows past the end are 0.
-  DEVICE void load(uint4 *x, const Params &p, const u16 *base, const Strides &s, const int *pages, int first_slot,
+  DEVICE void load(uint4 *x, const Params &p, const Cached *base, const Strides &s, const int *pages, int first_slot,
                    int left, int head_dim, u32 tile) const {
     const int rows = left - row;
     if (PAGED && (u32)first_slot % (u32)p.page_size + ROWS > (u32)p.page_size) {   // several pages
@@ -60,8 +60,8 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
       }
       return;
     }
-    const u16 *from = PAGED ? key_row(p, base, s, pages, first_slot) + (i64)row * s.row + chunk * 8
-                            : base + (i64)(first_slot + row) * s.row + chunk * 8;
+    const Cached *from = PAGED ? key_row(p, base, s, pages, first_slot) + (i64)row * s.row + chunk * 8
+                               : base + (i64)(first_slot + row) * s.row + chunk * 8;
     if (!CP_ASYNC && left >= ROWS && head_dim >= W) {
       UNROLLED(i, N)
         if (has(i)) x[i] = load_chunk(from + (i64)row_step(i) * s.row + chunk_step(i) * 8, 8);
@@ -70,13 +70,19 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
         load_one(x, i, row_step(i) < rows, from + (i64)row_step(i) * s.row + chunk_step(i) * 8, base, head_dim, tile);
     }
   }
-  DEVICE void load_one(uint4 *x, int i, bool there, const u16 *from, const u16 *readable, int head_dim,
+  DEVICE void load_one(uint4 *x, int i, bool there, const Cached *from, const Cached *readable, int head_dim,
                        u32 tile) const {
     const int channels = head_dim - (chunk + chunk_step(i)) * 8;
     if (!CP_ASYNC) x[i] = load_chunk_if(there, from, channels);
-    else if (has(i)) copy_async(tile + offset(i), there && channels > 0 ? from : readable, there && channels > 0);
+    else if (has(i))
+      copy_async(tile + offset(i), (const u16 *)(there && channels > 0 ? from : readable), there && channels > 0);
   }
   DEVICE void store(const uint4 *x, u32 tile, float scale) const {
+    if (CACHE) {
+      UNROLLED(i, N)
+        if (has(i)) shared_store(tile + offset(i), widened(x[i]));
+      return;
+    }
     CP_ASYNC ? copy_async_wait() : COPIED ? store_converted<false>(x, tile, scale) : store_converted(x, tile, scale);
   }
 

@@ -97,6 +97,12 @@ inline void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 constexpr emulator::Access OPERANDS_READ = APPEND ? emulator::READ : emulator::READ_ONLY;
 inline uint4 global_load16(const u16 *p) { return *checked((const uint4 *)p, OPERANDS_READ); }
 inline uint4 global_load16_if(bool there, const u16 *p) { return there ? global_load16(p) : make_uint4(0, 0, 0, 0); }
+inline uint2 global_load8_if(bool there, const u8 *p) { return there ? *checked((const uint2 *)p, OPERANDS_READ) : make_uint2(0, 0); }
+inline u32 global_load1(const u8 *p) { return *checked(p, OPERANDS_READ); }
+inline u32 multiply_pairs(u32 a, u32 b) {
+  const float low = half_to_float((u16)a) * half_to_float((u16)b), high = half_to_float((u16)(a >> 16)) * half_to_float((u16)(b >> 16));
+  return emulator::float_to_operand(low, 0) | (u32)emulator::float_to_operand(high, 0) << 16;
+}
 inline u16 global_load2(const u16 *p) { return *checked(p, OPERANDS_READ); }
 template <class T> inline T global_load_if(bool there, const T *p, T x) { return there ? *checked(p, OPERANDS_READ) : x; }
 #endif

@@ -10,7 +10,7 @@ static const Memory *memories;
 static int memory_count;
 static bool rows_overlap;   // outputs may: nothing is said of what several blocks write
 
-// What this launch has done with each pair of bytes, in pages that are found by their address and count for one launch.
+// What this launch has done with each pair of bytes (nothing is noted of single ones), in pages that are found by their address and count for one launch.
 constexpr u32 PAGE_BITS = 12, PAGE_ENTRIES = 1 << (PAGE_BITS - 1), READ_ONLY_BIT = 1u << 31, BY_ATOMICS = READ_ONLY_BIT - 1, BY_SEVERAL = BY_ATOMICS - 1;
 struct Page {
   u64 number;
@@ -81,7 +81,7 @@ void *global(const void *p, u32 bytes, u32 alignment, Access access, const void 
   const u64 address = (u64)p;
   if (address % alignment) fail("global address %p is not aligned to %u bytes", p, alignment);
   check_bounds(address, bytes);
-  check_blocks(address, bytes, access, rows_overlap || (written && !memcmp(p, written, bytes)));
+  if (bytes > 1) check_blocks(address, bytes, access, rows_overlap || (written && !memcmp(p, written, bytes)));
   return (void *)p;
 }
 

@@ -12,7 +12,7 @@ from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import backward, forward, masks, nvrtc, tensor_cores, tuned
 from flash_attn_compat.core.arguments import dense
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
-from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.core.features import Feature, Traits, split
 from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto, checked
 
 # Features that the kernels combine with a dense mask.
@@ -26,7 +26,7 @@ class Fused(Backend):
     name = "fused"
     capabilities = Capabilities(
         # The kernels' tanh has an error of 1e-7 of the softcap: small beside half precision's rounding up to 1024.
-        features=~(Feature.TRANSFORMS | Feature.WIDE_SOFTCAP | Feature.EIGHT_BIT_CACHE),
+        features=~(Feature.TRANSFORMS | Feature.WIDE_SOFTCAP),
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(7, 5),
@@ -53,6 +53,10 @@ class Fused(Backend):
         return [f"{settings.FUSED}=0 forbids it"] if settings.value_of(settings.FUSED) == "0" else []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
+        refused = traits.features & (Feature.BACKWARD | Feature.GIVEN_LSE | Feature.DROPOUT | Feature.BIAS)
+        if traits.features & Feature.EIGHT_BIT_CACHE and refused:
+            names = ", ".join(feature.description for feature in split(refused))
+            return [f"does not combine keys and values of 8-bit floats with {names}"]
         if traits.needs_backward and traits.features & Feature.PAGED:
             return ["does not compute gradients over pages"]
         if traits.features & Feature.BIAS and traits.features & ~int(_SUPPORTED_WITH_BIAS):

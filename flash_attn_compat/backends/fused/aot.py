@@ -30,13 +30,15 @@ def common_kinds(
 ) -> Iterator[Kind]:
     """Yield the kinds that models use: 16-byte aligned rows, at most one of ALiBi, softcap, dropout and a dense mask.
 
+    Kernels over caches of 8-bit floats are compiled at their first call.
+
     head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
     masks: whether to include dense masks, of booleans or of biases in the dtype, which PyTorch's operators take
     """
     sizes = set(map(variants.size_of, head_dims or _COMMON_HEAD_DIMS))
     for kind in variants.kinds(number):
         name = "float16" if kind.type == FP16 else "bfloat16"
-        is_common = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
+        is_common = kind.vec == 8 and not kind.cache and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
         is_common = is_common and (not kind.bias or (masks and kind.bias != variants.FLOAT_BIAS))
         if is_common and kind.D in sizes and (name in dtypes or not dtypes):
             yield kind

@@ -129,7 +129,7 @@ class ForwardPlan:
         if call.needs_grad and fields["lse_has_position"]:
             builder.add_output("lse_true", call.lse_shape, torch.float32)
         # The decode kernel finds a scale for each step itself.
-        if kind.type == variants.BF16_AS_FP16 and not self.is_decode:
+        if kind.type == variants.BF16_AS_FP16 and not (self.is_decode or kind.cache):
             builder.add_maxima_pass(of_rows=False)
         is_packed = call.cu_seqlens_q is not None
         if self.is_decode:  # the query heads of a group are rows of one tile

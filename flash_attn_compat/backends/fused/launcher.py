@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import NegatedView
-from flash_attn_compat.backends.fused import graphs, grids, masks, nvrtc, params, tuned, variants
+from flash_attn_compat.backends.fused import caches, graphs, grids, masks, nvrtc, params, tuned, variants
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import checks, cuda_capture, dropout, kernel_layout
 from flash_attn_compat.core.append import Append
@@ -38,7 +38,7 @@ MAX_SCALAR_LOADS = 2**18
 _APPEND_NAMES = "k_new", "v_new", "rotary_cos", "rotary_sin"
 # Dtypes of the tensors that are not in q's dtype.
 _DTYPES = {
-    **dict.fromkeys(("alibi_slopes", "lse", "dlse"), torch.float32),
+    **dict.fromkeys(("alibi_slopes", "lse", "dlse", *params.TAIL_ADDRESSES), torch.float32),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"), torch.int32),
     **dict.fromkeys(("absmax", "bias_map", "bias_of_rows"), torch.int32),
     "rng_state": torch.int64,
@@ -101,31 +101,35 @@ class Plan:
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
         inputs: dict[str, Any] = dict(zip(TENSORS, call.tensors, strict=True))
         inputs |= dict(zip(_APPEND_NAMES, () if new is None else new[:4])) | dict(others or {})
-        dtypes = _DTYPES if call.bias is None else {**_DTYPES, "bias": call.bias.dtype}
+        dtypes = _DTYPES | (dict.fromkeys("kv", call.k.dtype) if caches.cache_macro(call.k) else {})
+        dtypes |= {} if call.bias is None else {"bias": call.bias.dtype}
         for name, tensor in inputs.items():
             dtype = dtypes.get(name, call.q.dtype)
             if tensor is not None and (tensor.dtype, tensor.device) != (dtype, self.torch_device):
                 raise RuntimeError(f"{name} must be {dtype} on {call.q.device}, got {tensor.dtype} on {tensor.device}")
-        sizes = {name: addressed_bytes(tensor) for name, tensor in inputs.items()}
+        tail = [name for name in params.TAIL_ADDRESSES if addressed_bytes(inputs[name])]  # before all others
+        order = list(inputs)
+        sizes = {name: addressed_bytes(inputs[name]) for name in sorted(inputs, key=lambda name: name not in tail)}
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
-            (index, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _UNCHECKED else size)
-            for index, (name, size) in enumerate(sizes.items())
+            (order.index(name), dtypes.get(name, call.q.dtype).itemsize, 0 if name in _UNCHECKED else size)
+            for name, size in sizes.items()
             if size
         ]
         like_q = call.q.shape, call.q.dtype, call.q.is_contiguous()
         self._outputs = [(*output, (output.shape, output.dtype, True) == like_q) for output in outputs]
         names = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
         self._names = [*names, "counters", "parts"] if workspace else names
-        self._head = params.head_struct(self._names)
+        self._tail_size, head = len(tail), self._names[len(tail) :]
+        self._head, self._tail = params.head_struct(head), params.tail_struct(tail)
         nvrtc.load_all(self.variants, self.device)
         self._launch = nvrtc.driver().launch
-        at = self._names.index
+        at = head.index
         self._launches = [
             (
                 nvrtc.kernel(variant, self.device),
                 blocks,
-                params.pack_rest(fields),
+                params.pack_rest(fields)[: -self._tail.size if tail else None],
                 [(at(name), at(output), offset) for name, (output, offset) in redirects.items()],
             )
             for variant, blocks, fields, redirects in launches
@@ -175,6 +179,9 @@ class Plan:
                 "distributed tensors and pending collectives have none"
             )
         length = self.seqlen_k if seqlen_k is None else seqlen_k
+        tail, count = b"", self._tail_size
+        if count:
+            tail, addresses = self._tail.pack(*addresses[:count]), addresses[count:]
         head = self._head.pack(*addresses, length)
         launched = 0
         try:
@@ -183,9 +190,9 @@ class Plan:
                     redirected = addresses.copy()
                     for index, output_at, offset in redirects:
                         redirected[index] = addresses[output_at] + offset
-                    self._launch(kernel, blocks, self.device, self._head.pack(*redirected, length) + rest)
+                    self._launch(kernel, blocks, self.device, self._head.pack(*redirected, length) + rest + tail)
                 else:
-                    self._launch(kernel, blocks, self.device, head + rest)
+                    self._launch(kernel, blocks, self.device, head + rest + tail)
                 launched += 1
         except nvrtc.ContextLost as error:
             raise nvrtc.ContextLost(f"launching {self.variants[launched].entry}: {error}") from None
@@ -248,10 +255,11 @@ def has_kernel_layout(tensor: Tensor) -> bool:
 
 def is_aligned(tensor: Tensor) -> bool:
     """Whether every row is aligned to 16 bytes and a multiple of 16 bytes long."""
+    unit = 16 // tensor.element_size()
     return (
-        tensor.shape[-1] % 8 == 0
+        tensor.shape[-1] % unit == 0
         and tensor.data_ptr() % 16 == 0
-        and all(stride % 8 == 0 for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1)
+        and all(stride % unit == 0 for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1)
     )
 
 
@@ -266,7 +274,7 @@ def vector_size(tensors: Iterable[Tensor | None], in_place: bool) -> int:
 
 
 def align(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` if aligned, else a copy with aligned rows, channels padded with 0 to a multiple of 8."""
+    """Return ``tensor`` if aligned, else a copy with aligned rows, channels padded with 0 to a multiple of 16 bytes."""
     if not has_kernel_layout(tensor):
         tensor = tensor.contiguous()
     return tensor if is_aligned(tensor) else kernel_layout.padded(tensor)
@@ -274,7 +282,8 @@ def align(tensor: Tensor) -> Tensor:
 
 def find_strided_inputs(tensors: Sequence[Any]) -> list[int]:
     """Return the indices of slopes, block table and bias (unless boolean) that lack a contiguous last axis."""
-    present = [(index, tensors[index]) for index in (3, 8, 9) if tensors[index] is not None]
+    indices = map(TENSORS.index, ("alibi_slopes", "block_table", "bias"))
+    present = [(index, tensors[index]) for index in indices if tensors[index] is not None]
     strided = [(index, x) for index, x in present if x.stride(-1) != 1 and x.shape[-1] > 1]
     return [index for index, tensor in strided if tensor.dtype is not torch.bool]
 
@@ -298,9 +307,11 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
     device, number = call.q.device, nvrtc.target(call.q.get_device()).number
     half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
+    cache = caches.cache_macro(call.k)
     kind = Kind(
         number=number,
-        type=variants.BF16_AS_FP16 if half and number < 80 else half,
+        type=variants.BF16_AS_FP16 if half and (number < 80 or cache) else half,
+        cache=cache,
         head_dim=call.q.shape[-1],
         head_dim_v=call.v.shape[-1],
         # A single row is at the last key: no key is to its right.
@@ -340,6 +351,7 @@ def call_fields(call: AttentionCall) -> dict[str, params.Value]:
         "lse_has_position": int(call.lse_carries_alibi_position),
         "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
         "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
+        **caches.cache_fields(call),
     }
     if call.bias is not None:
         fields |= masks.mask_fields(call.bias)
@@ -357,18 +369,6 @@ def call_fields(call: AttentionCall) -> dict[str, params.Value]:
         fields["dropout_limit"] = dropout.word_limit(call.dropout_p)
         fields["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
     return fields
-
-
-def plan_mask(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[list[Output], list[Launch]]:
-    """Return the outputs and launches of the pass over a dense mask; none without such a mask."""
-    if call.bias is None:
-        return [], []
-    blocks, map_shape, rows_shape = masks.mask_pass_shapes(call.bias)
-    outputs = [
-        Output("bias_map", map_shape, torch.int32),
-        Output("bias_of_rows", rows_shape, torch.int32, starts_as_zero=kind.bias != variants.BOOLEANS),
-    ]
-    return outputs, [Launch(variants.mask(kind._replace(bias_words=masks.words_per_block(call.bias))), blocks, fields)]
 
 
 def append_fields(new: Append) -> dict[str, params.Value]:

@@ -1,7 +1,7 @@
 """The kernels' one argument, struct Params of cuda/params.cuh, byte for byte.
 
-It begins with the head, which each call packs: all addresses, and the length of keys. All calls of a plan share the
-rest.
+It begins with the head, which each call packs: addresses, and the length of keys. All calls of a plan share the rest.
+It ends with the tail, which calls with descales pack: their addresses.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ ADDRESSES = (
     "dv", "lse_true", "absmax", "bias_map", "bias_of_rows", "absmax_dout", "delta", "copies", "marks",
     "counters", "parts",
 )  # fmt: skip
+TAIL_ADDRESSES = "k_descale", "v_descale"
 _STRIDES = (
     "q_s", "k_s", "v_s", "out_s", "dout_s", "dq_s", "dk_s", "dv_s", "k_new_s", "v_new_s", "q_rotated_s", "bias_s",
 )  # fmt: skip
@@ -36,6 +37,9 @@ REST_FIELDS: tuple[tuple[str, str], ...] = (
     *((name, "i") for name in _INTS),
     *((name, "f") for name in _FLOATS),
     ("converts_rows", "i"),
+    *((name, "f") for name in ("k_factor", "v_factor")),
+    *((name, "qii") for name in ("k_descale_s", "v_descale_s")),
+    *((name, "Q") for name in TAIL_ADDRESSES),
 )
 _REST_STRUCT = struct.Struct("<" + "".join(kind for _, kind in REST_FIELDS))
 
@@ -49,8 +53,13 @@ def head_struct(names: Collection[str]) -> struct.Struct:
     return struct.Struct("<" + "".join("Q" if name in names else "8x" for name in ADDRESSES) + "i4x")
 
 
+def tail_struct(names: Collection[str]) -> struct.Struct:
+    """Return the struct that packs a tail from those of TAIL_ADDRESSES that are in ``names``; the others are null."""
+    return struct.Struct("<" + "".join("Q" if name in names else "8x" for name in TAIL_ADDRESSES))
+
+
 def pack_rest(fields: dict[str, Value]) -> bytes:
-    """Return the bytes after the head: ``fields``, 0 elsewhere. Strides are (batch, row, head) in elements."""
+    """Return the bytes after the head: ``fields``, and 0 elsewhere. Strides are (batch, row, head) in elements."""
     unknown = fields.keys() - dict(REST_FIELDS).keys()
     if unknown:
         raise KeyError(f"struct Params has no {', '.join(sorted(unknown))}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flash_attn_compat.backends.fused import grids, launcher, params, variants
+from flash_attn_compat.backends.fused import grids, launcher, masks, params, variants
 from flash_attn_compat.backends.fused.grids import Grid
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind, Variant
@@ -23,6 +23,18 @@ from flash_attn_compat.core.call import AttentionCall
 _THREADS, _ELEMENTS_PER_LOAD = 128, 8
 # Plans take their outputs in the order of the head.
 _HEAD_POSITIONS = {name: place for place, (name, _) in enumerate(params.HEAD_FIELDS)}
+
+
+def plan_mask(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[list[Output], list[Launch]]:
+    """Return the outputs and launches of the pass over a dense mask; none without such a mask."""
+    if call.bias is None:
+        return [], []
+    blocks, map_shape, rows_shape = masks.mask_pass_shapes(call.bias)
+    outputs = [
+        Output("bias_map", map_shape, torch.int32),
+        Output("bias_of_rows", rows_shape, torch.int32, starts_as_zero=kind.bias != variants.BOOLEANS),
+    ]
+    return outputs, [Launch(variants.mask(kind._replace(bias_words=masks.words_per_block(call.bias))), blocks, fields)]
 
 
 class PlanBuilder:
@@ -36,7 +48,7 @@ class PlanBuilder:
     ) -> None:
         self.call, self.kind, self.fields = call, kind, fields
         self.redirects: dict[str, tuple[str, int]] = {}
-        self.outputs, self.launches = ([], []) if has_mask else launcher.plan_mask(call, kind, fields)
+        self.outputs, self.launches = ([], []) if has_mask else plan_mask(call, kind, fields)
         self.workspace = 0
 
     def build(self, new: Append | None = None, others: Mapping[str, Any] | None = None) -> Plan:
@@ -124,7 +136,7 @@ def enable_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
     """Return ``kind``, with copies of the streamed operands if there are many tiles. Caches and pages are never copied:
     they may be much larger than the new keys, and each step would copy them again.
     """
-    is_converted = kind.type == variants.BF16_AS_FP16 and kind.vec == 8 and not kind.paged
+    is_converted = kind.type == variants.BF16_AS_FP16 and kind.vec == 8 and not (kind.paged or kind.cache)
     if not (is_converted and (call.is_dense or call.cu_seqlens_k is not None) and all(x.numel() for x in call[:3])):
         return kind
     stationary, starts = (call.k, call.cu_seqlens_k) if backward else (call.q, call.cu_seqlens_q)

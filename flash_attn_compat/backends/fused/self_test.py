@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +33,10 @@ _DROPOUT, _SOFTCAP = 0.3, 2.0
 # because tensor cores truncate terms that are added to a large sum.
 _LOUD_Q, _LOUD_K = 2000.0, 40.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
-_LSE_TOLERANCE = 2e-3
+_TOLERANCES = {"softmax_lse": 2e-3}
+# The rotation of a key may round otherwise, and so lead to the next number of 8 bits.
+_CACHE_TOLERANCES = {torch.float8_e4m3fn: {"k": 0.13, "v": 0.0}, torch.float8_e5m2: {"k": 0.26, "v": 0.0}}
+_CACHES = {variants.E4M3: torch.float8_e4m3fn, variants.E5M2: torch.float8_e5m2}
 _GRADIENTS = frozenset({"dq", "dk", "dv"})
 _REFERENCE = Reference()
 _CODE = Path(__file__).parent
@@ -123,12 +126,16 @@ def find_forward_error(
                 results = run(call, moved)
             used = new.cache_seqlens + new.k.shape[1]
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
+        if kind.cache:  # what another rounding of the rotated keys wrote
+            counted = counted._replace(k=call.k.cpu(), v=call.v.cpu())
         exact = _REFERENCE.forward(_to_fp32(counted))
         expected = {"q": counted.q, "out": exact.out, "softmax_lse": exact.lse}
         pairs = [(name, _replace_infinity(got), _replace_infinity(expected[name])) for name, got in results.items()]
         # Slots after the keys in use hold NaN.
-        pairs += [(name, *(getattr(one, name).nan_to_num(9.0) for one in (call, on_cpu))) for name in "kv"]
-        error = _find_difference(pairs, call.q.dtype)
+        pairs += [
+            (name, *(getattr(one, name).to(call.q.dtype).nan_to_num(9.0) for one in (call, on_cpu))) for name in "kv"
+        ]
+        error = _find_difference(pairs, call.q.dtype, _TOLERANCES | _CACHE_TOLERANCES.get(call.k.dtype, {}))
         if error is not None:
             return error
     return None
@@ -161,9 +168,12 @@ def find_backward_error(
     return _find_difference([(f"d{n}", got, right) for n, got, right in zip("qkv", gradients, expected)], dout.dtype)
 
 
-def _find_difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype) -> str | None:
+def _find_difference(
+    pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype, tolerances: Mapping[str, float] = _TOLERANCES
+) -> str | None:
+    """tolerances: by the result's name, where they are not those of ``dtype``"""
     for name, got, right in pairs:
-        tolerance = _LSE_TOLERANCE if name == "softmax_lse" else _TOLERANCE[dtype]
+        tolerance = tolerances.get(name, _TOLERANCE[dtype])
         size = right.float().abs()
         if name in _GRADIENTS:  # a loud row's rounding reaches every gradient that it contributes to
             size = size.amax(tuple(range(size.dim() - 2)), keepdim=True)
@@ -196,6 +206,11 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
     if has_slots:
         for sequence, length in enumerate(_KEYS):
             k[sequence, length:] = v[sequence, length:] = torch.nan
+    descales: dict[str, Any] = {}
+    if kind.cache:
+        k, v = k.to(_CACHES[kind.cache]), v.to(_CACHES[kind.cache])
+        descales = {"k_descale": torch.tensor([[0.5, 1.25], [2.0, 0.75]], dtype=torch.float32, device="cpu")}
+        descales |= {"v_descale": descales["k_descale"].flip(0)[:, :1], "k_factor": 0.8, "v_factor": 1.5}
     if kind.paged:  # in reverse order
         k, v = (slots.view(-1, _PAGE, *slots.shape[2:]).flip(0) for slots in (k, v))
         table = torch.arange(2 * pages, dtype=torch.int32, device="cpu").flip(0).view(2, pages)
@@ -218,6 +233,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
         bias=_make_mask(kind) if is_dense else None,
         is_dense=is_dense,
         return_lse=True,
+        **descales,
     )
 
 
@@ -266,7 +282,9 @@ def _randn(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _to_fp32(call: AttentionCall) -> AttentionCall:
-    return call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float())
+    """Return the call in fp32; the reference dequantises keys and values of 8 bits."""
+    q, k, v = (x if x.dtype in _CACHE_TOLERANCES else x.float() for x in call[:3])
+    return call._replace(q=q, k=k, v=v)
 
 
 def _copy_to(place: torch.device, value: Movable) -> Movable:

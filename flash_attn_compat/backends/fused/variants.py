@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
+E4M3, E5M2 = 4, 5
 # Rows and keys of a word of a dense mask's map (cuda/mask.cuh).
 BAND, REACH, PART_KEYS = 64, 1024, 512
 BIAS_WORDS = 2, 8, PART_KEYS // 32
@@ -29,8 +30,9 @@ _DECODE_ROWS = 16
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
 # Bytes: the results of 4 warps for 16 rows of 64 channels, their maxima and sums, and 1 / sum of each row.
 _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
-# For the widest heads two warps take half of the channels each and exchange scores of 16 rows and 8 keys, twice.
-_DECODE_SHARED_SPLIT_K = 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4
+# For the widest heads two warps take half of the channels each and exchange scores of 16 rows and 8 keys, twice; over
+# 8 bits of 16 keys.
+_DECODE_SHARED_SPLIT_K = {False: 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4, True: 4 * 16 * 64 * 4 + 2 * 4 * 16 * 16 * 4}
 ABSMAX_ROWS = 512
 _CONVERSIONS = 10
 
@@ -38,7 +40,7 @@ _CONVERSIONS = 10
 # Macros that are 0 unless a variant sets them.
 _OFF = "SPLIT_N", "SPLIT_K", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
 # Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
-_FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS"
+_FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS", "CACHE"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
 
 
@@ -54,6 +56,11 @@ class Variant(NamedTuple):
     rows: int
     threads: int
     shared: int
+
+
+def half_of(type: int) -> int:
+    """Return the type of the operands of an 8-bit cache, which become fp16 on every GPU."""
+    return FP16 if type == FP16 else BF16_AS_FP16
 
 
 def size_of(head_dim: int) -> int:
@@ -72,6 +79,7 @@ class Kind(NamedTuple):
     tiles: the fastest tiles on this GPU by entry, from ``tune``; copied: whether streamed rows are fp16 copies of bf16
     bias, bias_pairs: of a dense mask, as in cuda/mask.cuh; 0 without one
     bias_words: words of 32 keys that a block of the pass over the mask reads, one of BIAS_WORDS
+    cache: E4M3 or E5M2, of 8-bit keys and values; 0 if they are in q's dtype. bf16 queries then are BF16_AS_FP16
     """
 
     number: int
@@ -92,6 +100,7 @@ class Kind(NamedTuple):
     bias: int = 0
     bias_pairs: bool = False
     bias_words: int = PART_KEYS // 32
+    cache: int = 0
 
     @property
     def D(self) -> int:
@@ -117,7 +126,7 @@ class Kind(NamedTuple):
         if self.number < 80:
             return []
         # cp.async takes 16 bytes as they are: no conversion, no single elements.
-        asynchronous = cp_async and self.type != BF16_AS_FP16 and self.vec == 8
+        asynchronous = cp_async and self.type != BF16_AS_FP16 and self.vec == 8 and not self.cache
         return [("MMA_K16", 1), *([("CP_ASYNC", 1)] if asynchronous else [])]
 
 
@@ -270,13 +279,13 @@ def _rounded(kind: Kind, tile: Tile) -> Kind:
 def decode(kind: Kind) -> Variant:
     """Takes 64 channels at once; channels that do not exist are not loaded."""
     D = -(-kind.size // 64) * 64
-    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED", D=D)
+    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED", "CACHE", D=D)
     few_registers = D == 64 and kind.vec == 8
     # Of Turing's 64 KB a multiprocessor, three blocks have room.
     macros.append(("MIN_BLOCKS", (4 if kind.number >= 80 else 3) if few_registers else 2))
     split_k = D > 256
     macros += [("SPLIT_K", 1)] * split_k
-    shared = _DECODE_SHARED_SPLIT_K if split_k else _DECODE_SHARED
+    shared = _DECODE_SHARED_SPLIT_K[kind.cache > 0] if split_k else _DECODE_SHARED
     return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, shared)
 
 
@@ -287,8 +296,8 @@ def decode_append(kind: Kind) -> Variant:
 
 
 def append(kind: Kind) -> Variant:
-    """Copies 16-bit numbers: most macros make no difference."""
-    return Variant("append", "append.cu", tuple(kind.macros("PAGED", D=64)[1:]), 1, 128, 0)
+    """Copies numbers: most macros make no difference."""
+    return Variant("append", "append.cu", tuple(kind.macros("PAGED", "CACHE", D=64)[1:]), 1, 128, 0)
 
 
 def absmax(kind: Kind) -> Variant:
@@ -384,7 +393,7 @@ def dq(kind: Kind) -> Variant:
 
 def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     """row_values: bytes of shared memory for LSE and delta of streamed rows"""
-    kind = _rounded(kind._replace(paged=False), tile)
+    kind = _rounded(kind._replace(paged=False, cache=0), tile)
     macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
     macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
     macros += [("SPLIT_N", 1)] * tile.split_n + [("SPLIT_K", tile.split_k)] * (tile.split_k > 0)
@@ -422,6 +431,8 @@ def kinds(number: int) -> Iterator[Kind]:
         for window, few_rows in itertools.product((None, _NARROW - 1) if local else (None,), (False, True)):
             kind = Kind(number, type, D, local, alibi, softcap, dropout, paged, vec, window, few_rows)
             yield kind
+            if not dropout:
+                yield from (kind._replace(type=half_of(type), cache=cache) for cache in (E4M3, E5M2))
             if few_rows and window is None and not paged and number < 80 and D <= _SHORT_SIZE:
                 yield kind._replace(short=True)
             may_be_copied = type == BF16_AS_FP16 and vec == 8 and window is None and not paged and not few_rows
@@ -441,6 +452,8 @@ def entries(kind: Kind) -> Iterator[str]:
         yield "mask"
     elif not kind.dropout:
         yield from ("decode", "decode_append", "append")
+    if kind.cache:
+        return
     if not kind.paged:
         yield from ("delta", "dkdv", "dq")
     if kind.type == BF16_AS_FP16:

@@ -1,0 +1,32 @@
+"""Caches of 8-bit floats for cuda/eight_bit.cuh: their macro, and their fields of struct Params."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.fused import params, variants
+from flash_attn_compat.core.call import AttentionCall
+
+_MACROS = {torch.float8_e4m3fn: variants.E4M3, torch.float8_e5m2: variants.E5M2}
+
+
+def cache_macro(k: Tensor) -> int:
+    """Return the macro CACHE for keys; 0 if they have 16 bits."""
+    return _MACROS.get(k.dtype, 0)
+
+
+def cache_fields(call: AttentionCall) -> dict[str, params.Value]:
+    """Return the factors and the strides of descales; nothing for keys of 16 bits."""
+    if not cache_macro(call.k):
+        return {}
+    strides = {f"{name}_s": _descale_strides(getattr(call, name)) for name in params.TAIL_ADDRESSES}
+    return {"k_factor": call.k_factor, "v_factor": call.v_factor, **strides}
+
+
+def _descale_strides(descale: Tensor | None) -> tuple[int, int, int]:
+    """Return strides (batch, row, head) in elements; 0 for axes of one element."""
+    if descale is None:
+        return 0, 0, 0
+    batch, head = (stride if size > 1 else 0 for size, stride in zip(descale.shape, descale.stride()))
+    return batch, 0, head
