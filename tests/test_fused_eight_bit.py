@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import Fused, forward, grids, params, variants
+from flash_attn_compat.backends.fused import Fused, forward, grids, launcher, params, self_test, variants
 from flash_attn_compat.core import eight_bit
 from flash_attn_compat.core.features import Feature, Traits
 from tests import fused_coverage, fused_on_cpu
@@ -259,6 +259,14 @@ def test_self_tests_of_8_bit_kernels_pass(monkeypatch: pytest.MonkeyPatch, step:
     with use_backend("fused"):
         check(step)
     assert len(launches.seen) > 2
+
+
+@pytest.mark.parametrize("few_rows", [False, True])
+def test_the_tiny_call_of_a_self_test_has_rows_as_aligned_as_its_kernel_needs(few_rows: bool) -> None:
+    for kind in fused_coverage.eight_bit_kinds(75):
+        if not kind.bias and not (few_rows and kind.dropout):
+            call = self_test._make_problem(kind, few_rows)
+            assert launcher.vector_size(call[:3], in_place=few_rows or kind.paged) == kind.vec, kind
 
 
 @pytest.mark.parametrize("number", [75, 90])

@@ -32,8 +32,8 @@ def quantize(x: Tensor, descale: Tensor | None, factor: float, dtype: torch.dtyp
     wide = x.float()
     if descale is not None:
         wide = wide / descale[:, None, :, None]
-    if factor != 1.0:
-        wide = wide / factor
+    if factor != 1.0:  # as a tensor: by a number, GPUs multiply by its rounded reciprocal
+        wide = wide / torch.full((), factor, dtype=torch.float32, device=x.device)
     largest = torch.finfo(dtype).max
     return wide.clamp(-largest, largest).to(dtype)  # a conversion alone would make NaN of what is too large
 

@@ -265,7 +265,10 @@ def _make_appends(kind: Kind) -> Iterator[Append]:
 
 def _head_dims(kind: Kind) -> tuple[int, int]:
     """Return head dims: the kernel's largest for q and k and one with padding for v; or two that are unaligned."""
-    return (kind.D, kind.DV - 8) if kind.vec == 8 else (kind.D - 3, kind.DV - 1)
+    if kind.vec != 8:
+        return kind.D - 3, kind.DV - 1
+    chunk = 16 if kind.cache else 8  # of 16 bytes, which rows must be multiples of
+    return kind.D, kind.DV - chunk if kind.DV > chunk else kind.DV
 
 
 def _dtype(kind: Kind) -> torch.dtype:
