@@ -268,7 +268,7 @@ def _head_dims(kind: Kind) -> tuple[int, int]:
     if kind.vec != 8:
         return kind.D - 3, kind.DV - 1
     chunk = 16 if kind.cache else 8  # of 16 bytes, which rows must be multiples of
-    return kind.D, kind.DV - chunk if kind.DV > chunk else kind.DV
+    return kind.D, kind.DV - chunk if chunk < kind.DV else kind.DV
 
 
 def _dtype(kind: Kind) -> torch.dtype:
