@@ -53,7 +53,7 @@ def usual_kinds(number: int) -> Iterator[Kind]:
     sizes = set(map(variants.size_of, _DIFFUSION_HEAD_DIMS))
     for kind in variants.kinds(number):
         is_fp16 = kind.type == FP16
-        if kind.vec != 8 or kind.alibi or kind.softcap or kind.bias or kind.window is not None:
+        if kind.vec != 8 or kind.alibi or kind.softcap or kind.bias or kind.cache or kind.window is not None:
             continue
         if kind.D == 128:
             is_usual = kind.local and not kind.dropout and (is_fp16 or not kind.paged)
