@@ -149,7 +149,7 @@ def test_flash_attention_3s_name_takes_descales() -> None:
     descale = torch.full((2, 2), 0.5)
     out = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=ints(8, 3), k_descale=descale, v_descale=descale)
     expected = flash_attn_with_kvcache(q, k, v, cache_seqlens=ints(8, 3), k_descale=0.5, v_descale=0.5)
-    assert isinstance(out, Tensor) and isinstance(expected, Tensor) and torch.equal(out, expected)
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

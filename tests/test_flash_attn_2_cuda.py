@@ -42,7 +42,7 @@ def named(parameter: str) -> str:
 
 
 def by_position(name: str, values: dict[str, Any]) -> list[Tensor]:
-    parameters = inspect.signature(getattr(raw, name)).parameters.values()
+    parameters = [p for p in inspect.signature(getattr(raw, name)).parameters.values() if p.kind != p.KEYWORD_ONLY]
     defaults = {"return_softmax": False, "zero_tensors": False, "deterministic": False, "num_splits": 0}
     found = getattr(raw, name)(*(values.get(named(p.name), defaults.get(p.name)) for p in parameters))
     assert isinstance(found, list)
