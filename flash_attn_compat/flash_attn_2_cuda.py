@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core.arguments import descale
+from flash_attn_compat.core.arguments import split_descales
 from flash_attn_compat.core.call import BackwardInputs, Scalars
 from flash_attn_compat.dispatch import kvcache, raw
 
@@ -96,13 +96,11 @@ def varlen_fwd(
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    (k_descale, k_factor), (v_descale, v_factor) = descale("k_descale", k_descale), descale("v_descale", v_descale)
-    tensors = (
-        q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, k_descale, v_descale
-    )  # fmt: skip
+    descales, factors = split_descales(k_descale, v_descale)
+    tensors = q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, *descales
     scalars = Scalars(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, False, max_seqlen_q,
-        max_seqlen_k, k_factor, v_factor,
+        max_seqlen_k, *factors,
     )  # fmt: skip
     out, *rest = raw.varlen_forward(tensors, scalars, return_softmax, zero_tensors, num_splits)
     return [_written(out, out_), *rest]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
 from flash_attn_compat.core import checks, sinks
-from flash_attn_compat.core.arguments import descale, keyed
+from flash_attn_compat.core.arguments import keyed, split_descales
 from flash_attn_compat.core.call import RETURN_LSE, RETURN_PROBS, SHARES_DROPOUT_MASK
 from flash_attn_compat.dispatch import ops
 from flash_attn_compat.dispatch.autograd import attend, recording_flags, scale_queries, unpack
@@ -271,11 +271,11 @@ def flash_attn_varlen_func(
         RuntimeError: shapes, dtypes or devices do not fit together, cu_seqlens not int32 or not contiguous
     """
     seqused_k = leftpad_k = None
-    (k_descale, k_factor), (v_descale, v_factor) = descale("k_descale", k_descale), descale("v_descale", v_descale)
-    others = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, k_descale, v_descale
+    descales, factors = split_descales(k_descale, v_descale)
+    others = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *descales
     return _attend(
         (q, k, v), others, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
-        max_seqlen_q, max_seqlen_k, s_aux, k_factor, v_factor,
+        max_seqlen_q, max_seqlen_k, s_aux, *factors,
     )  # fmt: skip
 
 
@@ -365,7 +365,7 @@ def _attend(
     window_size: Sequence[int], softcap: float, deterministic: bool, return_attn_probs: bool, max_seqlen_q: int = 0,
     max_seqlen_k: int = 0, s_aux: Tensor | None = None, k_factor: float = 1.0, v_factor: float = 1.0,
 ) -> AttentionOutput:  # fmt: skip
-    """Return what a public function returns.
+    """Return out, or (out, softmax_lse, S_dmask) with return_attn_probs.
 
     inputs: (q, k, v), (q, kv) or (qkv,); others: the tensors behind v, in the order of TENSORS
     """
@@ -380,7 +380,7 @@ def _attend(
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        left, right = checks.two_bounds(window_size)  # raises, and says what a window is
+        left, right = checks.two_bounds(window_size)  # raises an error that describes a window
     scalars = (
         dropout_p, softmax_scale, causal, left, right, softcap, deterministic, max_seqlen_q, max_seqlen_k, k_factor,
         v_factor,

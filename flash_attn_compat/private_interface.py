@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core.arguments import descale
+from flash_attn_compat.core.arguments import split_descales
 from flash_attn_compat.core.call import BackwardInputs, Scalars
 from flash_attn_compat.core.scores import key_block_size, round_up
 from flash_attn_compat.dispatch.raw import backward, forward, varlen_forward
@@ -88,13 +88,11 @@ def _flash_attn_varlen_forward(
         kernel has none: but for single queries of grouped heads without dropout, ALiBi and windows
     k_descale, v_descale [not in flash-attn 2]: of 8-bit k and v, as in flash_attn_varlen_func
     """
-    (k_descale, k_factor), (v_descale, v_factor) = descale("k_descale", k_descale), descale("v_descale", v_descale)
-    tensors = (
-        q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, k_descale, v_descale
-    )  # fmt: skip
+    descales, factors = split_descales(k_descale, v_descale)
+    tensors = q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *descales
     scalars = Scalars(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False, max_seqlen_q,
-        max_seqlen_k, k_factor, v_factor,
+        max_seqlen_k, *factors,
     )  # fmt: skip
     return varlen_forward(tensors, scalars, return_softmax, zero_tensors, num_splits)
 

@@ -41,7 +41,7 @@ def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
 
     Args:
         tensors: not checked here, in the order of TENSORS. Of a dense call as far as alibi_slopes, or as far as bias;
-            of a packed one at least as far as cu_seqlens_k, at most as far as block_table, with which cu_seqlens_k
+            of a packed one at least as far as cu_seqlens_k, at most as far as v_descale. With block_table cu_seqlens_k
             gives lengths only
         scalars: the fields of Scalars as the caller gave them
     Raises:
@@ -240,11 +240,22 @@ _FIELDS = {
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
 
 
-def descale(name: str, value: object) -> tuple[Any, float]:
-    """Return a descale as a tensor or None, and a factor: what the caller gave is a tensor, a number or None."""
-    if value is None or isinstance(value, Tensor):
-        return value, 1.0
-    return None, checks.descale_factor(name, value)
+def split_descales(k_descale: object, v_descale: object) -> tuple[tuple[Any, Any], tuple[float, float]]:
+    """Return (k_descale, v_descale) as tensors or None, and (k_factor, v_factor), the descales that are numbers.
+
+    Raises RuntimeError for a number that is not positive and finite, and for any other type.
+    """
+    if k_descale is None and v_descale is None:  # as in most calls
+        return _NO_DESCALES
+    tensors = [x if isinstance(x, Tensor) else None for x in (k_descale, v_descale)]
+    factors = [
+        1.0 if x is None or isinstance(x, Tensor) else checks.descale_factor(name, x)
+        for name, x in (("k_descale", k_descale), ("v_descale", v_descale))
+    ]
+    return (tensors[0], tensors[1]), (factors[0], factors[1])
+
+
+_NO_DESCALES = (None, None), (1.0, 1.0)
 
 
 def integer(name: str, value: object) -> int:

@@ -154,7 +154,7 @@ class AttentionCall(NamedTuple):
             "SCALE_NOT_POSITIVE": self.softmax_scale <= 0,
             "BIAS": self.bias is not None,
             "WIDE_SOFTCAP": self.softcap > 1024.0,
-            "EIGHT_BIT_CACHE": self.k.dtype in eight_bit.DTYPES,
+            "EIGHT_BIT_CACHE": eight_bit.is_eight_bit(self.k),
         }
         return sum([_BITS[name] for name, is_asked in asked.items() if is_asked])
 

@@ -35,7 +35,7 @@ def quantize(x: Tensor, descale: Tensor | None, factor: float, dtype: torch.dtyp
     if factor != 1.0:  # as a tensor: by a number, GPUs multiply by its rounded reciprocal
         wide = wide / torch.full((), factor, dtype=torch.float32, device=x.device)
     largest = torch.finfo(dtype).max
-    return wide.clamp(-largest, largest).to(dtype)  # a conversion alone would make NaN of what is too large
+    return wide.clamp(-largest, largest).to(dtype)  # a conversion alone would make NaN of large numbers
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ DEVICE uint4 widened(const uint4 &eight) {   // of the first two words
   return make_uint4(a.x, a.y, b.x, b.y);
 }
 
-// Times 144 * 2^8, which is exact, and sends what was NaN to infinity. Only NaN makes a product or sum infinite then,
+// Times 144 * 2^8, which is exact, and sends NaN to infinity. Only NaN makes a product or sum infinite then,
 // and real_or_nan makes NaN of it again: that is cheaper for few sums than for many numbers.
 constexpr float LOUD_UNIT = CACHE == 4 ? 1.f / 144.f : 1.f;
 DEVICE u32 loud(u32 pair) { return CACHE == 4 ? multiply_pairs(pair, 0x78807880u) : pair; }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.arguments import cache_call, descale, hashable, integer
+from flash_attn_compat.core.arguments import cache_call, hashable, integer, split_descales
 from flash_attn_compat.core.call import RETURN_LSE, AttentionCall, Scalars
 from flash_attn_compat.core.prepared import Check, Prepared, Tensors
 from flash_attn_compat.core.varlen import lse_dtype
@@ -49,12 +49,12 @@ def attend(
     length = None  # an int length is in no cache key, for it differs in each step
     if lengths is not None and not isinstance(lengths, Tensor):
         lengths, length = None, integer("cache_seqlens", lengths)
-    (k_descale, k_factor), (v_descale, v_factor) = descale("k_descale", k_descale), descale("v_descale", v_descale)
+    descales, factors = split_descales(k_descale, v_descale)
     if not within_operator and ops.must_be_one_operator_without_derivatives(q, k_cache, v_cache, k, v):
         left, right = checks.two_bounds(window_size)
         arguments = (
             q, k_cache, v_cache, k, v, cos, sin, lengths, rows, leftpad, table, slopes, softmax_scale, causal, left,
-            right, softcap, rotary_interleaved, num_splits, k_descale, v_descale, k_factor, v_factor,
+            right, softcap, rotary_interleaved, num_splits, *descales, *factors,
         )  # fmt: skip
         if not torch.compiler.is_compiling():
             checks.are_dense(dict(zip(_Arguments._fields, arguments)))
@@ -67,11 +67,11 @@ def attend(
     cu_seqlens_q = cu_seqlens_k = bias = rng_state = None
     tensors = (
         q, k_cache, v_cache, slopes, cu_seqlens_q, cu_seqlens_k, lengths, leftpad, table if rows is None else rows,
-        k_descale, v_descale, bias, rng_state, k, v, cos, sin,
+        *descales, bias, rng_state, k, v, cos, sin,
     )  # fmt: skip
     side = None if length is None else _side_of_rows(q, k, length)
     left, right = checks.two_bounds(window_size)
-    scalars = hashable(0.0, softmax_scale, causal, left, right, softcap, False, 0, 0, k_factor, v_factor)
+    scalars = hashable(0.0, softmax_scale, causal, left, right, softcap, False, 0, 0, *factors)
     scalars = *scalars, bool(rotary_interleaved), num_splits, rows is not None, length is not None, side
     prepared, result = serve(over_cache, tensors, scalars, RETURN_LSE if return_lse else 0, length)
     return result.out, result.lse.contiguous() if prepared.call.return_lse else None

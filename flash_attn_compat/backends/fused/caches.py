@@ -8,7 +8,9 @@ from torch import Tensor
 from flash_attn_compat.backends.fused import params, variants
 from flash_attn_compat.core.call import AttentionCall
 
-_MACROS = {torch.float8_e4m3fn: variants.E4M3, torch.float8_e5m2: variants.E5M2}
+# The dtype of a cache by the macro CACHE.
+DTYPES = {variants.E4M3: torch.float8_e4m3fn, variants.E5M2: torch.float8_e5m2}
+_MACROS = {dtype: macro for macro, dtype in DTYPES.items()}
 
 
 def cache_macro(k: Tensor) -> int:

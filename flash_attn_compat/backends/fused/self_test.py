@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import cache, faults, launcher, nvrtc, variants
+from flash_attn_compat.backends.fused import cache, caches, faults, launcher, nvrtc, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.core import cuda_capture, torch_state
+from flash_attn_compat.core import cuda_capture, eight_bit, torch_state
 from flash_attn_compat.core.append import Append, by_operators
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
 from flash_attn_compat.core.mask import Mask
@@ -34,9 +34,8 @@ _DROPOUT, _SOFTCAP = 0.3, 2.0
 _LOUD_Q, _LOUD_K = 2000.0, 40.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _TOLERANCES = {"softmax_lse": 2e-3}
-# The rotation of a key may round otherwise, and so lead to the next number of 8 bits.
+# A kernel may round the rotation of a key otherwise, and so write the next 8-bit number.
 _CACHE_TOLERANCES = {torch.float8_e4m3fn: {"k": 0.13, "v": 0.0}, torch.float8_e5m2: {"k": 0.26, "v": 0.0}}
-_CACHES = {variants.E4M3: torch.float8_e4m3fn, variants.E5M2: torch.float8_e5m2}
 _GRADIENTS = frozenset({"dq", "dk", "dv"})
 _REFERENCE = Reference()
 _CODE = Path(__file__).parent
@@ -126,7 +125,7 @@ def find_forward_error(
                 results = run(call, moved)
             used = new.cache_seqlens + new.k.shape[1]
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
-        if kind.cache:  # what another rounding of the rotated keys wrote
+        if kind.cache:  # the kernel may have rounded rotated keys to other 8-bit numbers
             counted = counted._replace(k=call.k.cpu(), v=call.v.cpu())
         exact = _REFERENCE.forward(_to_fp32(counted))
         expected = {"q": counted.q, "out": exact.out, "softmax_lse": exact.lse}
@@ -208,7 +207,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
             k[sequence, length:] = v[sequence, length:] = torch.nan
     descales: dict[str, Any] = {}
     if kind.cache:
-        k, v = k.to(_CACHES[kind.cache]), v.to(_CACHES[kind.cache])
+        k, v = k.to(caches.DTYPES[kind.cache]), v.to(caches.DTYPES[kind.cache])
         descales = {"k_descale": torch.tensor([[0.5, 1.25], [2.0, 0.75]], dtype=torch.float32, device="cpu")}
         descales |= {"v_descale": descales["k_descale"].flip(0)[:, :1], "k_factor": 0.8, "v_factor": 1.5}
     if kind.paged:  # in reverse order
@@ -286,7 +285,7 @@ def _randn(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def _to_fp32(call: AttentionCall) -> AttentionCall:
     """Return the call in fp32; the reference dequantises keys and values of 8 bits."""
-    q, k, v = (x if x.dtype in _CACHE_TOLERANCES else x.float() for x in call[:3])
+    q, k, v = (x if eight_bit.is_eight_bit(x) else x.float() for x in call[:3])
     return call._replace(q=q, k=k, v=v)
 
 
