@@ -134,15 +134,24 @@ def instructions(cubin: bytes) -> list[tuple[int, str]]:
     return [(int(found[1], 16), found[2]) for found in map(_INSTRUCTION.match, text.splitlines()) if found]
 
 
+def loops(code: list[tuple[int, str]]) -> list[tuple[int, int]]:
+    """The first and the last address of each loop."""
+    branches = ((address, _BRANCH.search(text)) for address, text in code)
+    return [(int(found[1], 16), address) for address, found in branches if found and int(found[1], 16) < address]
+
+
+def count_instructions(code: list[tuple[int, str]], start: int, end: int) -> Counter[str]:
+    """How often each instruction stands between two addresses, by name."""
+    found = (text for place, text in code if start <= place <= end)
+    return Counter(re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for text in found)
+
+
 def main_loop(code: list[tuple[int, str]]) -> Counter[str]:
     """Instructions of the loop that holds most tensor-core instructions (the innermost of equals), by name."""
-    branches = ((address, _BRANCH.search(text)) for address, text in code)
-    ranges = [(int(found[1], 16), address) for address, found in branches if found and int(found[1], 16) < address]
     products = [place for place, text in code if "MMA" in text]
-    within = [(sum(start <= place <= end for place in products), start - end, start, end) for start, end in ranges]
+    within = [(sum(start <= place <= end for place in products), start - end, start, end) for start, end in loops(code)]
     count, _, start, end = max(within, default=(0, 0, 0, 0))
-    found = (text for place, text in code if count and start <= place <= end)
-    return Counter(re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for text in found)
+    return count_instructions(code, start, end) if count else Counter()
 
 
 def blocks(variant: Variant) -> int:
