@@ -1,12 +1,13 @@
 """From the plain loop to today's forward kernel, step by step: `python -m benchmarks.kernel_ladder`.
 
-Each step of kernel_ladder.cu adds one idea; docs/kernels.md explains them. A GPU checks and times all steps, a newer one
-than Turing with Turing's instructions. The model's columns need no GPU, but NVRTC and cuobjdump (the test extra).
+Each step of kernel_ladder.cu adds one idea; docs/kernels.md explains them. On a GPU all steps are checked and timed; a
+newer GPU than Turing gets Turing's instructions. The model needs no GPU, but NVRTC and cuobjdump (the test extra).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -45,8 +46,8 @@ IDEAS = (
 TODAY = len(IDEAS) - 1
 HEAD_DIMS = 64, 128
 KEYS = 64  # of a tile in shared memory
-# In steps 4 and 5 all rows of K and V begin in the same banks. A product of S loads a word of K in 8 turns, a product of
-# O two words of V in 4 turns each: 7 and 6 more turns than without conflicts.
+# In steps 4 and 5 all rows of K and V begin in the same banks. A product of S loads a word of K in 8 turns, a product
+# of O two words of V in 4 turns each: 7 and 6 more turns than without conflicts.
 MORE_TURNS = {4: 6.5, 5: 6.5}
 TOLERANCE = 4e-3  # beside the largest number of the result: P and out are rounded to 2^-11
 # tensor_cores.cu: warps of a block, and how many products each multiplies
@@ -97,8 +98,8 @@ def model(step: int, head_dim: int, causal: bool) -> Model | None:
 def loop_of_tile(code: list[tuple[int, str]], step: int, head_dim: int) -> Counter[str]:
     """Return the instructions that a warp executes for a tile of keys, by name.
 
-    Without tensor cores: those of the loops over single keys, for all keys of a tile. Loads from global memory that feed
-    the arithmetic count as loads from shared memory, which is the same unit.
+    Without tensor cores: those of the loops over single keys, for all keys of a tile. Loads from global memory count as
+    loads from shared memory there: the L1 cache is the same unit.
     """
     if step >= 4:
         loop = offline.main_loop(code)
@@ -132,8 +133,13 @@ def argument(kernel: Variant, q: Tensor, k: Tensor, v: Tensor, out: Tensor, caus
     rest = params.pack_rest(
         {
             **{f"{name}_s": launcher.kernel_strides(tensor) for name, tensor in given.items()},
-            **{"batch": batch, "nheads": nheads, "nheads_k": nheads_k, "group": nheads // nheads_k},
-            **{"seqlen_q": seqlen_q, "tiles": tiles, "softmax_scale": head_dim**-0.5},
+            "batch": batch,
+            "nheads": nheads,
+            "nheads_k": nheads_k,
+            "group": nheads // nheads_k,
+            "seqlen_q": seqlen_q,
+            "tiles": tiles,
+            "softmax_scale": head_dim**-0.5,
         }
     )
     head = params.head_struct([*given]).pack(*(tensor.data_ptr() for tensor in given.values()), seqlen_k)
@@ -170,16 +176,16 @@ class Measured(NamedTuple):
     share: float  # of the peak
 
 
-def measure(options: argparse.Namespace, peak: float) -> list[Measured]:
-    """Check and time all steps on the current GPU."""
+def measure(options: argparse.Namespace, peak: float, device: str = "cuda:0") -> list[Measured]:
+    """Check and time all steps."""
     shape = options.batch, options.seqlen, options.heads, options.head_dim
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.half) for _ in range(3))
-    nvrtc.load_all([variant(step, options.head_dim, options.causal) for step in range(TODAY + 1)], 0)
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.empty(shape, device=device, dtype=torch.half).normal_(generator=generator) for _ in range(3))
+    nvrtc.load_all([variant(step, options.head_dim, options.causal) for step in range(TODAY + 1)], q.get_device())
     jobs = {str(step): job(step, q, k, v, options.causal) for step in range(TODAY + 1)}
     right = torch.cat([exact(q[b : b + 1], k[b : b + 1], v[b : b + 1], options.causal) for b in range(options.batch)])
-    errors = {name: attempt("cuda", error_of, each, right) for name, each in jobs.items()}
-    timings = time_together(jobs, "cuda", options.repeats, budget_s=1.0)
+    errors = {name: attempt(device, error_of, each, right) for name, each in jobs.items()}
+    timings = time_together(jobs, device, options.repeats, budget_s=1.0)
     pairs = options.seqlen * (options.seqlen + 1) / 2 if options.causal else options.seqlen**2
     flops = 4 * options.batch * options.heads * options.head_dim * pairs
     found = []
@@ -206,7 +212,7 @@ def error_of(of_step: Job, right: Tensor) -> float:
 
 def gains(costs: list[float]) -> list[str]:
     """Format how many times each step is as fast as the step before."""
-    return ["", *(f"{before / after:.2f}" for before, after in zip(costs, costs[1:]))]
+    return ["", *(f"{before / after:.2f}" for before, after in itertools.pairwise(costs))]
 
 
 def of_model(models: list[Model]) -> dict[str, list[str]]:
