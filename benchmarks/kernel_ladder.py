@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernel_report import Pipes, turing_pipes, useful
-from benchmarks.runner import apart
+from benchmarks.kernel_report import Pipes, model_turing, useful_share
+from benchmarks.runner import relative_difference
 from flash_attn_compat import flash_attn_func, settings, use_backend
 from flash_attn_compat.backends.fused import launcher, nvrtc, params, tensor_cores, variants
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
@@ -55,7 +55,7 @@ BARE_LOOP = 8 * 2 * 1024
 PRODUCT_FLOPS = 2 * 16 * 8 * 8
 
 
-def variant(step: int, head_dim: int, causal: bool) -> Variant:
+def make_variant(step: int, head_dim: int, causal: bool) -> Variant:
     """Return the kernel of a step."""
     if step == TODAY:
         return variants.forward(Kind(75, FP16, head_dim, local=causal))
@@ -83,19 +83,19 @@ class Model(NamedTuple):
         return max(zip(self.pipes, self.pipes._fields))[1]
 
 
-def model(step: int, head_dim: int, causal: bool) -> Model | None:
+def apply_model(step: int, head_dim: int, causal: bool) -> Model | None:
     """Apply kernel_report's model to a step's machine code; None without NVRTC and cuobjdump."""
     compiler = next(reversed(offline.compilers().values()), None)
     if compiler is None or offline.cuobjdump() is None:
         return None
-    kernel = variant(step, head_dim, causal)
+    kernel = make_variant(step, head_dim, causal)
     compiled = offline.compiled(compiler, kernel, "sm_75")
-    pipes = turing_pipes(loop_of_tile(offline.instructions(compiled.cubin), step, head_dim), kernel)
-    share = useful(pipes, kernel._replace(entry="forward"), head_dim, head_dim)
+    pipes = model_turing(count_tile_instructions(offline.instructions(compiled.cubin), step, head_dim), kernel)
+    share = useful_share(pipes, kernel._replace(entry="forward"), head_dim, head_dim)
     return Model(pipes, share, compiled.registers, compiled.spilled)
 
 
-def loop_of_tile(code: list[tuple[int, str]], step: int, head_dim: int) -> Counter[str]:
+def count_tile_instructions(code: list[tuple[int, str]], step: int, head_dim: int) -> Counter[str]:
     """Return the instructions that a warp executes for a tile of keys, by name.
 
     Without tensor cores: those of the loops over single keys, for all keys of a tile. Loads from global memory count as
@@ -118,7 +118,7 @@ def loop_of_tile(code: list[tuple[int, str]], step: int, head_dim: int) -> Count
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-def argument(kernel: Variant, q: Tensor, k: Tensor, v: Tensor, out: Tensor, causal: bool) -> tuple[int, bytes]:
+def pack_argument(kernel: Variant, q: Tensor, k: Tensor, v: Tensor, out: Tensor, causal: bool) -> tuple[int, bytes]:
     """Return the grid's blocks and struct Params for contiguous fp16 tensors (batch, seqlen, heads, head_dim)."""
     (batch, seqlen_q, nheads, head_dim), (_, seqlen_k, nheads_k, _) = q.shape, k.shape
     shapes = {"q": q.shape, "k": (batch, seqlen_k, nheads_k, head_dim), "v": k.shape, "out": q.shape}
@@ -146,13 +146,13 @@ def argument(kernel: Variant, q: Tensor, k: Tensor, v: Tensor, out: Tensor, caus
     return tiles * nheads * batch, head + rest
 
 
-def job(step: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Job:
-    """Return the call of a step, which returns its result."""
+def make_job(step: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Job:
+    """Return the call that runs a step and returns its result."""
     if step == TODAY:
         return Job(partial(flash_attn_func, q, k, v, causal=causal), partial(use_backend, "fused"))
-    kernel, out, device = variant(step, q.shape[-1], causal), torch.empty_like(q), q.get_device()
+    kernel, out, device = make_variant(step, q.shape[-1], causal), torch.empty_like(q), q.get_device()
     loaded, launch = nvrtc.kernel(kernel, device), nvrtc.driver().launch
-    blocks, packed = argument(kernel, q, k, v, out, causal)
+    blocks, packed = pack_argument(kernel, q, k, v, out, causal)
 
     def run() -> Tensor:
         launch(loaded, blocks, device, packed)
@@ -161,7 +161,7 @@ def job(step: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Job:
     return Job(run)
 
 
-def peak_tflops() -> float:
+def measure_peak() -> float:
     """Measure mma.m16n8k8 in a bare loop, without a load."""
     blocks = 32 * torch.cuda.get_device_properties(0).multi_processor_count
     numbers = torch.empty(blocks, device="cuda:0")
@@ -181,10 +181,12 @@ def measure(options: argparse.Namespace, peak: float, device: str = "cuda:0") ->
     shape = options.batch, options.seqlen, options.heads, options.head_dim
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.empty(shape, device=device, dtype=torch.half).normal_(generator=generator) for _ in range(3))
-    nvrtc.load_all([variant(step, options.head_dim, options.causal) for step in range(TODAY + 1)], q.get_device())
-    jobs = {str(step): job(step, q, k, v, options.causal) for step in range(TODAY + 1)}
-    right = torch.cat([exact(q[b : b + 1], k[b : b + 1], v[b : b + 1], options.causal) for b in range(options.batch)])
-    errors = {name: attempt(device, error_of, each, right) for name, each in jobs.items()}
+    nvrtc.load_all([make_variant(step, options.head_dim, options.causal) for step in range(TODAY + 1)], q.get_device())
+    jobs = {str(step): make_job(step, q, k, v, options.causal) for step in range(TODAY + 1)}
+    right = torch.cat(
+        [compute_in_fp32(q[b : b + 1], k[b : b + 1], v[b : b + 1], options.causal) for b in range(options.batch)]
+    )
+    errors = {name: attempt(device, measure_error, each, right) for name, each in jobs.items()}
     timings = time_together(jobs, device, options.repeats, budget_s=1.0)
     pairs = options.seqlen * (options.seqlen + 1) / 2 if options.causal else options.seqlen**2
     flops = 4 * options.batch * options.heads * options.head_dim * pairs
@@ -196,47 +198,49 @@ def measure(options: argparse.Namespace, peak: float, device: str = "cuda:0") ->
     return found
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Compute attention in fp32 by PyTorch."""
-    transposed = (x.float().transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*transposed, is_causal=causal).transpose(1, 2)
+def compute_in_fp32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Return attention, computed by PyTorch."""
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
-def error_of(of_step: Job, right: Tensor) -> float:
-    with of_step.around():
-        return apart(of_step.run(), right)
+def measure_error(job: Job, right: Tensor) -> float:
+    with job.around():
+        result = job.run()
+    assert isinstance(result, Tensor)
+    return relative_difference(result, right)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def gains(costs: list[float]) -> list[str]:
+def format_gains(costs: list[float]) -> list[str]:
     """Format how many times each step is as fast as the step before."""
     return ["", *(f"{before / after:.2f}" for before, after in itertools.pairwise(costs))]
 
 
-def of_model(models: list[Model]) -> dict[str, list[str]]:
+def model_columns(models: list[Model]) -> dict[str, list[str]]:
     cycles = [max(each.pipes) for each in models]
     return {
         "registers": [f"{each.registers}" + f", {each.spilled} B spilled" * bool(each.spilled) for each in models],
         "busiest": [each.busiest for each in models],
         "cycles": [f"{each:,.0f}" for each in cycles],
-        "gain": gains(cycles),
+        "gain": format_gains(cycles),
         "share": [f"{each.share:.3f}" for each in models],
     }
 
 
-def of_gpu(found: list[Measured]) -> dict[str, list[str]]:
+def gpu_columns(found: list[Measured]) -> dict[str, list[str]]:
     times = [each.timing.median_ms if isinstance(each.timing, Timing) else float("nan") for each in found]
     return {
         "ms": [f"{ms:.3f}" for ms in times],
         "TFLOP/s": [f"{each.tflops:.2f}" for each in found],
-        "gain (GPU)": gains(times),
+        "gain (GPU)": format_gains(times),
         "share (GPU)": [f"{each.share:.3f}" for each in found],
     }
 
 
-def table(columns: dict[str, list[str]]) -> str:
+def format_table(columns: dict[str, list[str]]) -> str:
     """Format columns as Markdown."""
     rows = [list(columns), ["---"] * len(columns), *map(list, zip(*columns.values()))]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -253,17 +257,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     options = parser.parse_args(argv)
     columns = {"step": [str(step) for step in range(TODAY + 1)], "idea": [*IDEAS]}
-    models = [model(step, options.head_dim, options.causal) for step in range(TODAY + 1)]
+    models = [apply_model(step, options.head_dim, options.causal) for step in range(TODAY + 1)]
     known = [each for each in models if each is not None]
-    columns |= of_model(known) if known else {}
+    columns |= model_columns(known) if known else {}
     found: list[Measured] = []
     peak = 0.0
     if torch.cuda.is_available():
         if torch.cuda.get_device_capability() >= (8, 0):
             os.environ[settings.CAPABILITY] = "7.5"  # Turing's instructions
-        peak = peak_tflops()
+        peak = measure_peak()
         found = measure(options, peak)
-        columns |= of_gpu(found)
+        columns |= gpu_columns(found)
     if not known and not found:
         print("needs a CUDA GPU, or NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")
         return 1
@@ -273,12 +277,12 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\nhead_dim {options.head_dim}, {mask}; cycles of a T4's multiprocessor for 64 rows x 64 keys, by the model")
     if found:
         print(f"batch {options.batch}, {options.heads} heads, {options.seqlen} tokens; mma.m16n8k8: {peak:.1f} TFLOP/s")
-    print(f"\n{table(columns)}\n")
-    wrong = [f"step {step}: {fault}" for step, each in enumerate(found) if (fault := fault_of(each))]
+    print(f"\n{format_table(columns)}\n")
+    wrong = [f"step {step}: {fault}" for step, each in enumerate(found) if (fault := describe_fault(each))]
     print("\n".join(wrong) or ("every step's answer is right" if found else "no GPU: nothing was timed"))
     if options.json is not None:
         rows = [
-            {"step": step, "idea": idea, "model": plain(models[step]), "gpu": plain(found[step] if found else None)}
+            {"step": step, "idea": idea, "model": to_json(models[step]), "gpu": to_json(found[step] if found else None)}
             for step, idea in enumerate(IDEAS)
         ]
         given = {name: value for name, value in vars(options).items() if name != "json"}
@@ -287,13 +291,13 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def fault_of(found: Measured) -> str:
+def describe_fault(found: Measured) -> str:
     if isinstance(found.timing, Failed):
         return found.timing.reason
     return "" if found.error <= TOLERANCE else f"the answer is off by {found.error:.2g} of the largest number"
 
 
-def plain(record: Model | Measured | None) -> dict[str, Any] | None:
+def to_json(record: Model | Measured | None) -> dict[str, Any] | None:
     """Return what JSON can hold."""
     if record is None:
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import kernel_ladder
-from benchmarks.kernel_ladder import TODAY, Measured, Model, argument, variant
+from benchmarks.kernel_ladder import TODAY, Measured, Model, make_variant, pack_argument
 from benchmarks.kernel_report import Pipes
 from tests import fused_on_cpu
 from tests.kernels import emulate, offline
@@ -21,23 +21,23 @@ from tests.kernels.emulate import Rules, compile_kernel
 from verify.timing import Failed, Timing
 
 STEPS = range(TODAY)  # test_fused_kernels runs today's kernel
-emulated = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+emulated = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 compiled = pytest.mark.skipif(
     not offline.compilers() or offline.cuobjdump() is None, reason="needs NVRTC and cuobjdump"
 )
 
 
-def run(step: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, int]:
-    """The result, and conflicts of shared memory's banks."""
-    kernel, out = variant(step, q.shape[-1], causal), torch.full_like(q, torch.nan)
-    blocks, packed = argument(kernel, q, k, v, out, causal)
+def emulate_step(step: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, int]:
+    """Return the result and the number of bank conflicts."""
+    kernel, out = make_variant(step, q.shape[-1], causal), torch.full_like(q, torch.nan)
+    blocks, packed = pack_argument(kernel, q, k, v, out, causal)
     emulated_kernel = compile_kernel(kernel.source, kernel.entry, dict(kernel.macros))
     rules = Rules(number=75, truncates=True)
     return out, emulated_kernel.launch(packed, blocks, kernel.threads, kernel.shared, (q, k, v, out), rules)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention in fp64; rows that see no key are 0."""
+def compute_in_fp64(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Return attention in fp64; rows that see no key are 0."""
     group, (seqlen_q, seqlen_k) = q.shape[2] // k.shape[2], (q.shape[1], k.shape[1])
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / math.sqrt(q.shape[-1])
@@ -52,18 +52,16 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 @pytest.mark.parametrize(("step", "head_dim"), [*((step, 64) for step in STEPS), (3, 128), (8, 128)])
 def test_each_step_computes_attention_of_odd_lengths_and_grouped_heads(step: int, head_dim: int, causal: bool) -> None:
     for seqlen_q, seqlen_k in ((37, 75), (67, 35))[: 1 + causal]:  # causal, more rows than keys: some rows see none
-        q, k, v = (
-            torch.randn(1, n, heads, head_dim).half() for n, heads in ((seqlen_q, 2), (seqlen_k, 1), (seqlen_k, 1))
-        )
-        q = q * 4  # so that maxima rise late
-        out, _ = run(step, q, k, v, causal)
-        torch.testing.assert_close(out.double(), exact(q, k, v, causal), rtol=2e-3, atol=2e-3)
+        q = torch.randn(1, seqlen_q, 2, head_dim).half() * 4  # large: maxima rise late
+        k, v = (torch.randn(1, seqlen_k, 1, head_dim).half() for _ in range(2))
+        out, _ = emulate_step(step, q, k, v, causal)
+        torch.testing.assert_close(out.double(), compute_in_fp64(q, k, v, causal), rtol=2e-3, atol=2e-3)
 
 
 @emulated
 def test_swizzled_tiles_have_no_bank_conflicts_and_plain_tiles_have_as_many_as_the_model_assumes() -> None:
     q, k, v = (torch.randn(1, 64, 1, 64).half() for _ in range(3))
-    conflicts = {step: run(step, q, k, v, False)[1] for step in (5, 6, 7, 8)}
+    conflicts = {step: emulate_step(step, q, k, v, False)[1] for step in (5, 6, 7, 8)}
     assert [conflicts[step] for step in (6, 7, 8)] == [0, 0, 0]
     products = 4 * 64  # of S, and as many of O, by the block's four warps
     # Words of eight rows, or of four rows and two lanes each, lie in four banks: 28 of 32 lanes clash with another one.
@@ -74,9 +72,9 @@ def test_swizzled_tiles_have_no_bank_conflicts_and_plain_tiles_have_as_many_as_t
 @compiled
 @pytest.mark.parametrize(("step", "head_dim"), [*((step, 64) for step in STEPS), (8, 128)])
 def test_each_step_fits_turing_and_the_model_counts_its_products(step: int, head_dim: int) -> None:
-    found = kernel_ladder.model(step, head_dim, causal=True)
+    found = kernel_ladder.apply_model(step, head_dim, causal=True)
     assert found is not None and found.spilled == 0
-    kernel = variant(step, head_dim, True)
+    kernel = make_variant(step, head_dim, True)
     assert found.registers * kernel.threads <= offline.REGISTERS and kernel.shared <= offline.SHARED_MEMORY[75]
     if step >= 4:
         assert found.pipes.tensor == 16 * head_dim
@@ -89,18 +87,18 @@ def test_each_step_fits_turing_and_the_model_counts_its_products(step: int, head
 # ---- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-def model_with(share: float) -> Model:
+def make_model(share: float) -> Model:
     return Model(Pipes(1024.0, 1024.0 / share, 1.0, 1.0, 1.0, 1.0), share, 255, 0)
 
 
-def options(seqlen: int, causal: bool) -> argparse.Namespace:
+def make_options(seqlen: int, causal: bool) -> argparse.Namespace:
     return argparse.Namespace(batch=2, heads=2, seqlen=seqlen, head_dim=64, causal=causal, repeats=1)
 
 
 def test_each_step_and_todays_kernel_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, number=75)
-    found = kernel_ladder.measure(options(35, True), 1.0, "cpu")
-    assert [kernel_ladder.fault_of(each) for each in found] == [""] * (TODAY + 1)
+    found = kernel_ladder.measure(make_options(35, True), 1.0, "cpu")
+    assert [kernel_ladder.describe_fault(each) for each in found] == [""] * (TODAY + 1)
     assert all(each.tflops == each.share > 0 for each in found)
     assert {*launches.entries} == {"ladder", "forward"}
 
@@ -111,9 +109,9 @@ def test_a_step_whose_answer_is_wrong_or_that_fails_is_named_and_gives_exit_code
     timing = Timing(2.0, 2.0, 2.0, 1)
     right, wrong = Measured(timing, 1e-4, 5.0, 0.5), Measured(timing, 0.1, 5.0, 0.5)
     failed = Measured(Failed("out of memory"), math.inf, 0.0, 0.0)
-    monkeypatch.setattr(kernel_ladder, "model", lambda *what: None)
+    monkeypatch.setattr(kernel_ladder, "apply_model", lambda *what: None)
     monkeypatch.setattr(kernel_ladder, "describe", lambda devices: {})
-    monkeypatch.setattr(kernel_ladder, "peak_tflops", lambda: 10.0)
+    monkeypatch.setattr(kernel_ladder, "measure_peak", lambda: 10.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     for found, code in (([right] * 10, 0), ([*[right] * 8, wrong, failed], 1)):
@@ -126,7 +124,7 @@ def test_a_step_whose_answer_is_wrong_or_that_fails_is_named_and_gives_exit_code
 def test_without_a_gpu_the_table_and_the_file_have_the_models_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(kernel_ladder, "model", lambda step, *what: model_with(0.05 * (1 + step)))
+    monkeypatch.setattr(kernel_ladder, "apply_model", lambda step, *what: make_model(0.05 * (1 + step)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     saved = tmp_path / "ladder.json"
     assert kernel_ladder.main(["--json", str(saved)]) == 0
@@ -142,7 +140,7 @@ def test_without_a_gpu_the_table_and_the_file_have_the_models_columns(
 def test_without_a_gpu_and_without_compilers_the_benchmark_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_ladder, "model", lambda *what: None)
+    monkeypatch.setattr(kernel_ladder, "apply_model", lambda *what: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kernel_ladder.main([]) == 1 and "needs a CUDA GPU, or NVRTC" in capsys.readouterr().out
 
@@ -159,4 +157,4 @@ def test_tensors_that_the_kernels_cannot_read_are_refused_by_name(
     given = {each: torch.zeros(1, 40, 2, 64, dtype=torch.half) for each in ("q", "k", "v", "out")}
     given[name] = change(given[name])
     with pytest.raises(ValueError, match=f"^{name} must be contiguous fp16"):
-        argument(variant(6, 64, False), **given, causal=False)
+        pack_argument(make_variant(6, 64, False), **given, causal=False)
