@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -74,33 +75,55 @@ except SystemExit as stop:
 
 def comfyui_attention(
     q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, skip_reshape: bool = False,
-    skip_output_reshape: bool = False, **kwargs: object,
+    skip_output_reshape: bool = False, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """As ComfyUI's attention over PyTorch's."""
+    """As ComfyUI's attention over PyTorch's, which knows the keywords scale and enable_gqa."""
     if not skip_reshape:
-        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        head_dim = q.shape[-1] // heads
+        q, k, v = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in (q, k, v))
+    known = {name: kwargs[name] for name in ("scale", "enable_gqa", "is_causal") if name in kwargs}
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **known)
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+def comfyui_node() -> Any:
+    return load_file(EXAMPLES / "comfyui" / "__init__.py").NODE_CLASS_MAPPINGS["FlashAttnCompat"]()
+
+
+def test_the_comfyui_node_adds_its_override_to_a_copy_of_the_model() -> None:
+    model = SimpleNamespace(model_options={"transformer_options": {"other": 1}})
+    model.clone = lambda: SimpleNamespace(model_options=dict(model.model_options))
+    options = comfyui_node().patch(model)[0].model_options["transformer_options"]
+    assert options.keys() == {"other", "optimized_attention_override"}
+    assert model.model_options == {"transformer_options": {"other": 1}}
+
+
+KEYWORDS = {
+    "none": {},
+    "scale": {"scale": 0.7, "low_precision_attention": False},
+    "grouped heads": {"enable_gqa": True},
+    "one that the node does not know": {"is_causal": True},
+    "mask": {"mask": torch.tensor([[0.5, -1, 0.25]] * 3)},
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("skip_reshape", [False, True])
 @pytest.mark.parametrize("skip_output_reshape", [False, True])
+@pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
 def test_the_comfyui_node_answers_as_the_attention_in_its_place(
-    skip_output_reshape: bool, skip_reshape: bool, dtype: torch.dtype, masked: bool
+    keywords: dict[str, Any], skip_output_reshape: bool, skip_reshape: bool, dtype: torch.dtype
 ) -> None:
-    node = load_file(EXAMPLES / "comfyui" / "__init__.py").NODE_CLASS_MAPPINGS["FlashAttnCompat"]()
-    model = SimpleNamespace(model_options={"transformer_options": {"other": 1}})
-    model.clone = lambda: SimpleNamespace(model_options=dict(model.model_options))
-    options = node.patch(model)[0].model_options["transformer_options"]
-    assert options["other"] == 1 and model.model_options == {"transformer_options": {"other": 1}}
-    rows, keys = ((2, 3, 9, 16), (2, 3, 7, 16)) if skip_reshape else ((2, 9, 48), (2, 7, 48))
-    qkv = [randn(*shape).to(dtype) for shape in (rows, keys, keys)]
-    given = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape, "transformer_options": options}
-    given |= {"mask": randn(9, 7).to(dtype)} if masked else {}
-    expected = comfyui_attention(*qkv, heads=3, **given)
-    out = options["optimized_attention_override"](comfyui_attention, *qkv, heads=3, **given)
+    override = load_file(EXAMPLES / "comfyui" / "__init__.py").attention
+    heads_k = 2 if "enable_gqa" in keywords else 4
+    rows, keys = (randn(2, heads, 3, 16).to(dtype) for heads in (4, heads_k))
+    qkv = rows, keys, keys.flip(2)
+    if not skip_reshape:
+        qkv = tuple(x.transpose(1, 2).flatten(2) for x in qkv)
+    given = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape, "transformer_options": {}}
+    given |= {name: value.to(dtype) if name == "mask" else value for name, value in keywords.items()}
+    expected = comfyui_attention(*qkv, heads=4, **given)
+    out = override(comfyui_attention, *qkv, heads=4, **given)
     torch.testing.assert_close(out, expected, rtol=4e-3, atol=4e-3)
 
 
