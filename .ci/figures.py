@@ -1,6 +1,7 @@
 """Find figures in README, CHANGELOG and docs that contradict each other, or that nobody could measure again.
 
 python .ci/figures.py                            # what is wrong, a line each; exit code 1 if anything is
+python .ci/figures.py --list                     # all figures, each place with its date, machine, version and command
 python .ci/figures.py native.json forced.json    # README's table and means of two runs of `verify bench --gpu --json`
 
 A contradiction is a mean that does not follow from its table, a restated figure that is not its original's, or two
@@ -157,6 +158,10 @@ RESTATED: Mapping[str, Sequence[Place]] = {
                  ("the same with the backward", "all")),
         in_text("README.md", r"([\d.]+) times as long as fp16 forward and ([\d.]+) times with the backward"),
     ],
+    "bf16's time beside fp16's at its worst head_dim": [
+        in_table("docs/kernels.md", "head_dim | 40", ("bf16, its time beside fp16's, forward", "96")),
+        in_text("README.md", r"at most ([\d.]+) times for a head_dim"),
+    ],
     "recorded answers and errors": [
         in_text("README.md", r"(\d+) answers recorded from flash-attn .*? errors for (\d+) malformed"),
         in_text("docs/exactness.md", r"(\d+) answers recorded from flash-attn .*? (?:to|for) (\d+) malformed"),
@@ -237,16 +242,35 @@ def plain(label: str) -> str:
 
 # ---- where a figure comes from ---------------------------------------------------------------------------------------
 
+_UNIT = r"(?:microseconds?|milliseconds?|seconds?|minutes?|hours?|tokens/s|TFLOP/s|GB|MiB|MB|%|times)"
 MEASURED = re.compile(
-    r"\d ?(?:ms|us|tokens/s|TFLOP/s)\b"
-    r"|\d(?: to [\d.]+)? (?:times as (?:fast|long)|of (?:its|flash-attn's|PyTorch's) (?:speed|time))"
-    r"|(?<!at least )\b\d+ % (?:longer|slower|faster|over)"
+    r"(?<![\w^.-])\d[\d.,]*(?<=\d)(?:(?: / |,? (?:to|and|or) )[\d.,]*\d)*"
+    rf" ?(?:{_UNIT}|[mu]?s)(?!\w)(?: as (?:fast|long))?"
+    rf"|\b(?:half an?|a quarter of an?|about an?) {_UNIT}\b"
+    r"|[\d.]+(?: to [\d.]+)? of (?:its|flash-attn's|PyTorch's|the|this) (?:speed|time|peak)"
 )
+_CELL = re.compile(r"[\d.,]*\d(?:e-?\d+)?%?(?:(?: /|,|;) [\d.,]*\d(?:e-?\d+)?)*")
+_EXACT = re.compile(r"\d\.\d|\d,\d{3}|\de-\d")  # a count of tiles or heads has no such digits
+_VERSION = re.compile(r"\d\.\d+\.\d")
+# Numbers with a unit that nobody measured: what they are instead.
+NOT_MEASURED = {
+    "more than half a second under a display's timer": "a limit in the code",
+    "may use 90 % of the memory": "a limit in the code",
+    "at least 2 % faster": "a limit in the code",
+    "losses within 0.2 %": "a bound of a test",
+    "if q, k and v are 3% larger": "a parameter of a test",
+    "off by 0.4 %": "arithmetic of fp32",
+    "by 4 % at a million": "arithmetic of fp32",
+    "off by up to 6 %": "arithmetic of a format",
+    "and up to 12 %": "arithmetic of a format",
+    "which take 23 MB": "the size of a folder",
+    "A T4 has 15 GB": "NVIDIA's figure",
+}
 NEEDED = {
     "date": re.compile(r"\b20\d\d-\d\d-\d\d\b"),
-    "machine": re.compile(r"\b(?:H200|CPU|emulator)\b"),
-    "version": re.compile(r"(?:torch|PyTorch|NVRTC|flash-attn) \d+\.\d+|\b[0-9a-f]{7}\b"),
-    "command": re.compile(r"python -m [\w.]+|flash-attn-compat [a-z]+"),
+    "machine": re.compile(r"\b(?:H100|H200|EPYC|CPU|emulator|cubin|[Mm]ain loops?)\b"),
+    "version": re.compile(r"(?:torch|PyTorch|NVRTC|flash-attn) (?:2|1[1-3])\.\d+|\b[0-9a-f]{7}\b"),
+    "command": re.compile(r"python -m [\w.]+|flash-attn-compat [a-z]+|git show \S+"),
 }
 PUBLISHED = {
     "date": NEEDED["date"],
@@ -256,22 +280,67 @@ PUBLISHED = {
 LINK = re.compile(r"\]\((?!http)([^)\s#]*)#([^)\s]+)\)")
 
 
-def without_origin(pages: Pages) -> Iterator[str]:
-    """Measured figures without date, machine, version or command in their section or in one that they link to."""
+class Figures(NamedTuple):
+    """The measured figures of one paragraph, item or table."""
+
+    section: Section
+    shown: list[str]
+    near: str  # this paragraph and the one before it
+    origins: list[str]  # texts that may say where they come from: the section, and sections that the figures link to
+
+
+def all_figures(pages: Pages) -> Iterator[Figures]:
     known = {(each.page, each.anchor): each for page, text in pages.items() for each in sections(page, text)}
     for section in known.values():
-        for block in filter(MEASURED.search, blocks(section.text)):
-            linked = (known.get((target(section.page, path), anchor)) for path, anchor in LINK.findall(block))
-            texts = [section.text + " ".join(section.above), *(each.text for each in linked if each)]
-            missing = [lacking(NEEDED, text) for text in texts] + [lacking(PUBLISHED, section.text)]
-            if all(missing):
-                where = f"{section.page}#{section.anchor}".rstrip("#")
-                yield f"{where}: a figure without {', '.join(missing[0])}: {flat(block)[:60].strip()}"
+        parts = ["", *blocks(section.text)]
+        for before, block in itertools.pairwise(parts):
+            if shown := [*measured(block)]:
+                linked = (known.get((target(section.page, path), anchor)) for path, anchor in LINK.findall(block))
+                texts = [section.text + " ".join(section.above), *(each.text for each in linked if each)]
+                yield Figures(section, shown, f"{block}\n{before}", texts)
+
+
+def measured(block: str) -> Iterator[str]:
+    """Measured figures of a paragraph: amounts with a unit, and cells of tables that hold nothing but numbers."""
+    text = flat(block)
+    for phrase in NOT_MEASURED:
+        text = text.replace(phrase, "")
+    yield from (match[0] for match in MEASURED.finditer(text))
+    cells = [cell for table in tables("", block) for row in table.rows for cell in row[1:] if _CELL.fullmatch(cell)]
+    if sum(bool(_EXACT.search(cell)) for cell in cells) > 1 and not any(map(_VERSION.search, cells)):
+        yield from cells
+
+
+def without_origin(pages: Pages) -> Iterator[str]:
+    """Measured figures without date, machine, version or command in their section or in one that they link to."""
+    for section, shown, _, texts in all_figures(pages):
+        missing = [lacking(NEEDED, text) for text in texts] + [lacking(PUBLISHED, section.text)]
+        if all(missing):
+            where = f"{section.page}#{section.anchor}".rstrip("#")
+            yield f"{where}: a figure without {', '.join(missing[0])}: {', '.join(shown[:4])}"
+
+
+def list_figures(pages: Pages) -> Iterator[str]:
+    """A line for each place with figures: the first of them, and the nearest date, machine, version and command."""
+    for section, shown, near, texts in all_figures(pages):
+        is_published = lacking(NEEDED, texts[0]) and not lacking(PUBLISHED, texts[0])
+        needed = PUBLISHED if is_published else NEEDED
+        origin = [
+            next((match[0] for match in map(pattern.search, [near, *texts]) if match), f"no {name}")
+            for name, pattern in needed.items()
+        ]
+        more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+        said = ", ".join(origin).replace("](http", "linked")
+        yield f"{section.page}#{section.anchor}: {'; '.join(shown[:4])}{more} ({said})"
 
 
 def blocks(text: str) -> list[str]:
-    """The paragraphs, items of lists and tables of a section, without fenced code."""
-    return re.split(r"\n\s*\n|\n(?=\s*- )", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    """The paragraphs, items of lists and tables of a section; of fenced code the comments alone."""
+    comments = re.sub(
+        r"^```.*?^```", lambda code: "\n".join(re.findall(r" # .*$", code[0], re.MULTILINE)), text,
+        flags=re.MULTILINE | re.DOTALL,
+    )  # fmt: skip
+    return re.split(r"\n\s*\n|\n(?=\s*- )", comments)
 
 
 def lacking(needed: Mapping[str, re.Pattern[str]], text: str) -> list[str]:
@@ -283,8 +352,14 @@ def target(page: str, path: str) -> str:
     return (ROOT / page).parent.joinpath(path).resolve().relative_to(ROOT).as_posix() if path else page
 
 
+def stale_exceptions(pages: Pages) -> Iterator[str]:
+    text = " ".join(map(flat, pages.values()))
+    yield from (f"no page says {phrase!r} any more: .ci/figures.py" for phrase in NOT_MEASURED if phrase not in text)
+
+
 def findings(pages: Pages) -> list[str]:
-    return [*wrong_means(pages), *wrong_restatements(pages), *two_values(pages), *without_origin(pages)]
+    checks = wrong_means, wrong_restatements, two_values, without_origin, stale_exceptions
+    return [finding for check in checks for finding in check(pages)]
 
 
 # ---- README's table --------------------------------------------------------------------------------------------------
@@ -332,8 +407,11 @@ def milliseconds(value: float) -> str:
 
 
 def main(arguments: Iterable[str]) -> int:
-    paths = [Path(argument) for argument in arguments]
-    if paths:
+    given = list(arguments)
+    if given == ["--list"]:
+        print("\n".join(list_figures(read_pages())))
+        return 0
+    if paths := [Path(argument) for argument in given]:
         native, forced = (read_run(path.read_text(encoding="utf-8")) for path in paths)
         print(readme_table(native, forced))
         return 0

@@ -2,7 +2,7 @@
 
 --every compiles all variants, which takes hours.
 
---table prints the table of docs/kernels.md, --bf16 the cost of conversions in main loops.
+--table and --masks print two tables of docs/kernels.md, --bf16 the cost of conversions in main loops.
 
 The assembler gives registers, spills and shared memory, the disassembly the main loop's instructions; a model says
 which pipe bounds a T4 (cycles of a multiprocessor for 64 rows times 64 keys). Needs NVRTC and cuobjdump, of the test
@@ -15,7 +15,7 @@ import argparse
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from flash_attn_compat.backends.fused import variants
@@ -136,10 +136,12 @@ CONVERTED = PLAIN._replace(type=variants.BF16_AS_FP16)
 Loops = list[tuple[Variant, offline.Compiled, Counter[str]]]
 
 
-def main_loops(compiler: str, *kinds: Kind) -> Iterator[tuple[int, str, Loops]]:
+def main_loops(
+    compiler: str, *kinds: Kind, head_dims: Iterable[int] = variants.HEAD_DIMS
+) -> Iterator[tuple[int, str, Loops]]:
     """Yield each kernel and size of sm_75 with its compiled variant of each kind and the main loop's instructions."""
     nvrtc = offline.compilers()[compiler]
-    for D, entry in itertools.product(variants.HEAD_DIMS, _PRODUCTS):
+    for D, entry in itertools.product(head_dims, _PRODUCTS):
         chosen = [variants.MAKERS[entry](kind._replace(head_dim=D)) for kind in kinds]
         compiled = [(variant, offline.compiled(nvrtc, variant, "sm_75")) for variant in chosen]
         yield D, entry, [(*each, offline.main_loop(offline.instructions(each[1].cubin))) for each in compiled]
@@ -173,6 +175,19 @@ def make_bf16_table(compiler: str) -> Iterator[str]:
         yield f"| {D} | {entry} | {counts[0]:.1f} | {counts[1] / counts[0]:.2f} | {counts[2] / counts[0]:.2f} |"
 
 
+def make_mask_table(compiler: str) -> Iterator[str]:
+    """Yield what dense masks cost: issued instructions for 64 rows times 64 keys, and shares of useful cycles."""
+    yield "| head_dim | forward | dkdv | dq |\n|---|---|---|---|"
+    booleans, pairs = PLAIN._replace(bias=1), PLAIN._replace(bias=2, bias_pairs=True)
+    cells: dict[int, list[str]] = {}
+    for D, _, loops in main_loops(compiler, PLAIN, booleans, pairs, head_dims=(32, 64, 128)):
+        pipes = [(model_turing(loop, variant), variant) for variant, _, loop in loops]
+        issued = " / ".join(f"{each.issue:,.0f}" for each, _ in pipes)
+        shares = " / ".join(f"{useful_share(each, variant, D, D):.2f}" for each, variant in pipes)
+        cells.setdefault(D, []).append(f"{issued}; {shares}")
+    yield from (f"| {D} | {' | '.join(row)} |" for D, row in cells.items())
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_report", description=__doc__)
     parser.add_argument("--every", action="store_true", help="all variants rather than each feature alone")
@@ -183,13 +198,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--bf16", action="store_true", help="the cost of conversions in each size's plain sm_75 kernels"
     )
+    parser.add_argument("--masks", action="store_true", help="the cost of dense masks in main loops for sm_75")
     options = parser.parse_args(argv)
     if options.compiler is None or offline.cuobjdump() is None:
         print("needs NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")
         return 1
-    if options.table or options.bf16:
-        for line_of_table in (make_table if options.table else make_bf16_table)(options.compiler):
-            print(line_of_table, flush=True)
+    tables = {make_table: options.table, make_bf16_table: options.bf16, make_mask_table: options.masks}
+    if any(tables.values()):
+        print(f"NVRTC {options.compiler}")
+        for make in (make for make, is_asked in tables.items() if is_asked):
+            for line_of_table in make(options.compiler):
+                print(line_of_table, flush=True)
         return 0
     total = misfits = 0
     for variant in choose_variants(options.architecture, options.every, options.entries):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from flash_attn_compat.backends.fused import aot, variants
+from flash_attn_compat.backends.fused.variants import Kind
 from tests.support import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +85,12 @@ def test_a_row_has_one_value_on_all_pages(text: str, said: str | None, figures: 
         (f"# Speed\n\n{ORIGIN}\n# Limits\n\nIt takes 3 ms.", "date, machine, version, command"),
         ("# Others\n\n2026-11-25: 3 ms on a [T4](https://example.org).", None),
         ("# Others\n\n3 ms on a [T4](https://example.org).", "date, machine, version, command"),
-        ("# Code\n\n```bash\n# takes 3 ms\n```\n", None),
+        ("# Speed\n\nIt takes half a minute.", "date, machine, version, command"),
+        ("# Speed\n\n| calls | ms |\n|---|---|\n| BERT | 1.25 |\n| GPT | 1.75 |\n", "date, machine, version, command"),
+        ("# Versions\n\n| library | version |\n|---|---|\n| trl | 1.16.0 |\n| peft | 0.21.2 |\n", None),
+        ("# Sizes\n\nIt takes some minutes for values 2^30 times smaller, in tiles of 64.", None),
+        ("# Code\n\n```bash\nrun    # takes 3 ms\n```\n", "date, machine, version, command"),
+        ("# Code\n\n```text\nrun: 3 ms\n```\n", None),
     ],
 )
 def test_a_measured_figure_needs_a_date_a_machine_a_version_and_a_command(
@@ -89,6 +98,34 @@ def test_a_measured_figure_needs_a_date_a_machine_a_version_and_a_command(
 ) -> None:
     found = list(figures.without_origin({"README.md": text}))
     assert found == [] if missing is None else [line.split("without ")[1].split(":")[0] for line in found] == [missing]
+
+
+def test_the_list_names_the_date_machine_version_and_command_of_every_figure(
+    figures: ModuleType, pages: dict[str, str]
+) -> None:
+    lines = list(figures.list_figures(pages))
+    assert len(lines) > 30
+    assert not [line for line in lines if re.search(r"no (date|machine|version|command|link)", line)]
+
+
+def test_an_exception_that_no_page_needs_any_more_is_found(figures: ModuleType, pages: dict[str, str]) -> None:
+    changed = {**pages, "docs/verify.md": pages["docs/verify.md"].replace("23 MB", "24 MB")}
+    assert "no page says 'which take 23 MB' any more: .ci/figures.py" in figures.findings(changed)
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        (r"compile --for sm_75 +# (\d+) kernels", lambda: aot.usual_kinds(75)),
+        (r"time for its (\d+) kernels", lambda: aot.usual_kinds(75)),
+        (r"`--all` has ([\d,]+) kernels for sm_75", lambda: aot.common_kinds(75, (), ())),
+    ],
+)
+def test_the_page_says_how_many_kernels_compile_makes(
+    said: str, kinds: Callable[[], Iterable[Kind]], pages: dict[str, str]
+) -> None:
+    number = re.search(said, re.sub(r"\s+", " ", pages["docs/kernels.md"]))
+    assert number is not None and int(number[1].replace(",", "")) == len(variants.made_for(kinds()))
 
 
 def test_two_saved_runs_of_the_bench_give_readmes_table_and_means(figures: ModuleType) -> None:

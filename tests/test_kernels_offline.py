@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -234,3 +235,13 @@ def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(
 def test_the_report_shows_fewer_variants_than_there_are() -> None:
     some, every = (kernel_report.choose_variants(75, every, ["append", "delta"]) for every in (False, True))
     assert some and some.keys() <= every.keys()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [kernel_report.make_table, kernel_report.make_mask_table])
+def test_the_tables_of_the_page_are_those_that_the_report_prints(make: Callable[[str], Iterator[str]]) -> None:
+    """The page names NVRTC 13.5; another compiler gives other registers."""
+    if "13.5" not in offline.compilers():
+        pytest.skip("needs NVRTC 13.5")
+    page = (Path(__file__).parent.parent / "docs/kernels.md").read_text(encoding="utf-8")
+    assert [row for row in make("13.5") if row not in page] == []
