@@ -285,19 +285,20 @@ class Figures(NamedTuple):
 
     section: Section
     shown: list[str]
-    near: str  # this paragraph and the one before it
+    block: str  # the paragraph, item or table
+    before: str  # what the section says up to it
     origins: list[str]  # texts that may say where they come from: the section, and sections that the figures link to
 
 
 def all_figures(pages: Pages) -> Iterator[Figures]:
     known = {(each.page, each.anchor): each for page, text in pages.items() for each in sections(page, text)}
     for section in known.values():
-        parts = ["", *blocks(section.text)]
-        for before, block in itertools.pairwise(parts):
+        parts = blocks(section.text)
+        for number, block in enumerate(parts):
             if shown := [*measured(block)]:
                 linked = (known.get((target(section.page, path), anchor)) for path, anchor in LINK.findall(block))
                 texts = [section.text + " ".join(section.above), *(each.text for each in linked if each)]
-                yield Figures(section, shown, f"{block}\n{before}", texts)
+                yield Figures(section, shown, block, "\n".join(parts[:number]), texts)
 
 
 def measured(block: str) -> Iterator[str]:
@@ -313,7 +314,7 @@ def measured(block: str) -> Iterator[str]:
 
 def without_origin(pages: Pages) -> Iterator[str]:
     """Measured figures without date, machine, version or command in their section or in one that they link to."""
-    for section, shown, _, texts in all_figures(pages):
+    for section, shown, *_, texts in all_figures(pages):
         missing = [lacking(NEEDED, text) for text in texts] + [lacking(PUBLISHED, section.text)]
         if all(missing):
             where = f"{section.page}#{section.anchor}".rstrip("#")
@@ -322,13 +323,14 @@ def without_origin(pages: Pages) -> Iterator[str]:
 
 def list_figures(pages: Pages) -> Iterator[str]:
     """A line for each place with figures: the first of them, and the nearest date, machine, version and command."""
-    for section, shown, near, texts in all_figures(pages):
-        is_published = lacking(NEEDED, texts[0]) and not lacking(PUBLISHED, texts[0])
-        needed = PUBLISHED if is_published else NEEDED
-        origin = [
-            next((match[0] for match in map(pattern.search, [near, *texts]) if match), f"no {name}")
-            for name, pattern in needed.items()
-        ]
+    for section, shown, block, before, (text, *linked) in all_figures(pages):
+        needed = PUBLISHED if lacking(NEEDED, text) and not lacking(PUBLISHED, text) else NEEDED
+        origin = []
+        for name, pattern in needed.items():
+            first = (match[0] for match in map(pattern.search, (block, *linked)) if match)
+            earlier = [match[0] for match in pattern.finditer(before)][-1:]
+            elsewhere = [match[0] for match in pattern.finditer(text)][:1]
+            origin.append(next(first, None) or (earlier or elsewhere or [f"no {name}"])[0])
         more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
         said = ", ".join(origin).replace("](http", "linked")
         yield f"{section.page}#{section.anchor}: {'; '.join(shown[:4])}{more} ({said})"
