@@ -8,10 +8,12 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from flash_attn_compat import cli, settings
+from flash_attn_compat import cli, flash_attn_func, settings
 from verify import cli as verify_cli
 
 ROOT = Path(__file__).parent.parent
@@ -148,3 +150,12 @@ def verify_takes(arguments: list[str]) -> None:
 def test_python_that_is_shown_parses(page: Path) -> None:
     for text in blocks(page, "python"):
         ast.parse(text)
+
+
+def test_the_kernel_that_verifys_page_shows_is_right() -> None:
+    page = ROOT / "docs/verify.md"
+    names: dict[str, Any] = {}
+    exec(next(text for text in blocks(page, "python") if "my_kernel.py" in text), names)
+    q, k, v = (torch.randn(2, length, 4, 16) for length in (5, 9, 9))
+    expected = flash_attn_func(q, k, v, causal=True, softmax_scale=0.5)
+    torch.testing.assert_close(names["attention"](q, k, v, causal=True, softmax_scale=0.5), expected)
