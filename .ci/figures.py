@@ -298,7 +298,7 @@ def all_figures(pages: Pages) -> Iterator[Figures]:
             if shown := [*measured(block)]:
                 linked = (known.get((target(section.page, path), anchor)) for path, anchor in LINK.findall(block))
                 texts = [section.text + " ".join(section.above), *(each.text for each in linked if each)]
-                yield Figures(section, shown, block, "\n".join(parts[:number]), texts)
+                yield Figures(section, shown, flat(block), flat(" ".join(parts[:number])), [*map(flat, texts)])
 
 
 def measured(block: str) -> Iterator[str]:
@@ -315,7 +315,7 @@ def measured(block: str) -> Iterator[str]:
 def without_origin(pages: Pages) -> Iterator[str]:
     """Measured figures without date, machine, version or command in their section or in one that they link to."""
     for section, shown, *_, texts in all_figures(pages):
-        missing = [lacking(NEEDED, text) for text in texts] + [lacking(PUBLISHED, section.text)]
+        missing = [*(lacking(NEEDED, text) for text in texts), lacking(PUBLISHED, flat(section.text))]
         if all(missing):
             where = f"{section.page}#{section.anchor}".rstrip("#")
             yield f"{where}: a figure without {', '.join(missing[0])}: {', '.join(shown[:4])}"
