@@ -85,6 +85,7 @@ def test_a_row_has_one_value_on_all_pages(text: str, said: str | None, figures: 
         (f"# Speed\n\n{ORIGIN}\n# Limits\n\nIt takes 3 ms.", "date, machine, version, command"),
         ("# Others\n\n2026-11-25: 3 ms on a [T4](https://example.org).", None),
         ("# Others\n\n3 ms on a [T4](https://example.org).", "date, machine, version, command"),
+        (f"# Speed\n\n{ORIGIN}It takes 3 ms.".replace("-m verify", "-m\nverify"), None),
         ("# Speed\n\nIt takes half a minute.", "date, machine, version, command"),
         ("# Speed\n\n| calls | ms |\n|---|---|\n| BERT | 1.25 |\n| GPT | 1.75 |\n", "date, machine, version, command"),
         ("# Versions\n\n| library | version |\n|---|---|\n| trl | 1.16.0 |\n| peft | 0.21.2 |\n", None),
