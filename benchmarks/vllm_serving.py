@@ -2,8 +2,9 @@
 
 `python -m benchmarks.vllm_serving [--only PART ...] [--model NAME ...] [--tensor-parallel N] [--compiled] [--out FILE]`
 
-Parts: `equal` (over 200 prompts of random lengths, in several modes), `serve` (`vllm serve` and the OpenAI client) and
-`speed` (one shape, three workloads, with graphs). Needs vLLM and a GPU, and no network: models have random weights.
+Parts: `equal` (over 200 prompts of random lengths, in several modes), `serve` (`vllm serve` and the OpenAI client),
+`speed` (one shape, three workloads, with graphs) and `fp8` (our 8-bit cache beside our fp16 one).
+Needs vLLM and a GPU, and no network: models have random weights.
 Each engine is a process of its own; ours counts the GPU as 7.5, so that vLLM chooses it by itself. Exit code 1 if
 tokens differ by more than a tie, or if our kernels were not used.
 """
@@ -81,6 +82,14 @@ def write_model(name: str, folder: Path) -> Path:
     return folder
 
 
+def write_shapes(folder: Path) -> Path:
+    """Write a model without weights, in the shapes of Qwen3-0.6B; returns its folder."""
+    model = folder / "qwen3-0.6b"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(QWEN3_0_6B))
+    return model
+
+
 def random_prompts() -> list[list[int]]:
     """Prompts of 1 to 700 tokens; every other one starts with the same 96."""
     import torch
@@ -114,8 +123,10 @@ def run_engine(job: dict[str, Any]) -> dict[str, Any]:
         attention_backend=job.get("backend"), enable_prefix_caching=job["prefix_caching"], compilation_config=graphs,
         max_num_batched_tokens=job["chunk"], gpu_memory_utilization=job["memory"], disable_log_stats=True,
         kv_cache_memory_bytes=job["cache"], tensor_parallel_size=job["tensor_parallel"],
+        kv_cache_dtype=job.get("kv_cache_dtype", "auto"),
     )  # fmt: skip
-    found: dict[str, Any] = {"start_s": round(time.time() - started, 1), "workloads": {}}
+    pages = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    found: dict[str, Any] = {"start_s": round(time.time() - started, 1), "pages": pages, "workloads": {}}
     for name, work in job["workloads"].items():
         sampling = SamplingParams(
             temperature=0.0, max_tokens=work["new_tokens"], ignore_eos=True, detokenize=False, logprobs=work["logprobs"]
@@ -169,7 +180,7 @@ def environment(job: dict[str, Any], folder: Path) -> dict[str, str]:
         TOKENIZERS_PARALLELISM="false",
     )  # fmt: skip
     found.pop("FLASH_ATTN_COMPAT_CAPABILITY", None)
-    return found if job.get("backend") else found | {"FLASH_ATTN_COMPAT_CAPABILITY": "7.5"}
+    return found if job.get("backend") else found | {"FLASH_ATTN_COMPAT_CAPABILITY": "7.5"} | job.get("variables", {})
 
 
 def write_entry_point(folder: Path) -> None:
@@ -263,11 +274,9 @@ def speed_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         name: {"prompts": given, "new_tokens": count, "logprobs": None, "runs": 3}
         for name, given, count in zip(WORKLOADS, prompts, new_tokens, strict=True)
     }
-    model = folder / "qwen3-0.6b"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(QWEN3_0_6B))
     common = dict(
-        model=str(model), load_format="dummy", dtype="float16", max_model_len=8192, sizes=[1, 2, 4, 8, 16, 24, 32],
+        model=str(write_shapes(folder)), load_format="dummy", dtype="float16", max_model_len=8192,
+        sizes=[1, 2, 4, 8, 16, 24, 32],
         memory=0.5, cache=8 * 2**30, workloads=workloads, eager=False, prefix_caching=False, chunk=8192,
         tensor_parallel=given.tensor_parallel, compiled=given.compiled,
     )  # fmt: skip
@@ -288,6 +297,50 @@ def speed_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ratio = round(times[1] / times[0], 3)
         found[name] = {"ours": rates[0], "TRITON_ATTN": rates[1], "ratio": ratio, "asked": least, "same tokens": same}
         print(f"speed  {name:20} {json.dumps(found[name])}", flush=True)
+    return found
+
+
+def fp8_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """An 8-bit cache: greedy tokens beside those of PyTorch's operators over the dequantised cache, and its speed."""
+    import torch
+
+    model = write_model("qwen3", folder / "qwen3")
+    work = {"prompts": random_prompts()[:64], "new_tokens": NEW_TOKENS, "logprobs": 5, "runs": 1}
+    common = dict(
+        model=str(model), load_format="auto", dtype="float16", max_model_len=1024, sizes=[1, 2, 4, 8, 16, 32, 64],
+        memory=0.15, cache=2**30, workloads={"greedy": work}, tensor_parallel=1, compiled=False, kv_cache_dtype="fp8",
+    )  # fmt: skip
+    ours = common | REFERENCE | {"name": "fp8 ours", "backend": None}
+    plain = {"name": "fp8 by chunked", "eager": True, "variables": {"FLASH_ATTN_COMPAT_BACKEND": "chunked"}}
+    jobs = ours, ours | plain, ours | {"name": "fp16", "kv_cache_dtype": "auto"}
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        results = [*pool.map(lambda job: start_engine(job, folder), jobs)]
+    for result in results:
+        if "error" in result:
+            print(f"fp8    failed: {result['error'][-2000:]}", flush=True)
+            return {"ok": False, "error": result["error"]}
+    found: dict[str, Any] = compare(*[result["workloads"]["greedy"] for result in results[:2]], TIES["float16"])
+    found["served"] = [result["served"] for result in results]
+    found["pages"] = {"8 bits": results[0]["pages"], "16 bits": results[2]["pages"]}
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(10, 150000, (32, 8000), generator=generator).tolist()
+    works = {
+        f"{count} new tokens": {"prompts": prompts, "new_tokens": count, "logprobs": None, "runs": 2}
+        for count in (1, 256)
+    }
+    big = common | REFERENCE | dict(
+        model=str(write_shapes(folder)), load_format="dummy", max_model_len=8704, sizes=[1, 2, 4, 8, 16, 24, 32],
+        memory=0.5, cache=16 * 2**30, workloads=works, prefix_caching=False, backend=None,
+    )  # fmt: skip
+    both = [
+        start_engine(big | {"name": f"fp8 speed {dtype}", "kv_cache_dtype": dtype}, folder) for dtype in ("auto", "fp8")
+    ]
+    for name in works:
+        seconds = [min(result["workloads"][name]["seconds"][1:]) if "workloads" in result else 0.0 for result in both]
+        found[name] = {"16 bits, s": seconds[0], "8 bits, s": seconds[1], "ratio": seconds[0] / max(seconds[1], 1e-9)}
+    found["errors"] = [result["error"][-2000:] for result in both if "error" in result]
+    found["ok"] = not found["differences"] and not found["errors"] and was_used(results[0], 1)
+    print(f"fp8    {json.dumps(found)[:2500]}", flush=True)
     return found
 
 
@@ -378,9 +431,12 @@ def _answers(url: str, server: subprocess.Popen[bytes], limit_s: float = 150.0) 
     return False
 
 
+PARTS = {"equal": equal_part, "serve": serve_part, "speed": speed_part, "fp8": fp8_part}
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_serving", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=("equal", "serve", "speed"), default=["equal", "serve", "speed"])
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=[*PARTS])
     parser.add_argument("--model", nargs="+", choices=tuple(MODELS), default=[*MODELS], help="of the part `equal`")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share each model")
     parser.add_argument("--compiled", action="store_true", help="let vLLM compile models, as it does by default")
@@ -397,10 +453,7 @@ def main(argv: list[str]) -> int:
         write_entry_point(folder)
         for part in given.only:
             begin = time.time()
-            if part == "equal":
-                found[part] = equal_part(given, folder)
-            else:
-                found[part] = (serve_part if part == "serve" else speed_part)(given, folder)
+            found[part] = PARTS[part](given, folder)
             print(f"{part} took {time.time() - begin:.0f} s", flush=True)
             if given.out:
                 given.out.write_text(json.dumps(found, indent=1))
