@@ -86,7 +86,8 @@ DEVICE void store_narrowed(Cached *to, const uint4 &x, int channels, float desca
 // Pieces of a head's new key and value; the key's come first.
 DEVICE int new_pieces(const Params &p) { return (p.head_dim + 7) / 8 + (p.head_dim_v + 7) / 8; }
 
-DEVICE void append_piece(const Params &p, int b, int row, int head, int piece) {
+// MAY_ROTATE: false where p.rotary_dim is known to be 0.
+template <bool MAY_ROTATE> DEVICE void append_piece(const Params &p, int b, int row, int head, int piece) {
   const int of_k = (p.head_dim + 7) / 8, slot = first_new_slot(p, b) + row;
   const bool is_k = piece < of_k;
   if (!is_k) piece -= of_k;
@@ -95,16 +96,19 @@ DEVICE void append_piece(const Params &p, int b, int row, int head, int piece) {
   if (!target) return;
   const u16 *source = row_at(is_k ? p.k_new : p.v_new, new_s, b, row, head);
   const int channels = (is_k ? p.head_dim : p.head_dim_v) - piece * 8;
-  const uint4 x = load_chunk(source + piece * 8, channels);
-  Rotation rotation;
-  rotation.load(p, source, piece, is_k ? slot : -1);
+  uint4 x = load_chunk(source + piece * 8, channels);
+  if (MAY_ROTATE) {
+    Rotation rotation;
+    rotation.load(p, source, piece, is_k ? slot : -1);
+    x = rotation.of(p, x);
+  }
   target += (i64)head * cache_s.head + piece * 8;
 #if CACHE
-  store_narrowed(target, rotation.of(p, x), channels,
+  store_narrowed(target, x, channels,
                  is_k ? descale(p.k_descale, p.k_descale_s, b, head) : descale(p.v_descale, p.v_descale_s, b, head),
                  is_k ? p.k_factor : p.v_factor);
 #else
-  store_chunk(target, rotation.of(p, x), channels);
+  store_chunk(target, x, channels);
 #endif
 }
 

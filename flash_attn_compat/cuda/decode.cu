@@ -1,6 +1,7 @@
 // Attention of few query rows over many keys, as in decoding. Reading every key and value once takes the time: as many
 // blocks as the GPU holds read them. APPEND: new keys come with the call; the kernel rotates Q as it loads it, and
-// writes the new keys into the cache.
+// writes the new keys into the cache. If these are written as they come, blocks read them where they come from, and no
+// block waits for the cache.
 //
 // A row is one query of one head; the query heads that share a key head are rows of the same tile, of 16 rows. Several
 // blocks share a tile's keys (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023), and the warps of a block take KEYS keys
@@ -20,9 +21,30 @@ constexpr bool Q_IN_REGISTERS = W == 64 || (W == 128 && !CONVERTS);
 
 // ---- Loads of keys and values
 
+// New keys are read where they come from, unless they are rotated or quantised: then from the cache, once written.
+constexpr bool READS_NEW = APPEND && !CACHE;
+DEVICE bool reads_new(const Params &p) { return READS_NEW && !p.rotary_dim; }
+
+// The keys or the values of one head of a sequence: of its cache, and for new slots those that come with the call.
+struct Source {
+  const Cached *cache, *fresh;
+  const Strides &s;
+  int fresh_row;   // elements between rows of fresh
+  DEVICE Source(const Params &p, const u16 *x, const Strides &s, const u16 *x_new, const Strides &new_s, int b, int head,
+                int channel)
+        : cache((const Cached *)x + (PAGED ? 0 : b * s.batch) + (i64)head * s.head + channel),
+          fresh(READS_NEW ? (const Cached *)(row_at(x_new, new_s, b, 0, head) + channel) : nullptr), s(s), fresh_row(new_s.row) {}
+};
+
 // Addresses of the keys of one step. Paged: each lane looks up one key. If the keys of a group are neighbours in a
 // page, the first key's row gives all addresses; else lanes get the addresses by shuffles.
 struct KeySlots {
+  int start, first_new;   // the step's first slot, and the first that is read from Source::fresh
+  // The row of the step's key i, if its slot is not a new one.
+  DEVICE const Cached *or_fresh(const Cached *row, const Source &x, int i) const {
+    const int fresh = start + i - first_new;
+    return READS_NEW && fresh >= 0 ? x.fresh + (i64)fresh * x.fresh_row : row;
+  }
 #if PAGED
   int page, within, first;   // page: unclamped, so that nothing waits for it before its use
   bool neighbours;
@@ -32,26 +54,23 @@ struct KeySlots {
     within = mine - column * p.page_size;
     page = global_load(pages + min(column, (u32)(p.pages_per_sequence - 1)));
     neighbours = slot % GROUP == 0 && p.page_size % GROUP == 0 && slot + KEYS - 1 <= last_slot;
-    first = within - lane;
+    first = within - lane, start = slot;
   }
-  DEVICE const Cached *at(const Params &p, const Cached *base, const Strides &s, int page, int within) const {
-    return base + (i64)min((u32)page, (u32)(p.num_pages - 1)) * s.batch + (i64)within * s.row;
+  DEVICE const Cached *at(const Params &p, const Source &x, int page, int within) const {
+    return x.cache + (i64)min((u32)page, (u32)(p.num_pages - 1)) * x.s.batch + (i64)within * x.s.row;
   }
-  DEVICE const Cached *row_of_neighbours(const Params &p, const Cached *base, const Strides &s, int i) const {
-    return CACHE ? row(p, base, s, i) : at(p, base, s, page, first);
+  DEVICE const Cached *row_of_neighbours(const Params &p, const Source &x, int i) const {
+    return CACHE ? row(p, x, i) : at(p, x, page, first);
   }
-  DEVICE const Cached *row(const Params &p, const Cached *base, const Strides &s, int i) const {
-    return at(p, base, s, __shfl_sync(ALL_LANES, page, i), __shfl_sync(ALL_LANES, within, i));
+  DEVICE const Cached *row(const Params &p, const Source &x, int i) const {
+    return or_fresh(at(p, x, __shfl_sync(ALL_LANES, page, i), __shfl_sync(ALL_LANES, within, i)), x, i);
   }
 #else
   static constexpr bool neighbours = true;
-  int first;
-  DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) { first = slot; }
-  DEVICE const Cached *row_of_neighbours(const Params &p, const Cached *base, const Strides &s, int i) const {
-    return row(p, base, s, i);
-  }
-  DEVICE const Cached *row(const Params &p, const Cached *base, const Strides &s, int i) const {
-    return base + (i64)(first + i) * s.row;
+  DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) { start = slot; }
+  DEVICE const Cached *row_of_neighbours(const Params &p, const Source &x, int i) const { return row(p, x, i); }
+  DEVICE const Cached *row(const Params &p, const Source &x, int i) const {
+    return or_fresh(x.cache + (i64)(start + i) * x.s.row, x, i);
   }
 #endif
 };
@@ -60,19 +79,19 @@ struct KeySlots {
 // Each mma step takes two channels of each lane; the sum over channels has any order, as long as Q has the same.
 struct KeyTile {
   uint4 x[MMA_N][LOADS];
-  template <bool WHOLE> DEVICE void load(const Params &p, const Cached *base, const Strides &s, const KeySlots &slots,
-                                         int left, int head_dim) {
+  template <bool WHOLE>
+  DEVICE void load(const Params &p, const Source &from, const KeySlots &slots, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    const Cached *start = slots.row_of_neighbours(p, base, s, 0);
-    const Cached *second = CACHE && WHOLE ? slots.row_of_neighbours(p, base, s, GROUP) : nullptr;
+    const Cached *start = slots.row_of_neighbours(p, from, 0);
+    const Cached *second = CACHE && WHOLE ? slots.row_of_neighbours(p, from, GROUP) : nullptr;
     UNROLLED(n, MMA_N) {
-      const Cached *row = (PAGED && WHOLE ? (n * 8 < GROUP ? start : second) + (i64)(n * 8 % GROUP + g) * s.row
-                                          : slots.row(p, base, s, n * 8 + g)) +
-                          t * LANE;
+      const int i = n * 8 + g;
+      const Cached *near = (n * 8 < GROUP ? start : second) + (i64)(n * 8 % GROUP + g) * from.s.row,
+                   *row = (PAGED && WHOLE ? slots.or_fresh(near, from, i) : slots.row(p, from, i)) + t * LANE;
       UNROLLED(c, LOADS) {
         const int channels = head_dim - t * LANE - c * 4 * LANE;
         x[n][c] = WHOLE ? load_lane(row + c * 4 * LANE, channels)
-                        : load_lane_if(n * 8 + g < left, row + c * 4 * LANE, channels);
+                        : load_lane_if(i < left, row + c * 4 * LANE, channels);
       }
     }
   }
@@ -90,17 +109,17 @@ struct KeyTile {
 // Lane 4 g + t holds keys 8 n + 2 t and 8 n + 2 t + 1, channels value_channel(h, g) to value_channel(h, g) + 7.
 struct ValueTile {
   uint2 x[MMA_N][SLABS][2];
-  template <bool WHOLE> DEVICE void load(const Params &p, const Cached *base, const Strides &s, const KeySlots &slots,
-                                         int left, int head_dim) {
+  template <bool WHOLE>
+  DEVICE void load(const Params &p, const Source &from, const KeySlots &slots, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    const Cached *start = slots.row_of_neighbours(p, base, s, 0);
-    const Cached *second = CACHE && WHOLE ? slots.row_of_neighbours(p, base, s, GROUP) : nullptr;
+    const Cached *start = slots.row_of_neighbours(p, from, 0);
+    const Cached *second = CACHE && WHOLE ? slots.row_of_neighbours(p, from, GROUP) : nullptr;
     UNROLLED(n, MMA_N)
       UNROLLED(e, 2) {
         const int i = n * 8 + 2 * t + e, rest = WHOLE || i < left ? head_dim - value_channel(0, g) : 0;
         const Cached *row =
-            (PAGED && WHOLE ? (n * 8 < GROUP ? start : second) + (i64)(i - n * 8 / GROUP * GROUP) * s.row
-                            : slots.row(p, base, s, i)) +
+            (PAGED && WHOLE ? (n * 8 < GROUP ? start : second) + (i64)(i - n * 8 / GROUP * GROUP) * from.s.row
+                            : slots.row(p, from, i)) +
             value_channel(0, g);
 #pragma unroll
         for (int h = 0; h < SLABS; h += TOGETHER) {
@@ -124,17 +143,18 @@ struct ValueTile {
 struct ValueTile {
   uint4 x[MMA_N][SLABS][2];
   template <bool WHOLE>
-  DEVICE void load(const Params &p, const u16 *base, const Strides &s, const KeySlots &slots, int left, int head_dim) {
+  DEVICE void load(const Params &p, const Source &from, const KeySlots &slots, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    const u16 *start = slots.row_of_neighbours(p, base, s, 0);
+    const u16 *start = slots.row_of_neighbours(p, from, 0);
     UNROLLED(n, MMA_N)
       UNROLLED(e, 2) {
         const int i = n * 8 + 2 * t + e;
-        const u16 *row = (PAGED && WHOLE ? start + (i64)i * s.row : slots.row(p, base, s, i)) + g * 8;
+        const u16 *near = start + (i64)i * from.s.row,
+                  *row = (PAGED && WHOLE ? slots.or_fresh(near, from, i) : slots.row(p, from, i)) + g * 8;
         UNROLLED(h, SLABS) {
           const int channels = head_dim - g * 8 - h * 64;
           x[n][h][e] = WHOLE ? load_chunk(row + h * 64, channels)
-                             : load_chunk_if(n * 8 + 2 * t + e < left, row + h * 64, channels);
+                             : load_chunk_if(i < left, row + h * 64, channels);
         }
       }
   }
@@ -145,10 +165,10 @@ struct ValueTile {
 #endif
 
 // Loads a tile of which `left` keys exist; the others read as 0.
-template <class T> DEVICE void load(const Params &p, T &tile, const Cached *base, const Strides &s,
-                                    const KeySlots &slots, int left, int head_dim) {
-  if (left >= KEYS && head_dim >= W && slots.neighbours) tile.template load<true>(p, base, s, slots, left, head_dim);
-  else tile.template load<false>(p, base, s, slots, left, head_dim);
+template <class T>
+DEVICE void load(const Params &p, T &tile, const Source &from, const KeySlots &slots, int left, int head_dim) {
+  if (left >= KEYS && head_dim >= W && slots.neighbours) tile.template load<true>(p, from, slots, left, head_dim);
+  else tile.template load<false>(p, from, slots, left, head_dim);
 }
 
 // Converted bf16: the keys of a step, its values and each row of Q have a power of two of their own, so that nothing
@@ -239,7 +259,7 @@ DEVICE void load_rows(const Params &p, const RowTile &tile, uint4 (&q)[2][PIECES
     const u16 *row =
         p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head;
     UNROLLED(c, PIECES) q[r][c] = load_chunk_if(true, row + mine + piece_at(c), p.head_dim - mine - piece_at(c));
-    if (APPEND) {
+    if (APPEND && p.rotary_dim) {
       Rotation rotations[PIECES];
       UNROLLED(c, PIECES)
         rotations[c].load(p, row, mine / 8 + piece_at(c) / 8, query_position(p, tile.sequence, query));
@@ -252,20 +272,19 @@ DEVICE void load_rows(const Params &p, const RowTile &tile, uint4 (&q)[2][PIECES
   }
 }
 
-// A block that sees a new key writes all new keys of its sequence and key head, and then reads them from the cache. So
-// does the last block of every tile, since no row may see the new keys. Several blocks may write the same.
-DEVICE void append_new(const Params &p, const RowTile &tile, bool is_last, int end) {
-  if (!is_last && end <= first_new_slot(p, tile.sequence)) return;
+// Writes all new keys of a tile's sequence and key head.
+template <bool MAY_ROTATE> DEVICE void append_new(const Params &p, const RowTile &tile) {
   const int pieces = new_pieces(p);
   for (int i = threadIdx.x; i < p.seqlen_new * pieces; i += THREADS)
-    append_piece(p, tile.sequence, i / pieces, tile.head_k, i % pieces);
-  __syncthreads();
+    append_piece<MAY_ROTATE>(p, tile.sequence, i / pieces, tile.head_k, i % pieces);
 }
 
 KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
-  const int tile_index = blockIdx.x / p.splits, split = blockIdx.x % p.splits, head_index = tile_index / p.tiles;
+  // First the first split of every tile: where keys are few, blocks with no share of them are the last to start.
+  const int tile_count = gridDim.x / p.splits, tile_index = blockIdx.x % tile_count, split = blockIdx.x / tile_count,
+            head_index = tile_index / p.tiles;
   RowTile tile;
   tile.sequence = head_index / p.nheads_k, tile.head_k = head_index % p.nheads_k;
   tile.first = tile_index % p.tiles * ROWS;
@@ -290,12 +309,17 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   const int splits = share.splits, first = share.keys.first, end = share.keys.end;
   if (split >= splits) return;
 
-  if (APPEND) append_new(p, tile, split == splits - 1, seq.first_k + end);
+  // A block that sees a key that is read from the cache writes it before. So does the last block of every tile, since no
+  // row may see the new keys; several blocks may write the same.
+  const bool is_last_share = split == splits - 1;
+  const int first_new = APPEND ? first_new_slot(p, tile.sequence) : UNBOUNDED;
+  if (APPEND && !reads_new(p) && (is_last_share || seq.first_k + end > first_new)) {
+    append_new<true>(p, tile);
+    __syncthreads();
+  }
   const u32 shared = SHARED_BASE, q_at = shared + (side * ROWS + g) * LayoutQ::ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
-  const Cached *k =
-      (const Cached *)p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head + side * W;
-  const Cached *v =
-      (const Cached *)p.v + (PAGED ? 0 : tile.sequence * p.v_s.batch) + (i64)tile.head_k * p.v_s.head + side * W;
+  const Source k(p, p.k, p.k_s, p.k_new, p.k_new_s, tile.sequence, tile.head_k, side * W),
+      v(p, p.v, p.v_s, p.v_new, p.v_new_s, tile.sequence, tile.head_k, side * W);
   const int *pages = PAGED ? p.block_table + (i64)tile.sequence * p.table_stride : nullptr;
 
   QueryRows rows;
@@ -317,46 +341,49 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   set_zero(O);
   float m[1][2] = {{NEG_INF, NEG_INF}}, l[1][2] = {{0.f, 0.f}};
   KeySlots slots, next_slots;
+  slots.first_new = next_slots.first_new = reads_new(p) ? first_new : UNBOUNDED;
   KeyTile key_tile;
   ValueTile value_tile;
   const int last_slot = seq.first_k + end - 1;
-  int key = first + group * KEYS, buffer = 0;
+  // The first step only loads, so that the loads' instructions exist once.
+  const int begin = first + group * KEYS;
+  int key = begin - unit_keys, buffer = 0;
   const int stop = SPLIT_K ? end + group * KEYS : end;   // warps that exchange sums take as many steps
   const int k_channels = p.head_dim - side * W, v_channels = p.head_dim_v - side * W;
-  if (key < stop) {
-    slots.find(p, pages, seq.first_k + key, last_slot);
-    load(p, key_tile, k, p.k_s, slots, end - key, k_channels);
-    load(p, value_tile, v, p.v_s, slots, end - key, v_channels);
-    slots.find(p, pages, seq.first_k + key + unit_keys, last_slot);
-  }
+  if (begin < stop) slots.find(p, pages, seq.first_k + begin, last_slot);
 #pragma unroll 1
   for (; key < stop; key += unit_keys) {
+    const bool computes = key >= begin;
     const int next = key + unit_keys;
     next_slots.find(p, pages, seq.first_k + next + unit_keys, last_slot);   // page numbers arrive during this step
     Scores S;
 #if CACHE
     const float k_unit = 1.f, v_unit = 1.f;
 #else
-    const float k_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * PIECES]>(key_tile.x));
+    const float k_unit = computes ? convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * PIECES]>(key_tile.x)) : 1.f;
 #endif
-    compute_scores(S, q, q_at, key_tile);
-    if (next < stop) load(p, key_tile, k, p.k_s, slots, end - next, k_channels);
-    if (modified) apply_scale(S, rows, k_unit);
-    if (SPLIT_K) {
-      const u32 partials_at = shared + SHARES + buffer + (group * SPLIT_WARPS * MMA_N * 32 + lane) * 16;
-      UNROLLED(n, MMA_N) store_partial(S[n][0], partials_at + (side * MMA_N + n) * 512);
-      __syncthreads();
-      UNROLLED(n, MMA_N) add_partial(S[n][0], partials_at + ((side ^ 1) * MMA_N + n) * 512);
-      buffer ^= WARPS * MMA_N * 512;
-    }
-    if (modified) apply_softcap_alibi_bias(S, p, rows, key);
-    if (LOCAL || key + KEYS > end) apply_mask(S, rows, key, end, left, right);
-    online_softmax<0>(S, m, l, O, unit);
+    if (computes) compute_scores(S, q, q_at, key_tile);
+    if (next < stop) load(p, key_tile, k, slots, end - next, k_channels);
+    if (computes) {
+      if (modified) apply_scale(S, rows, k_unit);
+      if (SPLIT_K) {
+        const u32 partials_at = shared + SHARES + buffer + (group * SPLIT_WARPS * MMA_N * 32 + lane) * 16;
+        UNROLLED(n, MMA_N) store_partial(S[n][0], partials_at + (side * MMA_N + n) * 512);
+        __syncthreads();
+        UNROLLED(n, MMA_N) add_partial(S[n][0], partials_at + ((side ^ 1) * MMA_N + n) * 512);
+        buffer ^= WARPS * MMA_N * 512;
+      }
+      if (modified) apply_softcap_alibi_bias(S, p, rows, key);
+      if (LOCAL || key + KEYS > end) apply_mask(S, rows, key, end, left, right);
+      online_softmax<0>(S, m, l, O, unit);
 #if !CACHE
-    const float v_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * SLABS * 2]>(value_tile.x));
+      const float v_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * SLABS * 2]>(value_tile.x));
 #endif
-    accumulate(O, S, value_tile, v_unit);
-    if (next < stop) load(p, value_tile, v, p.v_s, slots, end - next, v_channels);
+      accumulate(O, S, value_tile, v_unit);
+    }
+    if (next < stop) load(p, value_tile, v, slots, end - next, v_channels);
+    // Nobody reads these from the cache, and the loads above are under way.
+    if (!computes && reads_new(p) && is_last_share && tile.first == 0) append_new<false>(p, tile);
     slots = next_slots;
   }
 

@@ -5,6 +5,7 @@
 constexpr int WARPS = 4, THREADS = WARPS * 32, ROWS = 16, MAX_SPLITS = 256;
 // SPLIT_K: two warps have the same keys and half of the channels each; they add up their scores.
 constexpr int SPLIT_WARPS = 1 << SPLIT_K, WARP_GROUPS = WARPS / SPLIT_WARPS, W = D / SPLIT_WARPS, CHUNKS = W / 8;
+constexpr int LOADED_TOGETHER = 8;   // splits, when they are merged
 constexpr int PART = ROWS * (D + 2);   // a split's result, then for each row its maximum in units of log2 and its sum
 constexpr int SLABS = W / 64;   // of 64 channels, in a warp's V and result
 // A slab's first channel of the lanes 4 g to 4 g + 3. Of 8 bits a lane loads 16 channels, of two slabs, if it can.
@@ -80,6 +81,7 @@ DEVICE void combine_warps(const Params &p, const RowTile &tile, float (&O)[CHUNK
                                           O[h * 8 + i + 2][0][2 * r + e], O[h * 8 + i + 3][0][2 * r + e]));
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = thread; i < tile.count() * 16 * SPLIT_WARPS; i += THREADS) {
       const int row = i / 16 / SPLIT_WARPS, side = i / 16 % SPLIT_WARPS, quad = i % 16,
                 channel = side * W + (TOGETHER == 1 ? h * 64 + quad * 4 : value_channel(h, quad / 2) + quad % 2 * 4);
@@ -111,14 +113,21 @@ DEVICE void combine_warps(const Params &p, const RowTile &tile, float (&O)[CHUNK
 // The last block of a tile merges the results of its splits.
 DEVICE void combine_splits(const Params &p, const RowTile &tile, u32 shared, int splits, i64 first_part) {
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+#pragma unroll 1   // here and below: this code runs once, and the instructions of more copies would have to be fetched
   for (int row = warp; row < tile.count(); row += WARPS) {
     const float2 *statistics = (const float2 *)(p.parts + first_part * PART + ROWS * D + row * 2);
     float highest = NEG_INF, sum = 0.f;
-    for (int s = lane; s < splits; s += 32) highest = fmaxf(highest, global_load_fresh(statistics + s * (PART / 2)).x);
+    float2 x = make_float2(NEG_INF, 0.f);   // of the lane's last split, usually its only one
+#pragma unroll 1
+    for (int s = lane; s < splits; s += 32) {
+      x = global_load_fresh(statistics + s * (PART / 2));
+      highest = fmaxf(highest, x.x);
+    }
     highest = max_of<32>(highest);
     const float from = highest == NEG_INF ? 0.f : highest;
+#pragma unroll 1
     for (int s = lane; s < splits; s += 32) {
-      const float2 x = global_load_fresh(statistics + s * (PART / 2));
+      if (splits > 32) x = global_load_fresh(statistics + s * (PART / 2));
       const float weight = exp2_approx(x.x - from);
       sum += weight * x.y;
       shared_store_float(shared + (row * MAX_SPLITS + s) * 4, weight);
@@ -130,16 +139,22 @@ DEVICE void combine_splits(const Params &p, const RowTile &tile, u32 shared, int
     }
   }
   __syncthreads();
+#pragma unroll 1
   for (int i = thread; i < tile.count() * (D / 4); i += THREADS) {
     const int row = i / (D / 4), channel = i % (D / 4) * 4;
     const float *part = p.parts + first_part * PART + row * D + channel;
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int s = 0; s < splits; s++) {
-      const float weight = shared_load_float(shared + (row * MAX_SPLITS + s) * 4);
-      const float4 x = global_load_fresh((const float4 *)(part + (i64)s * PART));
-      add_weighted(total, weight, x);
-    }
+    const auto part_of = [&](int s) { return global_load_fresh((const float4 *)(part + (i64)s * PART)); };
+    const auto weight_of = [&](int s) { return shared_load_float(shared + (row * MAX_SPLITS + s) * 4); };
+    const int whole = splits / LOADED_TOGETHER * LOADED_TOGETHER;
+#pragma unroll 1
+    for (int first = 0; first < whole; first += LOADED_TOGETHER)
+      UNROLLED(s, LOADED_TOGETHER) add_weighted(total, weight_of(first + s), part_of(first + s));
+    float4 x[LOADED_TOGETHER - 1];   // the rest
+    UNROLLED(s, LOADED_TOGETHER - 1)
+      if (whole + s < splits) x[s] = part_of(whole + s);
+    UNROLLED(s, LOADED_TOGETHER - 1)
+      if (whole + s < splits) add_weighted(total, weight_of(whole + s), x[s]);
     write_out(p, tile, row, channel, total, shared_load_float(shared + FACTORS_AT + row * 4));
   }
 }
