@@ -80,15 +80,24 @@ def attend(
 def attend_into(
     out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slopes: Tensor | None, lengths: Tensor, table: Tensor,
     scalars: Scalars, return_lse: bool = False, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    k: Tensor | None = None, v: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Write the result of a call over pages to ``out``, which no input shares; return softmax_lse if asked for.
 
-    q, out: (batch, seqlen_q, nheads, headdim); lengths: (batch,) int32; k_descale, v_descale: as in AttentionCall.
-    Nothing is appended or recorded for autograd.
+    Args:
+        q, out: (batch, seqlen_q, nheads, headdim)
+        lengths: (batch,) int32
+        k_descale, v_descale: as in AttentionCall
+        k, v: (batch, seqlen_new, nheads_k, headdim), written behind ``lengths`` before. To our kernels a length of
+            -seqlen_new says that the sequence has no keys, and that nothing is written
+
+    Nothing is recorded for autograd.
     """
     checks.is_tensor("out", out)
-    descales, nothing = (k_descale, v_descale), (None,) * 6
-    tensors = (q, k_cache, v_cache, slopes, None, None, lengths, None, table, *descales, *nothing)
+    tensors = (
+        q, k_cache, v_cache, slopes, None, None, lengths, None, table, k_descale, v_descale, None, None, k, v, None,
+        None,
+    )  # fmt: skip
     flags, numbers = RETURN_LSE if return_lse else 0, (*hashable(*scalars), False, 0, False, False, None)
     result = run(find(over_cache, tensors, numbers, flags), tensors, out=out)[1]
     return result.lse if return_lse else None

@@ -114,15 +114,17 @@ class Built:
 
         return builder(module, threshold).build(0, CommonAttentionMetadata(**self.common | changes))
 
-    def run(self, module: Any, threshold: int = 1) -> Tensor:
-        """Write the new keys and attend, as a layer does; returns the output, which starts as NaN."""
+    def run(self, module: Any, threshold: int = 1, appends_in_launch: bool = False) -> Tensor:
+        """Write the new keys and attend, as a layer does; returns the output, which starts as NaN.
+
+        appends_in_launch: whether decode steps write their keys themselves, as after a warm-up with our kernels
+        """
         impl, metadata, layer = (
             self.impl(module),
             self.metadata(module, threshold),
             SimpleNamespace(_k_scale=K_SCALE, _v_scale=V_SCALE),
         )
-        output = torch.full_like(self.query, torch.nan)
-        impl.do_kv_cache_update(layer, self.new_keys, self.new_values, self.cache, metadata.slot_mapping)
+        output, impl.appends_in_launch = torch.full_like(self.query, torch.nan), appends_in_launch
         found = impl.forward(layer, self.query, self.new_keys, self.new_values, self.cache, metadata, output)
         assert found is output
         return output
@@ -172,6 +174,7 @@ def builder(module: Any, threshold: int = 1, rswa_window: int | None = None) -> 
         speculative_config=speculative,
         parallel_config=parallel,
         num_speculative_tokens=threshold - 1,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
     )
     return module.CompatMetadataBuilder(SimpleNamespace(block_size=16), ["layer"], config, torch.device("cpu"))
 

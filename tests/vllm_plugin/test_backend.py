@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings, use_backend
 from flash_attn_compat.backends.fused import graphs
-from flash_attn_compat.core import cuda_capture
+from flash_attn_compat.core import checks, cuda_capture
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate
@@ -99,6 +99,62 @@ def test_decode_steps_of_a_mixed_batch_get_the_decode_kernel(backend: ModuleType
 def test_sequences_of_one_row_each_need_no_starts(backend: ModuleType, name: str, one_row_each: list[bool]) -> None:
     parts = BATCHES[name].build().metadata(backend).parts
     assert [part.starts is None for part in parts] == one_row_each
+
+
+IN_ONE_LAUNCH = {
+    "a row for each sequence": DECODES,
+    "8-bit cache": replace(DECODES, kv_cache_dtype="fp8"),
+    "window, heads outside": replace(DECODES, window=12, layout="HND"),
+    "sinks": replace(DECODES, sinks=True, head_dim=128),
+    "padding of a graph": replace(DECODES, padding=(2, 2)),
+}
+
+
+@pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
+@pytest.mark.parametrize("name", IN_ONE_LAUNCH)
+def test_decode_steps_write_their_keys_in_the_launch_that_attends(
+    backend: ModuleType, turing: LaunchRecord, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(checks, "may_read", lambda x: False)  # as on a GPU; padding has a length of -1
+    built, by_vllm = IN_ONE_LAUNCH[name].build(), IN_ONE_LAUNCH[name].build()
+    check(built.run(backend, appends_in_launch=True), built.answer())
+    assert turing.entries == ["decode"]
+    by_vllm.run(backend)
+    assert torch.equal(built.cache.nan_to_num(), by_vllm.cache.nan_to_num())
+
+
+@pytest.mark.parametrize(("batch", "threshold"), [(MIXED, 1), (Batch(((2, 40), (1, 17))), 2), (DECODES, 2)], ids=str)
+def test_prefills_and_speculative_decoding_leave_new_keys_to_vllms_kernel(
+    backend: ModuleType, batch: Batch, threshold: int
+) -> None:
+    built = batch.build()
+    assert all(part.before is None for part in built.metadata(backend, threshold).parts)
+    check(built.run(backend, threshold, appends_in_launch=True), built.answer())
+
+
+def test_padding_and_runs_for_show_have_no_keys_before_a_step(backend: ModuleType) -> None:
+    built = replace(DECODES, padding=(2, 2)).build()
+    assert built.metadata(backend).parts[0].before.tolist() == [39, 16, 0, -1, -1]
+    for_show = built.metadata(backend, slot_mapping=torch.full_like(built.slots, -1))
+    assert for_show.parts[0].before.tolist() == [-1] * 5
+
+
+def test_a_replay_reads_the_lengths_of_the_last_metadata(backend: ModuleType) -> None:
+    builder, built = batches.builder(backend), DECODES.build()
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    captured = builder.build(0, CommonAttentionMetadata(**built.common)).parts[0].before
+    longer = built.common | dict(seq_lens=built.common["seq_lens"] + 1)
+    builder.build(0, CommonAttentionMetadata(**longer))
+    assert captured.tolist() == [40, 17, 1]
+
+
+def test_a_layer_that_shares_another_layers_cache_writes_no_keys(backend: ModuleType) -> None:
+    built = DECODES.build()
+    before, output = built.cache.clone(), torch.zeros_like(built.query)
+    impl = built.impl(backend, kv_sharing_target_layer_name="another")
+    impl.forward(None, built.query, built.new_keys, built.new_values, built.cache, built.metadata(backend), output)
+    assert torch.equal(built.cache.nan_to_num(), before.nan_to_num())
 
 
 def test_drafts_of_speculative_decoding_are_decode_steps(backend: ModuleType) -> None:
@@ -189,8 +245,10 @@ def test_newer_gpus_run_our_kernels_alone_and_captures_share_a_workspace(
 ) -> None:
     monkeypatch.setattr(settings, "capability", lambda device: capability)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: captures)
+    from flash_attn_compat.vllm import layer
+
     q = SimpleNamespace(is_cuda=True, device="cuda", get_device=lambda: 0)
-    with backend._surroundings(q):
+    with layer._surroundings(q):
         assert (settings.used_backend() == "fused") == (capability == (9, 0))
         assert graphs._in_order.get() == captures
     assert settings.used_backend() is None and not graphs._in_order.get()
@@ -206,15 +264,15 @@ def test_a_warm_up_launches_the_kernels_of_decode_steps_and_prefills(
 ) -> None:
     found = fused_on_cpu.record(monkeypatch)
     with use_backend("fused"):
-        MIXED.build().impl(backend).warm_up(torch.float16, torch.device("cpu"))
-    assert found.entries == ["decode", "decode", "forward", "forward"]
+        assert MIXED.build().impl(backend).warm_up(torch.float16, torch.device("cpu"))
+    assert found.entries == ["decode", "decode", "forward", "forward", "decode"]
 
 
 def test_layers_of_one_kind_are_warmed_up_once(backend: ModuleType) -> None:
     windowed = replace(MIXED, window=9).build()
     impls = [MIXED.build().impl(backend), windowed.impl(backend), MIXED.build().impl(backend)]
     layers = [*(SimpleNamespace(impl=impl) for impl in impls), SimpleNamespace(impl=None), None]
-    assert len(backend._different_impls(layers)) == 2
+    assert [len(impls) for impls in backend._impls_by_kind(layers)] == [2, 1]
 
 
 # ---- refusals

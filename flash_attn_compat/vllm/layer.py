@@ -1,0 +1,272 @@
+"""One layer's attention in vLLM, over its cache or among the tokens of an encoder.
+
+vLLM's cache of a layer has the logical shape (pages, heads, page size, 2 * head_dim): each slot holds a key and its
+value side by side. The kernels read both as views, through any strides, so NHD and HND need no copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends import BACKENDS
+from flash_attn_compat.backends.fused import graphs
+from flash_attn_compat.core import cuda_capture, sinks
+from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.core.eight_bit import as_bytes
+from flash_attn_compat.core.mask import MOST_TOKENS
+from flash_attn_compat.dispatch import choice
+from flash_attn_compat.dispatch.kvcache import attend_into
+from flash_attn_compat.dispatch.raw import forward_into
+from flash_attn_compat.vllm import versions
+from flash_attn_compat.vllm.batch import CompatMetadata, with_parts
+
+FUSED = next(backend for backend in BACKENDS if backend.name == "fused")
+PAGE = 16  # the page size is a multiple
+# vLLM's names of 8-bit caches, which have one scale for the keys of a layer and one for its values.
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+CACHE_DTYPES = ("auto", "float16", "bfloat16", *EIGHT_BITS)
+ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+# A decode step, a few rows, and prefills of more; over more pages than kernels for short sequences serve.
+_WARM_UP_ROWS, _WARM_UP_PAGES = (1, 8, 64, 512), 256
+
+
+class CompatImpl(AttentionImpl):
+    """The attention of one layer."""
+
+    supports_dcp = False
+    supports_pcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        unknown = sorted(name for name, value in others.items() if value not in (None, False, -1))
+        if unknown:
+            raise NotImplementedError(f"flash_attn_compat's backend does not support {', '.join(unknown)}")
+        if kv_cache_dtype not in CACHE_DTYPES:
+            known = ", ".join(CACHE_DTYPES)
+            raise ValueError(f"kv_cache_dtype must be one of {known}, got {kv_cache_dtype}")
+        if sinks is not None and (sinks.shape != (num_heads,) or alibi_slopes is not None):
+            raise ValueError(f"sinks must be ({num_heads},), without ALiBi; got {tuple(sinks.shape)}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.cache_dtype = EIGHT_BITS.get(kv_cache_dtype)  # None for a cache in the model's dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
+        )
+        self.logits_soft_cap = float(logits_soft_cap or 0.0)
+        self.sliding_window = -1 if sliding_window is None else sliding_window - 1
+        self.sinks, self._fp32_sinks = sinks, None if sinks is None else sinks.float()
+        self.appends_in_launch = False  # until a warm-up has found that our kernels serve
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The properties that kernels are compiled for."""
+        features = self.alibi_slopes is not None, self.logits_soft_cap > 0.0, self.sinks is not None
+        shape = self.num_heads, self.num_kv_heads, self.head_size
+        return *shape, self.sliding_window, self.attn_type, self.cache_dtype, self._writes_keys, *features
+
+    def warm_up(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Compile and self-test the kernels of decode steps and prefills, by calls over a cache of zeros.
+
+        Returns whether our kernels serve decode steps that write their new keys.
+        """
+        if self.attn_type in ENCODERS:
+            return False
+        shape, one = (
+            (1, self.num_kv_heads, PAGE, 2 * self.head_size),
+            torch.ones((), dtype=torch.float32, device=device),
+        )
+        cache = torch.zeros(shape, dtype=dtype if self.cache_dtype is None else torch.uint8, device=device)
+        layer = SimpleNamespace(_k_scale=one, _v_scale=one)
+        table = torch.zeros(1, _WARM_UP_PAGES, dtype=torch.int32, device=device)
+        for rows in _WARM_UP_ROWS:
+            starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, rows], [rows]))
+            q = torch.zeros(rows, self.num_heads, self.head_size, dtype=dtype, device=device)
+            batch = CompatMetadata(rows, rows, rows, starts, lengths, table, starts, self._is_causal, 1, rows, ())
+            self.forward(layer, q, None, None, cache, with_parts(batch, rows), torch.empty_like(q))
+        if not self._writes_keys or self.attn_type != AttentionType.DECODER:
+            return False
+        served = choice.served[FUSED.name]
+        q, k = (
+            torch.zeros(1, heads, self.head_size, dtype=dtype, device=device)
+            for heads in (self.num_heads, self.num_kv_heads)
+        )
+        before, descales = torch.zeros(1, dtype=torch.int32, device=device), self._descales(layer)
+        with _surroundings(q):
+            views = self._cache_views(cache, dtype)
+            self._attend_to_pages(torch.empty_like(q), q, *views, before, table, *descales, k, k)
+        return choice.served[FUSED.name] > served
+
+    @property
+    def _writes_keys(self) -> bool:
+        """Whether the layer has a cache, and no other layer writes it."""
+        return self.attn_type not in ENCODERS and self.kv_sharing_target_layer_name is None
+
+    @property
+    def _is_causal(self) -> bool:
+        return bool(self.attn_type == AttentionType.DECODER)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.sinks is not None:
+            self._fp32_sinks = self.sinks.detach().float()
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: CompatMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write attention of query (tokens, heads, head_dim) to output, of the same shape, and return it.
+
+        key, value: (tokens, heads_k, head_dim); written to their slots of the cache before, but for encoders
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("a quantised output is not supported")
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
+        q, out = (x if x.dim() == 3 else x.view(-1, self.num_heads, self.head_size) for x in (query, output))
+        with _surroundings(q):
+            if self.attn_type in ENCODERS:
+                self._attend_among(q, key, value, out, attn_metadata)
+                return output
+            k, v = self._cache_views(kv_cache, q.dtype)
+            descales = self._descales(layer)
+            if key is not None and value is not None and self._writes_keys:
+                first = attn_metadata.parts[0]
+                if first.before is not None and self.appends_in_launch:
+                    self._attend_to_pages(out, q, k, v, first.before, first.table, *descales, key, value)
+                    return output
+                self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+            for rows, starts, longest, table, lengths, _ in attn_metadata.parts:
+                part_q, part_out = (q, out) if rows is None else (q[rows], out[rows])
+                if starts is None:
+                    self._attend_to_pages(part_out, part_q, k, v, lengths, table, *descales)
+                    continue
+                # The longest number of keys bounds nothing but windows: the table bounds the keys.
+                tensors = part_q, k, v, self.alibi_slopes, starts, starts, lengths, None, table, *descales
+                self._attend(part_out, tensors, attn_metadata.causal, longest, MOST_TOKENS)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write new keys and values to their slots of the cache, by vLLM's kernel."""
+        if self.attn_type not in ENCODERS:
+            k, v = map(as_bytes, self._cache_views(kv_cache, key.dtype))
+            versions.write_keys(key, value, k, v, slot_mapping, self.kv_cache_dtype, layer)
+
+    def _attend_among(self, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, batch: CompatMetadata) -> None:
+        """An encoder's attention, among the tokens of each sequence."""
+        if k is None or v is None:
+            raise ValueError("an encoder's layer must get keys and values")
+        starts, longest = batch.query_start_loc, batch.max_query_len
+        self._attend(out, (q, k, v, self.alibi_slopes, starts, starts), False, longest, longest)
+
+    def _attend(
+        self, out: Tensor, tensors: tuple[Tensor | None, ...], causal: bool, longest_q: int, longest_k: int
+    ) -> None:
+        """Write one call's result to ``out``. Windows of rows that see later keys reach to both sides."""
+        left, s_aux = self.sliding_window, self._fp32_sinks
+        right = 0 if causal and left >= 0 else left
+        scalars = Scalars(0.0, self.scale, causal, left, right, self.logits_soft_cap, False, longest_q, longest_k)
+        lse = forward_into(out, tensors, scalars, return_lse=s_aux is not None)
+        if s_aux is not None and lse is not None:
+            sinks.absorb_in_place(out, lse, s_aux)
+
+    def _attend_to_pages(
+        self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor, k_scale: Tensor | None,
+        v_scale: Tensor | None, key: Tensor | None = None, value: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write the attention of each sequence's only row, the last one, to ``out``.
+
+        key, value: written behind ``lengths`` of the cache before; None where they are in it
+        """
+        left, s_aux, count = self.sliding_window, self._fp32_sinks, lengths.shape[0]
+        if q.shape[0] != count:
+            q, out = q[:count], out[:count]
+        q, out = q.unsqueeze(1), out.unsqueeze(1)
+        new = [None if x is None else x[:count].unsqueeze(1) for x in (key, value)]
+        scalars = Scalars(0.0, self.scale, True, left, 0 if left >= 0 else -1, self.logits_soft_cap)
+        lse = attend_into(
+            out, q, k, v, self.alibi_slopes, lengths, table, scalars, s_aux is not None, k_scale, v_scale, *new
+        )
+        if s_aux is not None and lse is not None:
+            sinks.absorb_in_place(out, lse, s_aux)
+
+    def _descales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return the layer's scales of an 8-bit cache, (1, 1) fp32 each: kernels read them, so that graphs may too."""
+        if self.cache_dtype is None or layer is None:
+            return None, None
+        k_scale, v_scale = layer._k_scale, layer._v_scale
+        if k_scale.numel() != 1 or v_scale.numel() != 1:
+            raise NotImplementedError(f"an 8-bit cache must have one scale, got {k_scale.numel()} for the keys")
+        return k_scale.view(1, 1), v_scale.view(1, 1)
+
+    def _cache_views(self, cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a cache, each (pages, page size, heads, head_dim). Raises ValueError."""
+        shape, width = cache.shape, self.head_size
+        if self.cache_dtype is not None:  # vLLM allocates bytes
+            if cache.dtype is torch.uint8:
+                cache = cache.view(self.cache_dtype)
+            dtype = self.cache_dtype
+        fits = len(shape) == 4 and shape[1] == self.num_kv_heads and shape[3] == 2 * width and shape[2] % PAGE == 0
+        if not fits or cache.dtype != dtype or cache.stride(3) != 1:
+            raise ValueError(
+                f"kv_cache must have shape (pages, {self.num_kv_heads}, page size, {2 * width}) with a page size that "
+                f"is a multiple of {PAGE}, dtype {dtype} and adjacent channels; got {tuple(shape)}, {cache.dtype}, "
+                f"strides {cache.stride()}"
+            )
+        by_slot = cache.transpose(1, 2)
+        return by_slot.narrow(3, 0, width), by_slot.narrow(3, width, width)  # in a fifth of split's time
+
+
+_NONE = contextlib.nullcontext()
+
+
+def _surroundings(q: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return the context of a call: which backends may serve, and how graphs are replayed.
+
+    On GPUs from 8.0 on only our kernels serve: backends that go before them there wait for the GPU to read lengths.
+    vLLM replays the graphs that it captures one after another.
+    """
+    if not q.is_cuda:
+        return _NONE
+    is_newer = settings.capability(q.device) >= (8, 0) and settings.forced_backend() is None
+    is_captured = cuda_capture.is_capturing(q.get_device())
+    if not (is_newer or is_captured):
+        return _NONE
+    found = contextlib.ExitStack()
+    if is_newer:
+        found.enter_context(settings.using_backend("fused"))
+    if is_captured:
+        found.enter_context(graphs.replayed_in_order())
+    return found
