@@ -63,7 +63,7 @@ def test_a_contest_has_each_contestants_time_and_the_rivals_over_ours(tmp_path, 
     assert code == 0
     found = [(row["contestant"], row["ours"], row["forward"]["median_ms"]) for row in rows]
     assert found == [("ours", True, 2.0), ("theirs", False, 3.0)]
-    assert "geometric mean speed-up over theirs: forward 1.500 (1 workloads)" in capsys.readouterr().out
+    assert "geometric mean speed-up over theirs: forward 1.500 (1 workload)" in capsys.readouterr().out
 
 
 def test_contestants_that_do_not_agree_or_fail_or_are_too_slow_give_exit_code_1(tmp_path):

@@ -312,7 +312,7 @@ def test_a_ratio_is_the_fastest_right_rivals_time_over_ours():
     shown = dict(zip(table.columns, table.rows[0]))
     rival = "the fastest way without flash-attn, ms"
     assert (shown[rival], shown["speed-up"]) == ("1 / 12 plain / pad_sdpa", "0.500 / 2.000")
-    assert bench_report.mean_lines(rows)[0] == "geometric mean speed-up over flash-attn: forward 0.500 (1 workloads)"
+    assert bench_report.mean_lines(rows)[0] == "geometric mean speed-up over flash-attn: forward 0.500 (1 workload)"
     (found,) = bench_report.compared([rows[0], pad, replace(plain, failed=True)])
     assert found.ratio(bench_report.WORKAROUNDS, "forward") == 4.0
 

@@ -136,6 +136,17 @@ def test_a_picture_is_the_same_after_a_trip_through_a_file_and_is_drawn_into_the
     assert svg(picture) == svg(picture)
 
 
+def test_small_numbers_at_an_axis_are_written_as_numbers() -> None:
+    text = svg(Curves("Speed", "N", "TFLOP/s", [("naive", [(16, 2e-6), (128, 3e-2)])]))
+    assert "mathdefault" not in text and "$" not in text and ">0.001<" in text
+
+
+def test_the_options_of_a_command_are_not_broken_at_their_hyphens() -> None:
+    text = to_html("Right?", {"": replace(WRONG, conclusion=["locate a --seqlen-k 131 --n -5 a-b", "FAIL: 1"])})
+    assert '<span class="whole">--seqlen-k</span> 131 <span class="whole">--n</span>' in text
+    assert "</span> a-b</p>" in text
+
+
 def test_without_matplotlib_a_page_names_the_package_for_its_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "can_draw", lambda: False)
     text = written(tmp_path, replace(LOCATED, pictures=PICTURES))[1]

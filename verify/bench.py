@@ -29,14 +29,16 @@ from .environment import checked_devices, describe
 from .errors import UsageError
 from .graphs import graphed
 from .inputs import dtype, number, positive
-from .native import loads_native_code
+from .native import is_isolated
 from .output import announce, console, deliver, progress_bar, shown
 from .own import own
-from .tables import COLOURS, OURS, TOO_LITTLE, Picture, Report
+from .tables import COLOURS, OURS, TOO_LITTLE, Picture, Report, counted
 from .timing import DeviceLost, Failed, attempt
 from .workloads import DECODE, FULL, PLAIN, SMALL, Workload, fitted, of_lengths, shrunk
 
 LADDER = "verify's ladder"
+FP32_ASKED = "the tensors were fp32, the default on a CPU: for a kernel of half precision add --dtype fp16"
+ISOLATE = "run in child processes, so that a crash is named (default for a kernel on a GPU or with native code)"
 Step = Callable[[str], None]
 Problem = tuple[str, Callable[[Step], list[Row]]]  # its name, and a function that returns its rows
 
@@ -50,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=positive, nargs="+", metavar="N", help="causal problems of these sequence lengths instead")
     what = "time this kernel beside the package and the others, on plain squares first"
     add("--implementation", metavar="MODULE_OR_FILE.py[:ATTRIBUTE]", help=what)
-    what = "each workload in a child process, so that a crash is named (default for files with native code)"
-    add("--isolate", action=argparse.BooleanOptionalAction, default=None, help=what)
+    add("--isolate", action=argparse.BooleanOptionalAction, default=None, help=ISOLATE)
     add("--backends", default="default", metavar="A,B", help="our contestants: 'default', backend names, or 'all'")
     add("--rivals", default="", metavar="A,B", help=f"only these rivals ('none': no rival): {', '.join(RIVALS)}")
     add("--repeats", type=positive, default=7, metavar="N", help="readings of each figure (default 7)")
@@ -87,6 +88,7 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
         repeats=arguments.repeats,
         backward=not arguments.forward_only,
         graphs=kind == "cuda",
+        only_served=bool(arguments.implementation),
     )
 
 
@@ -119,17 +121,17 @@ def _workloads(arguments: argparse.Namespace, kind: str) -> list[Workload]:
 
 def main(arguments: argparse.Namespace) -> int:
     kernel: str | None = arguments.implementation
-    isolated = loads_native_code(kernel) if kernel and arguments.isolate is None else bool(arguments.isolate)
-    if kernel and not isolated:
-        impl.imported(kernel)  # before the work
     plan, terminal = plan_from(arguments), console()
+    isolated = is_isolated(arguments.isolate, kernel, plan.device)
+    if kernel:
+        (impl.check_loads if isolated else impl.imported)(kernel)  # before the work
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),
                    "official flash-attn": impl.official()[1]}  # fmt: skip
     saved = tables.load(arguments.against) if arguments.against else None
     announce(environment, terminal)
     try:
         plan = on_card(plan)
-        rows, lost = gathered(isolated_problems(plan) if isolated else problems(plan), terminal)
+        rows, lost = gathered(isolated_problems(plan, kernel) if isolated else problems(plan), terminal)
     except DeviceLost as reason:
         rows, lost = [], f"the CUDA device failed at the first call: {reason}"
     data = {"workloads": {workload.name: workload.describe() for workload in plan.workloads}}
@@ -138,8 +140,11 @@ def main(arguments: argparse.Namespace) -> int:
     if kernel:
         package = [each.name for each in plan.contestants if not each.ours and each.name not in RIVALS]
         yardsticks = {OURS: package, **yardsticks}
-    return conclude("verify bench", environment, rows, lost, arguments, saved, yardsticks, data=data,
-                    pictures=pictures, subject=kernel or OURS)  # fmt: skip
+    is_default_fp32 = not arguments.dtype and plan.dtype == torch.float32
+    ran = any(row.ours and not row.declined for row in rows)
+    closing = [FP32_ASKED] if kernel and is_default_fp32 and not ran else []
+    return conclude("verify bench", environment, rows, lost, arguments, saved, yardsticks, closing, data,
+                    pictures, kernel or OURS)  # fmt: skip
 
 
 def on_card(plan: Plan) -> Plan:
@@ -156,24 +161,31 @@ def problems(plan: Plan) -> list[Problem]:
             for each in (plan, in_graphs) for workload in each.workloads]  # fmt: skip
 
 
-def isolated_problems(plan: Plan) -> list[Problem]:
-    """Run the plan in child processes. If a process ends, our contestants have failed in that workload."""
-    given = problems(plan)
-    results = run_in_children(len(given), steps, plan)
+def isolated_problems(plan: Plan, kernel: str | None) -> list[Problem]:
+    """Run the plan in child processes. If one ends, the kernel, or our first contestant, failed in that workload."""
+    given, results = problems(plan), run_in_children(len(problems(plan)), steps, plan)
+    blamed = kernel or next(each.name for each in plan.contestants if each.ours)
 
-    def of_next(each: Contestant, name: str, step: Step) -> list[Row]:
+    def of_next(name: str, step: Step) -> list[Row]:
         step(name)
         found = next(results)
-        return [Row(name, each.name, True).but(Failed(found.how))] if isinstance(found, Ended) else found
+        return [Row(name, blamed, True).but(Failed(found.how))] if isinstance(found, Ended) else found
 
-    mine = next(each for each in plan.contestants if each.ours)
-    return [(heading, functools.partial(of_next, mine, heading.partition(":")[0])) for heading, _ in given]
+    return [(heading, functools.partial(of_next, heading.partition(":")[0])) for heading, _ in given]
 
 
 def steps(first: int, plan: Plan) -> Iterator[list[Row]]:
-    """Yield the rows of the problems from number ``first`` on."""
-    for _, of_one in problems(plan)[first:]:
-        yield of_one(lambda what: None)
+    """Yield the rows of the problems from number ``first`` on. The contestant that breaks the GPU has failed."""
+    for heading, of_one in problems(plan)[first:]:
+        begun = [""]
+        try:
+            found = of_one(begun.append)
+        except DeviceLost as reason:
+            broke = [each for each in plan.contestants if begun[-1].endswith(f"checking {each.name}")]
+            broke = broke or [each for each in plan.contestants if each.ours]
+            failed = Failed(f"it broke the GPU, or found it broken: {reason}")
+            found = [Row(heading.partition(":")[0], broke[0].name, broke[0].ours).but(failed)]
+        yield found
 
 
 def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], str]:
@@ -200,8 +212,11 @@ def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], st
 
 
 def _print_rows(heading: str, rows: Sequence[Row], terminal: Console) -> None:
-    terminal.print(shown(heading, "bold"))
-    for row in rows:
+    declined = [row for row in rows if row.declined and row.ours]
+    reasons = [f"{row.contestant}: " * (len(rows) > 1) + row.reason for row in declined]
+    told = f"  not measured: {'; '.join(reasons)}" if reasons else ""
+    terminal.print(shown(heading, "bold").append(shown(told, "yellow")), soft_wrap=True)
+    for row in (row for row in rows if not row.declined):
         _, name, forward, both, memory, *_, verdict, remarks = tables.detail(row)
         line = shown(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB  ")
         line.append(verdict, style=COLOURS.get(verdict, "")).append(shown(f"  {remarks}", "dim"))
@@ -233,20 +248,25 @@ def conclude(
         table, conclusion, regressed = tables.against(saved, rows, arguments.tolerance)
         summary.append(table)
         lines += [*conclusion, *tables.differing_devices(saved, environment)]
-    wrong = [f"WRONG OR FAILED  {row.workload} {row.contestant}: {tables.remarks(row)}"
-             for row in rows if row.ours and row.wrong]  # fmt: skip
-    lines += [*closing, *wrong, *([lost] if lost else [])]
+    wrong = sum(row.ours and row.wrong for row in rows)
     whose = "ours" if subject in (OURS, LADDER) else subject
+    lines += [*closing, *tables.wrong_lines(rows), *(tables.kernel_lines(rows, subject) if whose == subject else [])]
+    lines += [*tables.noise_lines(rows), *([lost] if lost else [])]
     answers = sum(row.ours and row.verdict is not None for row in rows)
-    declined = sum(row.ours and row.verdict is None and not row.failed for row in rows) if whose == subject else 0
-    bad = [what for what, there in (("wrong", wrong), ("slower", regressed), ("unfinished", lost)) if there]
+    declined = sum(row.ours and row.declined for row in rows) if whose == subject else 0
+    served = counted([row for row in rows if row.ours and not row.declined], "workload")
+    of_all = f" in {wrong} of {served}" if whose == subject else ""
+    bad = [what for what, there in (("wrong" + of_all, wrong), ("slower", regressed), ("unfinished", lost)) if there]
     if whose == subject and not (bad or answers):
         lines.append(f"{TOO_LITTLE}: no workload ran, {declined} declined")
     else:
         told = f", in {answers} of {answers + declined} workloads; it declined the others" if declined else ""
+        told = told or (f", in all {answers} workloads" if whose == subject else "")
         lines.append(f"FAIL: {', '.join(bad)}" if bad else f"PASS: every answer of {whose} is right{told}")
     ok = lines[-1].startswith("PASS")
-    summary.append(tables.detail_table(rows, "Every contestant", folded=bool(yardsticks)))
+    is_folded = bool(yardsticks)
+    summary += [tables.detail_table(rows, "Every contestant", is_folded), tables.declined_table(rows, is_folded)]
+    summary += [tables.workload_table(data["workloads"])] if data and "workloads" in data else []
     drawn = [*pictures, *bench_pictures.bars(rows, yardsticks)]
     found = Report(title, environment, summary, lines, ok, pictures=drawn, subject=subject)
     deliver(found, {"rows": [row.to_json() for row in rows], **(data or {})}, arguments, console())

@@ -15,8 +15,8 @@ def bars(rows: Sequence[Row], yardsticks: Yardsticks) -> list[Picture]:
     found, made = [*compared(rows)], list[Picture]()
     for rival, names in yardsticks.items():
         for title, bar in (
-            (f"Speed beside {rival}: longer is faster", speed),
-            (f"Memory beside {rival}: longer is more", memory),
+            (f"Speed beside {rival}: 1 is as fast, longer is faster; ms in brackets", speed),
+            (f"Memory beside {rival}: 1 is as much, longer is more; MiB in brackets", memory),
         ):
             groups = [(each.mine.workload, [bar(each, names, mode) for mode in MODES]) for each in found]
             if groups := [group for group in groups if any(group[1])]:
@@ -26,14 +26,14 @@ def bars(rows: Sequence[Row], yardsticks: Yardsticks) -> list[Picture]:
 
 def speed(each: Compared, names: Sequence[str], mode: str) -> Bar | None:
     ratio, ours = each.ratio(names, mode), each.mine.milliseconds(mode)
-    return Bar(ratio, f"{ratio:.2f} ({ours:.3g} ms)") if ratio and ours else None
+    return Bar(ratio, f"{ratio:.2f} ({ours:.3g} ms)", each.mine.wrong) if ratio and ours else None
 
 
 def memory(each: Compared, names: Sequence[str], mode: str) -> Bar | None:
     """Return bars relative to the fastest rival."""
     rival, ours = each.fastest(names, mode), each.mine.mebibytes(mode)
     theirs = rival.mebibytes(mode) if rival else None
-    return Bar(ours / theirs, f"{ours / theirs:.2f} ({ours:.3g} MiB)") if ours and theirs else None
+    return Bar(ours / theirs, f"{ours / theirs:.2f} ({ours:.3g} MiB)", each.mine.wrong) if ours and theirs else None
 
 
 def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Picture]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from . import output
+from . import COMMAND, output
 from .bench_run import Row
 from .contestants import FLASH, WORKAROUNDS
 from .reading import value_of
-from .tables import OURS, Table
+from .tables import OURS, Table, counted
 from .timing import Timing
-from .workloads import DECODE, IN_GRAPH
+from .workloads import DECODE, IN_GRAPH, SHAPE_NOTE
 
 MODES = {"forward": "forward", "both": "forward + backward"}
 Yardsticks = Mapping[str, Sequence[str]]  # contestants that are compared with: the fastest of them
 YARDSTICKS: Yardsticks = {"flash-attn": FLASH, "the fastest way without flash-attn": WORKAROUNDS}
 NONE = "-"
+PROCESS_ENDED = "its process ended"
+MOST_NAMES = 4  # workloads in a line
+NOISE = 0.25  # a larger spread of a time, as a share of its median, is no property of the kernel
 
 
 # ---- ratios ----------------------------------------------------------------------------------------------------------
@@ -59,15 +64,15 @@ def compared(rows: Sequence[Row]) -> Iterator[Compared]:
 def mean_lines(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS) -> list[str]:
     """Return a line for each yardstick: the geometric mean of its fastest contestant's time / ours.
 
-    Decoding and workloads in CUDA graphs are left out.
+    Decoding, workloads in CUDA graphs and wrong answers of ours are left out.
     """
     decoding = {workload.name for workload in DECODE}
-    found = [each for each in compared(rows) if each.mine.workload not in decoding]
+    found = [each for each in compared(rows) if each.mine.workload not in decoding and not each.mine.wrong]
     found = [each for each in found if not each.mine.workload.endswith(IN_GRAPH)]
     lines = []
     for label, names in yardsticks.items():
         ratios = {what: [ratio for each in found if (ratio := each.ratio(names, mode))] for mode, what in MODES.items()}
-        means = [f"{what} {geometric_mean(of):.3f} ({len(of)} workloads)" for what, of in ratios.items() if of]
+        means = [f"{what} {geometric_mean(of):.3f} ({counted(of, 'workload')})" for what, of in ratios.items() if of]
         lines += [f"geometric mean speed-up over {label}: {', '.join(means)}"] if means else []
     return lines
 
@@ -90,8 +95,10 @@ def detail(row: Row) -> list[str]:
 
 
 def answer(row: Row) -> str:
+    if row.declined:
+        return "not supported"
     if row.verdict is None and not row.failed:
-        return NONE if row.forward else "not supported"
+        return NONE
     return "FAIL" if row.wrong else "pass"
 
 
@@ -102,7 +109,65 @@ def remarks(row: Row) -> str:
 
 
 def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table:
-    return Table(title, DETAIL_COLUMNS, [detail(row) for row in rows], folded, DETAIL_NOTE)
+    return Table(title, DETAIL_COLUMNS, [detail(row) for row in rows if not row.declined], folded, DETAIL_NOTE)
+
+
+def declined_table(rows: Sequence[Row], folded: bool = False) -> Table:
+    """Return a line for each contestant and reason without figures: the number of workloads, and their names.
+
+    folded: fold the table unless one of our contestants is in it
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.declined:
+            found.setdefault((row.contestant, row.reason), []).append(row.workload)
+    cells = [(name, reason, str(len(which)), _some(which)) for (name, reason), which in found.items()]
+    folded = folded and not any(row.declined and row.ours for row in rows)
+    return Table("Not measured", ("contestant", "reason", "workloads", "names"), cells, folded)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES + 1 else ""
+    return ", ".join(names[:MOST_NAMES] if more else names) + more
+
+
+def wrong_lines(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each contestant of ours and mistake: the first workload, and the names of the others."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.ours and row.wrong:
+            found.setdefault((row.contestant, re.sub(r"\d\S*", "", remarks(row))), []).append(row)
+    return [
+        f"WRONG OR FAILED  {first.workload} {name}: {remarks(first)}"
+        + (f"; alike in {_some([row.workload for row in others])}" if others else "")
+        for (name, _), (first, *others) in found.items()
+    ]
+
+
+def workload_table(described: Mapping[str, str]) -> Table:
+    return Table("Workloads", ("workload", "problem"), [*described.items()], True, SHAPE_NOTE)
+
+
+def kernel_lines(rows: Sequence[Row], kernel: str) -> list[str]:
+    """Return lines for the kernel's author: the ends of processes, and the command that judges a wrong kernel."""
+    mine = [row for row in rows if row.ours]
+    lines = []
+    if ended := [row for row in mine if PROCESS_ENDED in row.reason]:
+        first = f"first in {ended[0].workload} ({ended[0].reason})"
+        lines.append(f"{kernel} ended its process in {counted(ended, 'workload')}, {first}")
+    if any(row.wrong for row in mine):
+        lines.append(f"judge more problems, and see which are wrong: {COMMAND} --implementation {shlex.quote(kernel)}")
+    return lines
+
+
+def noise_lines(rows: Sequence[Row]) -> list[str]:
+    """Return a warning if the readings of many times scatter."""
+    timings = [timing for row in rows for timing in (row.forward, row.both) if timing]
+    noisy = sum(timing.high_ms - timing.low_ms > 2 * NOISE * timing.median_ms for timing in timings)
+    if 4 * noisy < len(timings) or not timings:
+        return []
+    what = f"{noisy} of {len(timings)} times vary by more than ±{NOISE:.0%}"
+    return [f"{what}: other programs use the machine, so measure again when it is idle"]
 
 
 SUMMARY_NOTE = (
@@ -117,7 +182,7 @@ def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS, subj
     for rival in yardsticks:
         columns += [f"{rival}, ms", "speed-up"]
     cells = []
-    for each in compared(rows):
+    for each in compared([row for row in rows if not row.declined]):
         mine, modes = each.mine, ("forward", "both") if each.mine.both else ("forward",)
         row = [mine.workload, mine.served_by, _listed([mine.milliseconds(mode) for mode in modes], ".3g"),
                _listed([mine.memory_mib, mine.both_memory_mib], ".3g")]  # fmt: skip

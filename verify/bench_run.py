@@ -41,6 +41,11 @@ class Row:
         return self.failed or (self.verdict is not None and not self.verdict.ok)
 
     @property
+    def declined(self) -> bool:
+        """Whether there is no answer, no time and no failure."""
+        return self.verdict is None and self.forward is None and not self.failed
+
+    @property
     def doubtful(self) -> bool:
         """Whether the forward took longer than forward + backward: another program uses the machine."""
         return bool(self.forward and self.both and self.forward.median_ms > self.both.median_ms)
@@ -63,7 +68,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The contestants, workloads and settings of a run. graphs: also time calls without gradients in a CUDA graph"""
+    """The contestants, workloads and settings of a run.
+
+    graphs: also time calls without gradients in a CUDA graph
+    only_served: leave out a workload that our first contestant declines
+    """
 
     workloads: Sequence[Workload]
     contestants: Sequence[Contestant]
@@ -74,6 +83,7 @@ class Plan:
     backward: bool = True
     graphs: bool = False
     seed: int = 0
+    only_served: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,25 +135,37 @@ def _entries(workload: Workload, plan: Plan, step: Callable[[str], None]) -> Ite
     # The check needs the call with gradients. If it fails, mostly for lack of memory, the forward may still run.
     ways = (True, False) if plan.backward and not workload.decode else (False,)
     for contestant in plan.contestants:
-        row = Row(workload.name, contestant.name, contestant.ours)
         step(f"{workload.name}: checking {contestant.name}")
-        pair = attempt(plan.device, _prepared, contestant, workload, given)
-        if isinstance(pair, Failed):
-            yield Entry(row.but(pair))
+        entry = _checked(contestant, workload, plan, given, pieces, ways)
+        yield entry
+        if plan.only_served and contestant.ours and entry.row.declined:
+            return
+
+
+def _checked(
+    contestant: Contestant,
+    workload: Workload,
+    plan: Plan,
+    given: Call,
+    pieces: Sequence[spot_check.Piece],
+    ways: Sequence[bool],
+) -> Entry:
+    """Return the contestant's checked row and its jobs. ways: with gradients (True) or without, the first that works"""
+    row = Row(workload.name, contestant.name, contestant.ours)
+    pair = attempt(plan.device, _prepared, contestant, workload, given)
+    if isinstance(pair, Failed):
+        return Entry(row.but(pair))
+    prepared, judged = pair
+    for gradients in ways:
+        verdict = attempt(plan.device, spot_check.check, judged, given, pieces, gradients)
+        if isinstance(verdict, Failed):
+            row = row.but(verdict)
             continue
-        prepared, judged = pair
-        for gradients in ways:
-            verdict = attempt(plan.device, spot_check.check, judged, given, pieces, gradients)
-            if isinstance(verdict, Failed):
-                row = row.but(verdict)
-                continue
-            jobs = {"forward": forward_job(prepared, given)}
-            jobs |= {"both": training_job(prepared, given)} if gradients else {}
-            checked = replace(row, served_by=prepared.served_by, verdict=verdict)
-            yield Entry(checked, jobs, prepared.prepared_bytes / MIB)
-            break
-        else:
-            yield Entry(row)
+        jobs = {"forward": forward_job(prepared, given)}
+        jobs |= {"both": training_job(prepared, given)} if gradients else {}
+        checked = replace(row, served_by=prepared.served_by, verdict=verdict)
+        return Entry(checked, jobs, prepared.prepared_bytes / MIB)
+    return Entry(row)
 
 
 def _prepared(contestant: Contestant, workload: Workload, given: Call) -> tuple[Prepared, Prepared]:

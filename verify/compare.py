@@ -91,12 +91,6 @@ def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
         yield row.verdict, row.remark, row.bypassed
 
 
-def load(first: int, path: str) -> Iterator[bool]:
-    """Import a kernel and call it once: one step, for a child process."""
-    impl.imported(path)
-    yield True
-
-
 def children_for(devices: Sequence[str]) -> int:
     """Return the number of judging processes: on a GPU, compilation and self-tests take most of the time."""
     return min(MOST_CHILDREN, os.cpu_count() or 1) if any(each.startswith("cuda") for each in devices) else 1
@@ -126,13 +120,6 @@ def _isolated_rows(asked: Asked, cases: Sequence[Case]) -> Iterator[Row]:
             continue
         is_crash = not isinstance(found, NotDone)
         yield Row(*place, Verdict(errors=[found.how]), crashed=is_crash, unasked=not is_crash)
-
-
-def _check_loads(path: str) -> None:
-    """Raise UsageError if a child process cannot import the kernel, or ends in a call with four rows."""
-    (found,) = run_in_children(1, load, path)
-    if isinstance(found, Ended):
-        raise UsageError(f"{path!r} cannot be judged: where it was imported and called with four rows, {found.how}")
 
 
 def _judged(case: Case, implementation: impl.Implementation, device: str, examination: Examination) -> Row:
@@ -196,7 +183,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not isolated:
         _ = asked.judged  # before the work
     elif own:
-        _check_loads(own)
+        impl.check_loads(own)
     torch.set_num_threads(1)  # thousands of small problems: more threads cost more time than they save
     terminal, environment = console(), describe(devices)
     announce(environment, terminal)

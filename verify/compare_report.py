@@ -251,7 +251,8 @@ def crash_words(rows: Sequence[Row], implementation: str) -> list[str]:
         return []
     first, unasked = crashed[0], sum(row.unasked for row in rows)
     rest = f"; {unasked} problems were skipped" if unasked else ""
-    said = f"{implementation}: {len(crashed)} times the process ended, first in {first.case.name}"
+    many = "once, in" if len(crashed) == 1 else f"{len(crashed)} times, first in"
+    said = f"{implementation}: the process ended {many} {first.case.name}"
     return [f"{said} on {first.device} ({first.note}){rest}"]
 
 

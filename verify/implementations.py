@@ -19,6 +19,7 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends import BACKENDS
+from flash_attn_compat.isolation import Ended, run_in_children
 
 from .call import Call, accepted
 from .errors import NotSupported, UsageError
@@ -133,6 +134,19 @@ def imported(path: str) -> Imported:
     if callable(target) and not isinstance(target, type) and not _takes_attention(target):
         raise UsageError(f"{path!r} is not an attention function: it does not make a tensor of q, k and v")
     return Imported(path, target)
+
+
+def check_loads(path: str) -> None:
+    """Raise UsageError if a child process cannot import the kernel, or ends in a call with four rows."""
+    (found,) = run_in_children(1, load, path)
+    if isinstance(found, Ended):
+        raise UsageError(f"{path!r} cannot be judged: where it was imported and called with four rows, {found.how}")
+
+
+def load(first: int, path: str) -> Iterator[bool]:
+    """Import a kernel and call it once: one step, for a child process."""
+    imported(path)
+    yield True
 
 
 def _of_file(path: Path) -> ModuleType:

@@ -18,13 +18,14 @@ from flash_attn_compat import flash_attn_func
 from flash_attn_compat.card import cap_memory
 
 from . import inputs
-from .bench import LADDER, conclude, gathered, problems
+from .bench import ISOLATE, LADDER, conclude, gathered, isolated_problems, problems
 from .bench_pictures import curves
 from .bench_run import Plan
 from .call import Call
 from .contestants import Contestant, Prepared
 from .environment import describe
-from .implementations import imported
+from .implementations import check_loads, imported
+from .native import is_isolated
 from .output import announce, console
 from .own import own
 from .steps import PAPER, STEPS
@@ -41,10 +42,11 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
 
 def rung(name: str, function: Callable[..., Tensor]) -> Contestant:
-    def prepare(workload: Workload, given: Call) -> Prepared:
-        return Prepared(functools.partial(function, causal=workload.causal))
+    return Contestant(name, functools.partial(_prepared, function), ours=True)
 
-    return Contestant(name, prepare, ours=True)
+
+def _prepared(function: Callable[..., Tensor], workload: Workload, given: Call) -> Prepared:
+    return Prepared(functools.partial(function, causal=workload.causal))
 
 
 def rungs(block_rows: int, block_columns: int) -> list[Contestant]:
@@ -63,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_problem_arguments(parser, batch=1, heads=2)
     what = "a kernel of your own as another step"
     parser.add_argument("--implementation", metavar="MODULE_OR_FILE.py[:ATTRIBUTE]", help=what)
+    parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=None, help=ISOLATE)
     parser.add_argument("--repeats", type=inputs.positive, default=5, metavar="R", help="readings of each time")
 
 
@@ -73,14 +76,17 @@ def main(arguments: argparse.Namespace) -> int:
     workloads = [workload(f"N = {n}", (n,) * batch, heads, arguments.head_dim, **options)
                  for n in sorted(set(arguments.n))]  # fmt: skip
     contestants = rungs(arguments.br, arguments.bc)
-    if kernel := arguments.implementation:
-        imported(kernel)  # before the work
-        contestants.append(own(kernel, {"block_rows": arguments.br, "block_columns": arguments.bc}))
+    kernel: str | None = arguments.implementation
+    isolated = is_isolated(arguments.isolate, kernel, device)
+    if kernel:
+        (check_loads if isolated else imported)(kernel)  # before the work
+        sizes = {"block_rows": arguments.br, "block_columns": arguments.bc}
+        contestants = [own(kernel, sizes), *(replace(each, ours=False) for each in contestants)]
     plan = Plan(workloads, contestants, device, arguments.dtype, arguments.repeats, ENOUGH_S,
                 backward=False, seed=arguments.seed)  # fmt: skip
     terminal, environment = console(), {"problem": problem, **describe([device])}
     announce(environment, terminal)
-    rows, lost = gathered(problems(plan), terminal)
+    rows, lost = gathered(isolated_problems(plan, kernel) if isolated else problems(plan), terminal)
     # A step that runs out of memory is not wrong.
     rows = [replace(row, failed=False) if "memory" in row.reason else row for row in rows]
     drawn = curves([replace(row, contestant=PAPER.get(row.contestant, row.contestant)) for row in rows], workloads)

@@ -9,15 +9,26 @@ from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 
+from flash_attn_compat.isolation import may_break
+
 # Libraries whose users run native code of their own, names that load or compile it, and libraries whose own
 # native code is not judged.
 _LIBRARIES = frozenset(("cffi", "ctypes", "cuda", "cupy", "numba", "pycuda", "pyopencl", "tilelang", "triton"))
 _LOADERS = frozenset(("CDLL", "cpp_extension", "load_inline", "load_library"))
-_TRUSTED = frozenset(("flash_attn_compat", "torch", "verify"))
+_TRUSTED = frozenset(("einops", "flash_attn_compat", "numpy", "torch", "verify"))
+
+
+def is_isolated(asked: bool | None, kernel: str | None, device: str) -> bool:
+    """Whether to run in child processes. asked: --isolate; by default for a kernel with native code or on a GPU"""
+    if asked is not None or not kernel:
+        return bool(asked)
+    return may_break(device.partition(":")[0]) or loads_native_code(kernel)
 
 
 def loads_native_code(path: str) -> bool:
-    """Whether the file at ``FILE.py[:ATTRIBUTE]`` or ``module[:ATTRIBUTE]``, or an imported neighbour, loads it."""
+    """Whether the file at ``FILE.py[:ATTRIBUTE]`` or ``module[:ATTRIBUTE]`` loads it, or an imported neighbour or
+    installed package does.
+    """
     file = re.fullmatch(r"(.*\.py)(?::.*)?", path)
     if not file and re.split("[.:]", path)[0] in _TRUSTED:
         return False
@@ -41,7 +52,17 @@ def _loads(file: Path, seen: set[Path]) -> bool:
     if packages & _LIBRARIES or used & _LOADERS or {part for name in imported for part in name.split(".")} & _LOADERS:
         return True
     beside = (_file_of(name, [str(file.parent)]) for name in packages)
-    return any(_loads(other, seen) for other in beside if other is not None)
+    if any(_loads(other, seen) for other in beside if other is not None):
+        return True
+    return any(_is_compiled(name) for name in packages - _TRUSTED - sys.stdlib_module_names)
+
+
+def _is_compiled(package: str) -> bool:
+    """Whether an installed package has compiled modules of its own."""
+    file = _file_of(package)
+    if file is None or file.name != "__init__.py":
+        return file is not None and file.name.endswith(tuple(EXTENSION_SUFFIXES))
+    return any(name.suffix in (".so", ".pyd") for name in file.parent.rglob("*"))
 
 
 def _imports(node: ast.AST) -> Iterator[str]:

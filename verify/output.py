@@ -116,7 +116,7 @@ def _show(report: Report, terminal: Console) -> None:
 
 
 def _show_tables(tables: Iterable[Table], terminal: Console) -> None:
-    for table in (table.used for table in tables if not table.folded):
+    for table in (table.used for table in tables if table.rows and not table.folded):
         drawn = rich.table.Table(*map(printable, table.columns), title=printable(table.title), title_justify="left",
                                  box=box.SIMPLE_HEAD)  # fmt: skip
         drawn.caption, drawn.caption_justify = shown(table.note, "dim") if table.note else None, "left"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from . import EXTRA
 from .reading import printable
-from .tables import COLOURS, OURS, TOO_LITTLE, Picture, Report, Table
+from .tables import COLOURS, OURS, TOO_LITTLE, Picture, Report, Table, counted
 
 MANY = 12  # a table with more rows is folded
 NARROW = 60  # a phone shows rows of at most so many characters side by side
@@ -28,7 +28,7 @@ _PAGE = """<!doctype html>
 :root {{ color-scheme: light dark }}
 body {{ margin: 0 auto; padding: 1rem; max-width: 74rem; font: 1rem/1.5 system-ui, sans-serif }}
 h1 {{ font-size: 1.5rem; line-height: 1.2 }} h2 {{ font-size: 1.1rem }}
-p {{ margin: .5rem 0 }} .number {{ white-space: nowrap }}
+p {{ margin: .5rem 0 }} .whole {{ white-space: nowrap }}
 summary {{ font-weight: bold; padding: .5rem 0; cursor: pointer }}
 details {{ border-top: 1px solid #8888; overflow-x: auto }}
 .verdict {{ border: 2px solid; border-radius: .6rem; padding: .7rem 1rem; margin: .5rem 0; font-weight: bold }}
@@ -157,7 +157,7 @@ def _table(table: Table, is_open: bool) -> str:
     head = "".join(f"<th>{_text(column)}</th>" for index, column in enumerate(table.columns) if index not in below)
     rows = "\n".join(_row(row, table.columns, below) for row in table.rows)
     wrong = sum(any(cell == "FAIL" for cell in row) for row in table.rows)
-    count = "1 row" if len(table.rows) == 1 else f"{len(table.rows)} rows"
+    count = counted(table.rows, "row")
     count += f', <span class="FAIL">{wrong} FAIL</span>' if wrong else ""
     note = f"<p>{_breakable(table.note)}</p>" if table.note else ""
     title, width = _breakable(table.title), "narrow" if _is_narrow(table) else "wide"
@@ -193,10 +193,10 @@ def _text(value: object) -> str:
 
 
 def _breakable(value: str) -> str:
-    """Allow line breaks behind signs in long names, never in numbers and words."""
+    """Allow line breaks behind signs in long names, never in numbers, words and options of a command."""
 
     def word(text: str) -> str:
-        text = re.sub(r"\d[\d.]*e-\d+", r'<span class="number">\g<0></span>', _text(text))
+        text = re.sub(r"\d[\d.]*e-\d+|^-[-\w]+", r'<span class="whole">\g<0></span>', _text(text))
         return re.sub(r"([/\\:_=,(]+)(?=\w)", r"\1<wbr>", text) if len(text) > 20 and "<" not in text else text
 
     return " ".join(map(word, str(value).split(" ")))

@@ -18,6 +18,7 @@ COLOURS = ("#3d85c6", "#e08a2e", "#2f9e6e", "#c75a9b", "#8a74d6", "#9a9a2e", "#8
 WRONG = "#c9252d"
 WIDTH = 4.4  # inches: about a phone's width, where letters keep their size
 LONGEST = 4.0  # longest bar; longer values appear in its text
+LETTERS = 70  # letters of a bar's text that fill the axis
 
 
 def svg(picture: Picture) -> str:
@@ -71,7 +72,7 @@ def _draw(axes: Axes, picture: Picture) -> None:
 
 def _bars(axes: Axes, picture: Bars) -> None:
     step, height = len(picture.series) + 1.3, 0.9
-    ink = axes.xaxis.label.get_color()
+    ink, width = axes.xaxis.label.get_color(), 1.7
     for group, (label, bars) in enumerate(picture.groups):
         axes.text(0, group * step, printable(label), va="center")
         axes.vlines(1, group * step + 0.6, (group + 1) * step - 0.6, color=ink, linewidth=1.5)
@@ -84,7 +85,9 @@ def _bars(axes: Axes, picture: Bars) -> None:
                 axes.barh(y, length, height * 0.9, **style)
                 text = f"\N{RIGHTWARDS ARROW} {bar.text}" if bar.value > LONGEST else bar.text
                 text += f", wrong {picture.series[index]}" * bar.wrong
-                axes.text(max(1, length) + 0.04, y, printable(text), va="center", fontsize=8)
+                place: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(printable(text), (max(1, length), y), fontsize=8, **place)
+                width = max(width, _axis_length(max(1, length), text))
     there = [bar for _, bars in picture.groups for bar in enumerate(bars) if bar[1] is not None]
     for index in sorted({index for index, bar in there if bar and not bar.wrong}):
         axes.barh(0, 0, color=_colour(index), label=printable(picture.series[index]))
@@ -93,11 +96,15 @@ def _bars(axes: Axes, picture: Bars) -> None:
     mark: dict[str, Any] = {"marker": "|", "markersize": 8, "markeredgewidth": 1.5, "linestyle": ""}
     axes.plot([], [], color=ink, label=printable(picture.mark), **mark)
     axes.set_ylim(len(picture.groups) * step - 0.3, -0.8)
-    longest = max((min(bar.value, LONGEST) for _, bars in picture.groups for bar in bars if bar), default=1.0)
-    axes.set_xlim(0, max(1.2, longest) * 1.45)
+    axes.set_xlim(0, width)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.legend(ncols=2, fontsize=8, handlelength=1.4, loc="upper left", bbox_to_anchor=(0, -0.35 / _height(picture)))
+
+
+def _axis_length(start: float, text: str) -> float:
+    """Return the length of an axis that has room for the text from ``start`` on."""
+    return start / (1 - min(len(text) / LETTERS, 0.7))
 
 
 def _curves(axes: Axes, picture: Curves) -> None:
@@ -111,6 +118,7 @@ def _curves(axes: Axes, picture: Curves) -> None:
     ticks = sorted({x for _, points in picture.lines for x, _ in points})
     axes.set(xlabel=printable(picture.x), ylabel=printable(picture.y), xscale="log", yscale="log")
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=45 if len(ticks) > 5 else 0)
+    axes.yaxis.set_major_formatter(lambda y, position: f"{y:g}")  # matplotlib's own writes powers as formulas
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, handlelength=1.8, loc="upper left", bbox_to_anchor=(0, -0.22))
+    axes.figure.legend(fontsize=8, handlelength=1.8, loc="outside lower left")

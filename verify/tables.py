@@ -4,7 +4,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,11 @@ COLOURS = {
     "not asked": "yellow",
 }  # fmt: skip
 TOO_LITTLE = "TOO LITTLE TO SAY"  # begins a verdict on too few answers
+
+
+def counted(things: Sized, name: str) -> str:
+    """Return their number with their name: "1 row", "2 rows"."""
+    return f"{len(things)} {name}" + "s" * (len(things) != 1)
 
 
 @dataclass(frozen=True)

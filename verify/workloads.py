@@ -14,6 +14,8 @@ from flash_attn_compat.card import Limits, count_flops
 from .call import Call
 from .problems import Problem
 
+# Explains Workload.describe.
+SHAPE_NOTE = "sequences x length, or x queries x keys if they differ; <= the longest length. heads: of q / of k, v."
 # flash-attn's own pages are multiples of this.
 PAGE_SIZE = 256
 IN_GRAPH = " in a graph"  # suffix of a workload that replays its call from a CUDA graph
@@ -60,8 +62,20 @@ class Workload(Problem):
 
     def describe(self) -> str:
         longest = f"{self.max_seqlen_q}x{self.max_seqlen_k}" if not self.self_attention else str(self.max_seqlen_q)
-        heads = f"{self.nheads}/{self.nheads_k} heads, head_dim {self.head_dim}"
-        return f"{self.batch} x {'' if self.full else '<='}{longest}, {heads}"
+        said = [f"{self.batch} x {'' if self.full else '<='}{longest}", f"{self.nheads}/{self.nheads_k} heads"]
+        features = {
+            "packed": self.packed,
+            "causal": self.causal,
+            f"window {self.window}": self.window != (-1, -1),
+            f"softcap {self.softcap:g}": self.softcap,
+            "ALiBi": self.alibi,
+            f"dropout {self.dropout_p:g}": self.dropout_p,
+            f"pages of {self.page_size}": self.page_size,
+            "a key appended": self.new_keys,
+        }
+        return ", ".join(
+            [*said, f"head_dim {self.head_dim}", *(words for words, is_there in features.items() if is_there)]
+        )
 
     def call(self, device: str, dtype: torch.dtype, seed: int = 0) -> Call:
         """Return a call of flash-attn's function, with a dout like its output, drawn on the device."""
@@ -118,11 +132,16 @@ FULL: tuple[Workload, ...] = (
     workload("cross_short_q", (64,) * 16, (16, 16), 64, seqlens_k=(4096,) * 16),
 )
 
-# For a user's kernel, which may serve only these.
-PLAIN: tuple[Workload, ...] = tuple(
-    workload(f"plain_d{d}" + "_causal" * causal, (1024,) * 8, (16, 16), d, causal=causal)
-    for d in (64, 128)
-    for causal in (False, True)
+# For a user's kernel, which may serve only the squares. The last two show the usual mistakes: the end of a length that
+# no tile divides, and the causal mask of a chunk of queries behind a cached prefix.
+PLAIN: tuple[Workload, ...] = (
+    *(
+        workload(f"plain_d{d}" + "_causal" * causal, (1024,) * 8, (16, 16), d, causal=causal)
+        for d in (64, 128)
+        for causal in (False, True)
+    ),
+    workload("plain_d64_odd", (1000,) * 8, (16, 16), 64),
+    workload("plain_d64_chunk", (256,) * 8, (16, 16), 64, seqlens_k=(1024,) * 8, causal=True),
 )
 
 DECODE: tuple[Workload, ...] = (
