@@ -20,6 +20,7 @@ PROGRAMS = {
     "kernel_report": "registers, spills and instructions of each kernel; no GPU needed",
     "cache_error": "what a cache of 8-bit floats costs in accuracy; no GPU needed",
     "machine_code": "kernels whose machine code a change of their sources alters; no GPU needed",
+    "first_step": "seconds of the first training step without compiled kernels",
     "kernel_ladder": "the forward from the plain loop to today's kernel, step by step; no GPU needed for its model",
 }
 

@@ -7,6 +7,7 @@ import itertools
 import shutil
 import struct
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_a_capture_is_not_left_to_other_threads(gpu: pytest.MonkeyPatch) -> None
     gpu.setattr(cuda_capture, "is_capturing", lambda device: True)
     nvrtc.load_all([VARIANT, variants.delta(Kind(75, variants.FP16, 64))], 0)
     assert done == []
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_kernels_are_loaded_ahead_by_other_threads_but_not_during_a_capture(
+    captures: bool, gpu: pytest.MonkeyPatch
+) -> None:
+    done = loading(gpu)
+    gpu.setattr(cuda_capture, "is_capturing", lambda device: captures)
+    nvrtc.load_ahead([VARIANT], 0)
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        thread.join(10)
+    assert done == ([] if captures else ["compile", "keep fresh", "load fresh"])
+
+
+def test_an_error_of_a_kernel_loaded_ahead_is_raised_where_it_is_needed(gpu: pytest.MonkeyPatch) -> None:
+    done = loading(gpu, understood=b"nothing")
+    nvrtc.load_ahead([VARIANT], 0)
+    with pytest.raises(KernelError, match="UNSUPPORTED_PTX_VERSION"):
+        nvrtc.kernel(VARIANT, 0)
+    assert done.count("compile") == 1
 
 
 def test_a_failure_in_a_capture_names_the_remedy_and_is_not_remembered(gpu: pytest.MonkeyPatch) -> None:

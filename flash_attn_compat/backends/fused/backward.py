@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import grids, launcher, masks, self_test, variants
+from flash_attn_compat.backends.fused import grids, launcher, masks, nvrtc, self_test, variants
 from flash_attn_compat.backends.fused.launcher import Plan
 from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind
@@ -64,6 +64,16 @@ def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | Non
         return BackwardResult(into, delta)
 
     return run
+
+
+def load_ahead(call: AttentionCall, vec: int) -> None:
+    """Start to load the kernels that the backward of a call most likely needs: they compile beside the forward's.
+
+    vec: elements of a load of the call's tensors
+    """
+    kind = enable_copies(call, launcher.choose_kind(call, vec), True)
+    kernels = variants.dkdv(kind), variants.dq(kind), variants.delta(kind)
+    nvrtc.load_ahead(kernels, call.q.get_device())
 
 
 def _launch(plan: Plan, tensors: Sequence[Any], upstream: BackwardInputs, targets: Gradients) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import NegatedView
-from flash_attn_compat.backends.fused import grids, launcher, masks, self_test, tensor_cores, variants
+from flash_attn_compat.backends.fused import backward, grids, launcher, masks, self_test, tensor_cores, variants
 from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, choose_append_kind, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import dropout, kernel_layout
@@ -59,6 +59,8 @@ def prepare(prepared: Prepared) -> Run | None:
         call = call.with_tensors(*tensors)
         new = new and new._replace(**dict(zip(Append._fields, tensors[len(TENSORS) :])))
     tensor_cores.warn_if_missing(call.q.get_device(), settings.gpu(call.q.device))
+    if call.needs_grad and call.q.is_cuda:
+        backward.load_ahead(call, vec)
     kind = launcher.choose_kind(call, vec, decodes=few and not call.dropout_p)
     forward = ForwardPlan(call, kind if few or prepared.is_over_cache else enable_copies(call, kind, False), new)
     forward.run_self_test()

@@ -292,6 +292,21 @@ def load_all(variants: Iterable[Variant], device: int) -> None:
             job.exception()
 
 
+def load_ahead(variants: Iterable[Variant], device: int) -> None:
+    """Load variants in threads, without waiting: ``kernel`` waits for them, and raises their errors."""
+    if cuda_capture.is_capturing(device):
+        return
+    for variant in variants:
+        if _key(variant, device) not in _kernels:
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                threading.Thread(target=_load_quietly, args=(variant, device)).start()
+
+
+def _load_quietly(variant: Variant, device: int) -> None:
+    with contextlib.suppress(KernelError):
+        kernel(variant, device)
+
+
 def reject(variant: Variant, device: int, error: KernelError) -> None:
     """Make ``kernel`` raise ``error`` for this variant from now on: it computes wrong numbers."""
     _kernels[_key(variant, device)] = error
