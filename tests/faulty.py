@@ -33,7 +33,8 @@ class Tiled(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float, mistake: str) -> Tensor:
         wide, group = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
         heads = [x.transpose(1, 2).to(wide) for x in (q, k, v)]
-        heads[1:] = [x.repeat_interleave(group, 1) for x in heads[1:]]
+        tiled = mistake == "tiled heads"
+        heads[1:] = [x.repeat(1, group, 1, 1) if tiled else x.repeat_interleave(group, 1) for x in heads[1:]]
         work = Work(*heads, causal, softcap, mistake)
         out, l, m = work.forward()
         ctx.work, ctx.kept, ctx.group, ctx.dtype = work, (out, l, m), group, q.dtype
@@ -54,17 +55,25 @@ class Work:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float, mistake: str) -> None:
         self.q, self.k, self.v, self.causal, self.softcap, self.mistake = q, k, v, causal, softcap, mistake
-        self.scale = 1.0 if mistake == "no scale" else q.shape[-1] ** -0.5
+        head_dim = q.shape[-1]
+        wrong = {
+            "no scale": 1.0,
+            "scale of a padded head_dim": 32**-0.5,
+            "exp2 of scores": math.log(2) * head_dim**-0.5,
+        }
+        self.scale = wrong.get(mistake, head_dim**-0.5)
 
     def scores(self, rows: slice, columns: slice, backward: bool = False) -> Tensor:
         s = self.scale * self.q[..., rows, :] @ self.k[..., columns, :].mT
-        s = self.softcap * torch.tanh(s / self.softcap) if self.softcap else s
+        s = self.softcap * torch.tanh(s / self.softcap) if self.softcap and self.mistake != "no softcap" else s
         if not self.causal or (backward and self.mistake == "backward without mask"):
             return s
         offset = 0 if self.mistake == "top left" else self.k.shape[-2] - self.q.shape[-2]
         offset += self.mistake == "mask one too far" or (backward and self.mistake == "backward mask one too far")
+        offset -= self.mistake == "diagonal hidden"
         row = torch.arange(rows.start, rows.stop)[:, None] + offset
-        return s.masked_fill(torch.arange(columns.start, columns.stop) > row, -math.inf)
+        hidden = 0.0 if self.mistake == "hidden keys are 0" else -math.inf
+        return s.masked_fill(torch.arange(columns.start, columns.stop) > row, hidden)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         q, mistake = self.q, self.mistake
@@ -75,19 +84,26 @@ class Work:
         keys = keys + keys[2:3] if mistake == "tile twice" else keys
         for rows in tiles(q.shape[-2]):
             for j, columns in enumerate(keys):
-                s = self.scores(rows, columns)
+                before = tiles(self.k.shape[-2])[max(0, j - 1)] if columns.stop - columns.start == TILE else columns
+                s = self.scores(rows, before if mistake == "K of the tile before" else columns)
                 above = torch.maximum(m[..., rows, :], s.amax(-1, keepdim=True))
+                above = s.amax(-1, keepdim=True) if mistake == "own maximum" else above
                 safe = above.masked_fill(above == -math.inf, 0.0)
                 p, shrink = torch.exp(s - safe), torch.exp(m[..., rows, :] - safe)
+                shrink = torch.ones_like(shrink) if mistake == "own maximum" else shrink
+                shrink = torch.where(shrink > 0, 1 / shrink, 0.0) if mistake == "inverted" else shrink
                 forgets = {what for what in ("output", "row sum") if mistake.startswith((what, "neither"))}
                 forgets &= forgets if j >= 2 or not mistake.endswith("tile 2") else set()
                 of_l, of_o = (1.0 if what in forgets else shrink for what in ("row sum", "output"))
-                l[..., rows, :] = of_l * l[..., rows, :] + p.sum(-1, keepdim=True)
-                out[..., rows, :] = of_o * out[..., rows, :] + p @ self.v[..., columns, :]
+                beyond = (TILE - p.shape[-1]) * torch.exp(-safe) if mistake == "padding counted" else 0.0
+                l[..., rows, :] = of_l * l[..., rows, :] + p.sum(-1, keepdim=True) + beyond
+                values = self.v[..., before if mistake == "V of the tile before" else columns, :]
+                out[..., rows, :] = of_o * out[..., rows, :] + p @ values
                 start = (rows.start + TILE) % m.shape[-2] if mistake == "maximum at next tile" else rows.start
                 stop = min(start + rows.stop - rows.start, m.shape[-2])
                 m[..., start:stop, :] = above[..., : stop - start, :]
-        out = torch.where(l > 0, out / l, 0.0)
+        if mistake != "no division":
+            out = out / l if mistake == "NaN in empty rows" else torch.where(l > 0, out / l, 0.0)
         return (out[..., [1, 0, *range(2, out.shape[-1])]] if mistake == "channels swapped" else out), l, m
 
     def backward(self, dout: Tensor, out: Tensor, l: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import faulty, mutants
+from verify.call import parameters
 from verify.diagnosis import Setting
 from verify.locate import Located, conclusion, locate
 from verify.planted import bfloat16_throughout, half_inputs, half_output, half_weights
@@ -36,12 +37,25 @@ OF_THE_OUTPUT = {
     "neither": ({}, "neither the row sum l nor the output O is rescaled to the new maximum"),
     "neither from tile 2": (CAUSAL, "neither the row sum l nor the output O", ", from key tile 2 on"),
     "maximum at next tile": ({}, "the running maximum m of the key tiles before is lost"),
-    "no remainder": ({}, "the last key tile: keys beyond the end counted, or a remainder left out"),
+    "no remainder": ({}, "the last 4 keys, behind the last whole key tile of 32, are left out"),
+    "padding counted": ({}, "the last key tile of 32 counts 28 keys beyond the end, with score 0"),
     "tile left out": ({"n": 128}, "key tile 1 is never counted"),
     "tile twice": ({"n": 128}, "key tile 2 is counted twice"),
-    "no scale": ({}, "the scores themselves: scale, mask"),
-    "mask one too far": (CAUSAL, "the causal mask: its diagonal, or the tiles it skips"),
-    "top left": ({"keys": 130, **CAUSAL}, "the causal mask: its diagonal, or the tiles it skips"),
+    "no scale": ({}, "the scores are 4 times the right ones: the softmax scale is missing"),
+    "exp2 of scores": ({}, "the scores are 0.693 times the right ones: exp2 takes the scores, which lack log2(e)"),
+    "scale of a padded head_dim": ({"head_dim": 24}, "the softmax scale is of a head_dim padded to 32"),
+    "no softcap": ({"softcap": 1.0}, "the softcap is missing"),
+    "mask one too far": (CAUSAL, "the causal mask shows each row one key too many"),
+    "diagonal hidden": (CAUSAL, "the causal mask hides the key on the diagonal"),
+    "hidden keys are 0": (CAUSAL, "hidden keys get the score 0 instead of -inf"),
+    "top left": ({"keys": 130, **CAUSAL}, "the causal mask is aligned to the top left"),
+    "NaN in empty rows": ({"keys": 50, **CAUSAL}, "only rows that see no key are wrong"),
+    "own maximum": ({}, "each key tile subtracts its own maximum"),
+    "inverted": ({}, "the row sum l and the output O are rescaled by exp(m_new - m)"),
+    "no division": (CAUSAL, "the output is not divided by the row sum l"),
+    "tiled heads": (GQA, "query head h reads key head h % nheads_k"),
+    "V of the tile before": ({"n": 128}, "each key tile gets the V of the key tile before"),
+    "K of the tile before": ({"n": 128}, "each key tile gets the K of the key tile before"),
     "channels swapped": ({}, "the softmax is right, so the product with V is wrong"),
 }
 OF_THE_GRADIENTS = {
@@ -64,10 +78,11 @@ OF_THE_GRADIENTS = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("mistake", OF_THE_OUTPUT)
-def test_a_mistake_of_the_forward_is_named(mistake: str) -> None:
+def test_a_mistake_of_the_forward_is_named(mistake: str, dtype: str) -> None:
     settings, *parts = OF_THE_OUTPUT[mistake]
-    found = looked_at(faulty.kernel(mistake), backward=False, **settings)
+    found = looked_at(faulty.kernel(mistake), backward=False, dtype=dtype, **settings)
     assert all(part in found.wrong["A"].sentences[-1] for part in parts) and set(found.wrong) == {"A"}
 
 
@@ -78,6 +93,47 @@ def test_a_mistake_of_the_backward_is_named(mistake: str, dtype: str) -> None:
     found = looked_at(faulty.kernel(mistake), dtype=dtype, **settings)
     assert found.first is None and set(found.misgraded) == {"A"}
     assert f"=> {part}" in " ".join(found.misgraded["A"].sentences)
+
+
+def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return faulty.kernel()(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def few_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Rows with few keys get a smaller output, as if their row sum were at least 1.5."""
+    out, keys = faulty.kernel()(q, k, v, causal), torch.arange(1, q.shape[1] + 1)
+    return torch.where((keys < 3)[:, None, None], out / 2, out) if causal else out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "settings", "words"),
+    [
+        (turned, {}, "it reads (batch, heads, seqlen, head_dim)"),
+        (lambda q, k, v: faulty.kernel()(q, v, k), {}, "K and V are swapped"),
+        (lambda q, k, v: faulty.kernel()(q, k, v).flip(2), {}, "heads hold the right values of others: head 0"),
+        (lambda q, k, v: 0.9 * faulty.kernel()(q, k, v), {}, "all of the output is 0.9 times the right one"),
+        (few_keys, CAUSAL, "the causal mask: its diagonal, the tiles it skips, or rows with few keys"),
+        (mutants.alibi_sign.flash_attn_func, {"alibi": "h"}, "the sign of the ALiBi bias is wrong"),
+        (faulty.kernel(), {"alibi": "h"}, "the ALiBi bias is missing"),
+        (mutants.softcap_before_scale.flash_attn_func, SOFTCAP, "the softcap comes before the softmax scale"),
+        (mutants.left_edge_one_too_far.flash_attn_func, {"window": (20, 9)}, "left side shows one key too many"),
+        (mutants.right_edge_one_too_near.flash_attn_func, {"window": (20, 9)}, "right side shows one key too few"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_options_heads_or_layout_is_named(
+    kernel: Callable[..., Tensor], settings: dict[str, Any], words: str
+) -> None:
+    found = looked_at(taking_options(kernel), backward=False, **settings)
+    assert words in found.wrong["A"].sentences[-1]
+
+
+def taking_options(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the kernel with every option of flash_attn_func; it gets those that it knows."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return kernel(q, k, v, **{name: value for name, value in options.items() if name in parameters(kernel)})
+
+    return attention
 
 
 def test_a_mistake_is_named_for_key_tiles_of_another_size_than_was_told() -> None:

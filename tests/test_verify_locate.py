@@ -92,11 +92,11 @@ RANDOM = torch.Generator().manual_seed(0)
     ("kernel", "settings", "part"),
     [
         (mutants.stale_key_tile.flash_attn_func, {"n": 128}, "another tile's K or V, or stale memory"),
-        (mutants.tiled_heads.flash_attn_func, {"group": 2}, "the scores themselves"),
+        (mutants.tiled_heads.flash_attn_func, {"group": 2}, "query head h reads key head h % nheads_k"),
         (mutants.top_left_causal.flash_attn_func, {"causal": True, "keys": 130}, "the causal mask"),
         (mutants.right_edge_one_too_far.flash_attn_func, {"causal": True}, "the causal mask"),
         (mutants.stored_maximum_lost.flash_attn_func, {}, "the running maximum m"),
-        (of(lambda x: x[:, : x.shape[1] // 32 * 32 or None]), {"n": 100}, "the last key tile"),
+        (of(lambda x: x[:, : x.shape[1] // 32 * 32 or None]), {"n": 100}, "the last 4 keys, behind the last whole"),
         (of(lambda x: torch.cat((x[:, :32], x[:, 64:]), 1)), {"n": 128}, "key tile 1 is never counted"),
         (of(lambda x: torch.cat((x, x[:, 64:96]), 1)), {"n": 128}, "key tile 2 is counted twice"),
         (of(change_out=lambda out: out[..., [1, 0, *range(2, 16)]]), {}, "the softmax is right"),

@@ -12,10 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .formulas import TILES
+
 ROW_SUM = "the row sum l is not rescaled to the new maximum as the output is (FA2 algorithm 1, line 9)"
 OUTPUT = "the output O is not rescaled to the new maximum as the row sum is (FA2 algorithm 1, line 10)"
 NEITHER = "neither the row sum l nor the output O is rescaled to the new maximum (FA2 algorithm 1, lines 9 and 10)"
-SIZES = 16, 32, 64, 128  # usual sizes of key tiles, for a kernel that does not state its own
+INVERTED = "the row sum l and the output O are rescaled by exp(m_new - m), not by exp(m - m_new)"
+OWN_MAXIMUM = "each key tile subtracts its own maximum, not the running maximum m (FA2 algorithm 1, line 9)"
 MATCHES = 0.9  # of the rows
 
 
@@ -47,6 +50,11 @@ def forgotten(probabilities: Tensor, size: int) -> Iterator[Forgotten]:
         yield Forgotten(OUTPUT, first, grown)
         yield Forgotten(ROW_SUM, first, probabilities / total)
         yield Forgotten(NEITHER, first, grown / total)
+        inverted = probabilities * (growth**2).repeat_interleave(lengths, -1)
+        yield Forgotten(INVERTED, first, inverted / inverted.sum(-1, keepdim=True))
+    of_tile = torch.stack([tile.amax(-1) for tile in tiles], -1).repeat_interleave(lengths, -1)
+    own = torch.where(of_tile > 0, probabilities / of_tile, 0.0)
+    yield Forgotten(OWN_MAXIMUM, 1, own / own.sum(-1, keepdim=True))
 
 
 def name(probabilities: Tensor, measured: Tensor, block: int, slack: float) -> str:
@@ -56,7 +64,7 @@ def name(probabilities: Tensor, measured: Tensor, block: int, slack: float) -> s
         return torch.stack([part.sum(-1) for part in weights.split(block, dim=-1)], -1)
 
     right = of_blocks(probabilities)
-    for size in dict.fromkeys((block, *SIZES)):
+    for size in dict.fromkeys((block, *TILES)):
         if size >= probabilities.shape[-1]:
             continue
         for mistake, tile, weights in forgotten(probabilities, size):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import carried, oracle
+from . import carried, formulas, oracle
 from .call import SHORT, Answer, Call, accepted, parts_of, same
 from .errors import UsageError
 from .judge import Check, Right, against_fp64, right_answer, rounded_to
@@ -246,8 +246,12 @@ class Diagnosis:
             return "two calls differ: a race between threads, or memory read before it is written"
         if self.rounded is not None:
             return self._rounding(self.rounded)
+        if not self.wrong.any(-1)[..., ~formulas.unseeing_rows(self.setting.call.args)].any():
+            return "only rows that see no key are wrong: flash-attn's output is 0 there"
+        if known := self._known():
+            return known
         if self.right_unmasked:
-            return "the causal mask: its diagonal, or the tiles it skips"
+            return "the causal mask: its diagonal, the tiles it skips, or rows with few keys"
         if self.weighed == NOT_FINITE:
             return "NaN or infinity: no maximum subtracted before exp, -inf minus -inf in a masked row, or a sum of 0"
         if self.weighed == NOTHING:
@@ -269,6 +273,12 @@ class Diagnosis:
                 or "single key tiles are counted with the wrong weight, twice or not at all: compare the weights"
             )
         return "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"
+
+    def _known(self) -> str:
+        """The mistake that gives the same output in fp64; else ""."""
+        return formulas.named(
+            self.setting.call, self.setting.block_columns, self.found.out, self.found.check.widest_bound
+        )
 
     def _forgotten(self) -> str:
         """The rescaling that an online softmax skips, if this gives the measured weights; else ""."""
