@@ -70,6 +70,51 @@ def one_length(q, k, v, causal=False):
     return _attention(q, k, v, causal)
 
 
+def with_lse(q, k, v, causal=False):
+    """Also returns the softmax_lse, in fp32 always."""
+    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = q.transpose(1, 2).float() @ keys.transpose(1, 2).float().mT * q.shape[-1] ** -0.5
+    if causal:
+        row = torch.arange(scores.shape[-2])[:, None] + scores.shape[-1] - scores.shape[-2]
+        scores = scores.masked_fill(torch.arange(scores.shape[-1]) > row, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    return _attention(q, k, v, causal), lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def wrong_lse(q, k, v, causal=False):
+    out, lse = with_lse(q, k, v, causal)
+    return out, lse / 0.6931
+
+
+def no_maximum(q, k, v, causal=False):
+    """The softmax of exp without a maximum, and NaN in rows without keys."""
+    dtype, group = q.dtype, q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    weights = torch.exp(q @ k.mT * q.shape[-1] ** -0.5)
+    if causal:
+        row = torch.arange(weights.shape[-2])[:, None] + weights.shape[-1] - weights.shape[-2]
+        weights = weights.masked_fill(torch.arange(weights.shape[-1]) > row, 0.0)
+    return (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).to(dtype)
+
+
+def empty_rows_are_nan(q, k, v, causal=False):
+    out = _attention(q, k, v, causal)
+    empty = torch.arange(q.shape[1]) < q.shape[1] - k.shape[1]
+    return torch.where((empty & torch.tensor(causal))[:, None, None], torch.nan, out)
+
+
+def bf16_inside(q, k, v, causal=False):
+    return _attention(q, k, v, causal, inner=torch.bfloat16)
+
+
+def asserting(q, k, v, causal=False):
+    assert q.dtype == torch.float16
+    if q.shape[-1] != 64:
+        raise ValueError("head_dim must be 64")
+    return _attention(q, k, v, causal)
+
+
 def fp16_scores(q, k, v, causal=False):
     """With scores beyond fp16's range for some problems of fp32."""
     q, k, v, dtype = q.half(), k.half(), v.half(), q.dtype

@@ -256,6 +256,14 @@ def test_a_kernel_without_a_backward_is_named_where_its_gradients_are_asked_for(
 OPTIONS = ["--window", "20", "-1", "--softcap", "4", "--softmax-scale", "0.3", "--alibi"]
 
 
+def test_large_scores_show_a_maximum_that_is_not_subtracted_and_the_recipe_says_how_large(capsys):
+    assert main(["locate", "tests.seven_kernels:no_maximum", *SMALL]) == 0
+    capsys.readouterr()
+    assert main(["locate", "tests.seven_kernels:no_maximum", *SMALL, "--magnitude", "12"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "=> NaN or infinity: no maximum subtracted before exp" in shown and "q and k times 12 before .to" in shown
+
+
 def test_options_reach_a_kernel_that_takes_them_and_fail_one_that_does_not(capsys):
     assert main(["locate", "tests.mutants:correct", *SMALL, *OPTIONS, "--backward"]) == 0
     assert main(["locate", "tests.mutants:left_edge_one_too_far", *SMALL, *OPTIONS[:3]]) == 1

@@ -16,7 +16,16 @@ from tests.interpreters import REPOSITORY, forked
 from verify import COMMAND
 from verify.cases import Case, generated, plain
 from verify.cli import main
-from verify.compare_report import DECLINED, FAIL, PASS, Row, feature_counts, report, verdict_words
+from verify.compare_report import (
+    DECLINED,
+    FAIL,
+    PASS,
+    RAISED,
+    Row,
+    feature_counts,
+    report,
+    verdict_words,
+)
 from verify.examination import Verdict
 from verify.features import FEATURES, features_of, shared_by
 from verify.judge import Check
@@ -79,6 +88,12 @@ def test_the_quick_problems_have_few_long_ones() -> None:
         (Problem("kvcache", window=(3, 0), causal=True, rotary_dim=4, alibi="h", poison="nan"),
          ["fp32", "another head_dim", "MHA", "causal", "window", "other lengths", "cache", "ALiBi", "rotary",
           "NaN or infinity"]),
+        (Problem("varlen", (3, 4), (3, 0), magnitude=6.0),
+         ["fp32", "another head_dim", "MHA", "no mask", "other lengths", "seqlen_q other than seqlen_k",
+          "rows without keys", "packed", "large scores"]),
+        (Problem(seqlens_q=(4,), seqlens_k=(2,), window=(-1, 1)),
+         ["fp32", "another head_dim", "MHA", "window", "other lengths", "seqlen_q other than seqlen_k",
+          "rows without keys", "dense"]),
         (Problem(window=(-1, 0), causal=True, dropout_p=0.1, softmax_scale=0.3, layouts=("sliced",) * 4),
          ["fp32", "another head_dim", "MHA", "causal", "other lengths", "dense", "softmax_scale", "dropout",
           "strided inputs"]),
@@ -94,7 +109,8 @@ def test_a_recorded_call_has_the_features_of_the_problem_that_it_is() -> None:
         if case.problem.kind in ("private_varlen", "kvcache") or case.problem.sizes or case.problem.stray:
             continue
         built = Case(case.name, case.problem.build())
-        told = [set(features_of(each)) - {"NaN or infinity", "strided inputs"} for each in (case, built)]
+        unseen = {"NaN or infinity", "strided inputs", "large scores"}
+        told = [set(features_of(each)) - unseen for each in (case, built)]
         assert told[0] == told[1], case.name
     assert {"fp16", "bf16", "cache", "pages", "rotary"} <= {
         name for case in recorded_cases() for name in features_of(case)
@@ -105,7 +121,12 @@ def test_a_recorded_call_has_the_features_of_the_problem_that_it_is() -> None:
 
 
 def row(outcome: str, name: str = "", **fields) -> Row:
-    verdict = {PASS: Verdict(), FAIL: Verdict(errors=["planted"]), DECLINED: Verdict(refused="planted")}[outcome]
+    verdict = {
+        PASS: Verdict(),
+        FAIL: Verdict(checks=[Check("out", "fp64", 2.0, 1.0, "planted", size=4.0)]),
+        RAISED: Verdict(errors=["ValueError: planted"]),
+        DECLINED: Verdict(refused="planted"),
+    }[outcome]
     return Row(Case(name, Problem(**fields)), "mine", "cpu", verdict)
 
 
@@ -119,6 +140,8 @@ def row(outcome: str, name: str = "", **fields) -> Row:
         ([PASS, DECLINED], True, "TOO LITTLE TO SAY: 1 of 1 answers right, 1 declined"),
         ([FAIL, DECLINED], False, "FAIL: 0 of 1 answers right, 1 declined"),
         ([DECLINED], True, "TOO LITTLE TO SAY: no case ran, 1 declined"),
+        ([PASS, RAISED, DECLINED], False, "FAIL: 1 of 1 answers right, 1 raised an error, 1 declined"),
+        ([RAISED], False, "FAIL: no answer, 1 raised an error"),
     ],
 )
 def test_few_answers_are_no_pass_unless_nothing_more_was_asked(rows: list[str], narrowed: bool, words: str) -> None:
@@ -131,11 +154,12 @@ def test_the_verdict_names_judged_declined_and_unasked_features() -> None:
     assert found.ok and found.conclusion[-1] == (
         "PASS: 3 of 3 answers right, 1 declined; judged: fp32, another head_dim, MHA, no mask, causal, other lengths, "
         "dense; declined: softcap; not judged: fp16, bf16, fp64, head_dim 64, head_dim 128, GQA or MQA, window, "
-        "lengths in 64s, seqlen_q other than seqlen_k, packed, cache, softmax_scale, ALiBi, dropout, pages, rotary, "
-        "strided inputs, sizes far apart, NaN or infinity, 8-bit cache, output, softmax_lse, gradients, cache as left"
+        "lengths in 64s, seqlen_q other than seqlen_k, rows without keys, packed, cache, softmax_scale, ALiBi, "
+        "dropout, pages, rotary, strided inputs, large scores, sizes far apart, NaN or infinity, 8-bit cache, output, "
+        "softmax_lse, gradients, cache as left"
     )
     (table,) = found.under
-    assert ("causal", "1", "", "", "pass") in table.rows and ("softcap", "", "", "1", "declined") in table.rows
+    assert ("causal", "1", "", "", "", "pass") in table.rows and ("softcap", "", "", "", "1", "declined") in table.rows
     assert "window" not in [name for name, *_ in table.rows]
 
 
@@ -151,6 +175,16 @@ def test_an_answer_of_an_fp64_call_that_is_right_to_fp32_counts_for_fp64_alone()
         ([{"causal", "MHA"}, {"causal", "GQA or MQA"}], [{"MHA"}], ["causal"]),
         ([{"causal", "softcap", "fp16"}], [{"causal", "fp16"}, {"softcap", "fp16"}], ["causal", "softcap"]),
         ([{"causal"}, {"softcap"}], [{"MHA"}], []),
+        (
+            [{"causal", "MHA", "fp16", "dense"}],
+            [
+                {"causal", "MHA", "fp16"},
+                {"causal", "MHA", "dense"},
+                {"MHA", "fp16", "dense"},
+                {"causal", "fp16", "dense"},
+            ],
+            [],
+        ),
         ([{"causal"}], [{"causal"}], []),
         ([], [{"causal"}], []),
     ],
@@ -195,8 +229,8 @@ SEVEN = {
     "plain_squares": (
         0,
         [
-            "PASS: 4 of 4 answers right",
-            "judged: fp16, head_dim 64, MHA, no mask, lengths in 64s, dense, output, gradients",
+            "PASS: 5 of 5 answers right",
+            "judged: fp16, head_dim 64, MHA, no mask, lengths in 64s, dense, large scores, output, gradients",
         ],
         ["look closer"],
     ),

@@ -18,6 +18,7 @@ from .judge import GRADIENTS
 from .problems import Problem
 
 BACKENDS = [backend.name for backend in backends([])]
+CANNOT = "locate cannot show this: it compares out, dq, dk and dv of flash_attn_func, on dense inputs, without dropout"
 MOST_TRIED = 4
 FEW_TILES = 160  # a length that shows more than one tile
 # A call with more scores takes too long for a line of advice.
@@ -35,9 +36,10 @@ def locate_words(rows: Sequence[Row], isolated: bool) -> list[str]:
 
 
 def _of_one(wrong: Sequence[Row], isolated: bool) -> list[str]:
-    commands = list(dict.fromkeys(filter(None, map(arguments_of, sorted(wrong, key=_size)))))[:MOST_TRIED]
+    answered = [row for row in wrong if not row.verdict.errors]
+    commands = list(dict.fromkeys(filter(None, map(arguments_of, sorted(answered, key=_size)))))[:MOST_TRIED]
     if not commands:
-        return ["locate cannot show this: it calls flash_attn_func alone, without dropout and NaN, on dense inputs"]
+        return [CANNOT] if answered else []
     found = run_in_children(1, try_each, commands) if isolated else try_each(0, commands)
     shows = next(iter(found))
     if isinstance(shows, Ended) or shows is None:
@@ -77,6 +79,7 @@ def arguments_of(row: Row) -> tuple[str, ...] | None:
     given += ["--softcap", f"{p.softcap:g}"] if p.softcap else []
     given += ["--softmax-scale", f"{p.softmax_scale:g}"] if p.softmax_scale else []
     given += ["--alibi"] if p.alibi else []
+    given += ["--magnitude", f"{p.magnitude:g}"] if p.magnitude != 1 else []
     given += ["--backward"] if not _is_output_wrong(row) else []
     given += ["--device", row.device] if row.device != "cpu" else []
     return tuple(given)

@@ -96,15 +96,18 @@ def plain(quick: bool = False) -> Iterator[Case]:
     """Yield the plain problems, which most kernels serve. They come first. quick: few long problems"""
     fp16, bf16, fp32 = EVERY
 
-    def square(n: int, dtype: str, d: int, causal: bool, heads: dict[str, Any], name: str = "") -> Case:
+    def square(n: int, dtype: str, d: int, causal: bool, more: dict[str, Any], name: str = "") -> Case:
         feature = " ".join(filter(None, ["plain", str(n), f"d{d}", name, "causal" * causal]))
-        return _dense(feature, dtype, (n, n), head_dim=d, causal=causal, batch=2 if n <= 128 else 1, **heads)
+        return _dense(feature, dtype, (n, n), head_dim=d, causal=causal, batch=2 if n <= 128 else 1, **more)
 
     mha: dict[str, Any] = {"nheads_k": 2}
     for name, heads in (("", mha), ("gqa", GQA)):
         for n, d, causal in itertools.product(SQUARES, (64, 128), (False, True)):
             if n <= 256 or not quick or (not name and (n < 1024 or (d == 64 and causal))):
                 yield square(n, fp16, d, causal, heads, name)
+        for d in (64, 128):
+            if not name:
+                yield square(192, fp16, d, False, {**heads, "magnitude": 6.3}, "large scores")
     for n in FEW_SQUARES:
         yield square(n, fp16, 64, n != FEW_SQUARES[0], mha)
     for dtype in (bf16, fp32):

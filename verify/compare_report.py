@@ -11,11 +11,12 @@ from typing import Any
 from . import implementations as impl
 from .cases import Case
 from .examination import Verdict
-from .features import FEATURES, PARTS, features_of, shared_by
+from .features import FEATURES, PARTS, UNUSUAL, features_of, shared_by
 from .judge import GRADIENTS, Check
 from .tables import TOO_LITTLE, Bar, Bars, Report, Table
 
 PASS, FAIL, DECLINED, RIGHT_TO, NOT_ASKED = "pass", "FAIL", "declined", "right to fp32", "not asked"
+RAISED = "error"  # a FAIL without an answer
 ENOUGH = 3  # fewer answers allow no verdict
 HALF = ("fp16", "bf16")
 
@@ -50,6 +51,11 @@ class Row:
         if self.verdict.right_to:
             return RIGHT_TO
         return FAIL if self.verdict.failures else PASS
+
+    @property
+    def raised(self) -> bool:
+        """Whether the implementation raised an error, so there is no answer."""
+        return bool(self.verdict.errors) and not (self.verdict.refused or self.crashed or self.unasked)
 
     @property
     def note(self) -> str:
@@ -147,14 +153,14 @@ def _wrong_rows(rows: Sequence[Row]) -> Table:
 
 
 def feature_counts(rows: Iterable[Row]) -> dict[str, Counter[str]]:
-    """Count the outcomes by feature and by part of an answer. An fp64 answer that is right to fp32 says nothing about
-    its other features.
+    """Count the outcomes by feature and by part of an answer, errors apart from wrong answers. An fp64 answer that is
+    right to fp32 says nothing about its other features.
     """
     found: dict[str, Counter[str]] = {name: Counter() for name in (*FEATURES, *PARTS)}
     for row in rows:
         asked = features_of(row.case)
         for name in ["fp64"] if row.outcome == RIGHT_TO else asked:
-            found[name][row.outcome] += 1
+            found[name][RAISED if row.raised else row.outcome] += 1
         for part, quantities in PARTS.items():
             checks = [check for check in row.verdict.checks if check.quantity in quantities]
             if checks and row.outcome != RIGHT_TO:
@@ -164,7 +170,9 @@ def feature_counts(rows: Iterable[Row]) -> dict[str, Counter[str]]:
 
 def _standing(count: Counter[str]) -> str:
     """Return the verdict on a feature's rows, in a word."""
-    return next((outcome for outcome in (FAIL, PASS, RIGHT_TO, DECLINED) if count[outcome]), NOT_ASKED)
+    if count[FAIL] or count[RAISED]:
+        return FAIL
+    return next((outcome for outcome in (PASS, RIGHT_TO, DECLINED) if count[outcome]), NOT_ASKED)
 
 
 def feature_table(rows: Sequence[Row]) -> Table:
@@ -173,14 +181,14 @@ def feature_table(rows: Sequence[Row]) -> Table:
         (
             name,
             str(count[PASS] + count[RIGHT_TO] or ""),
-            *(str(count[each] or "") for each in (FAIL, DECLINED)),
+            *(str(count[each] or "") for each in (FAIL, RAISED, DECLINED)),
             _standing(count),
         )
         for name, count in counts.items()
         if _standing(count) != NOT_ASKED or count[NOT_ASKED]
     ]
     return Table("Answers by feature; an answer has several features",
-                 ("feature", "right", "wrong", "declined", "verdict"), cells)  # fmt: skip
+                 ("feature", "right", "wrong", "error", "declined", "verdict"), cells)  # fmt: skip
 
 
 def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
@@ -197,17 +205,20 @@ def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
 
 
 def own_words(rows: Sequence[Row]) -> list[str]:
-    """Return lines for the kernel's author: the declined cases, and the errors that count as declined."""
-    raised = any(row.verdict.errors for row in rows)
-    reasons = Counter(row.note for row in rows if row.refused).most_common()
+    """Return lines for the kernel's author: the declined cases, errors, and the errors that count as declined."""
+    told = _reasons("declined", (row for row in rows if row.refused))
+    told += _reasons("errors, no answers", (row for row in rows if row.raised))
+    how = [f"a case counts as declined, not as wrong, if the kernel raises {impl.DECLINES}"] if told else []
+    return [*told, *_of_precision(rows), *how]
+
+
+def _reasons(label: str, rows: Iterable[Row]) -> list[str]:
+    """Return a line that counts the reasons of some rows, the most frequent first."""
+    reasons = Counter(row.note for row in rows).most_common()
     told = [f"{count} x {reason}" for reason, count in reasons[:MOST_REASONS]]
     more = sum(count for _, count in reasons[MOST_REASONS:])
     told += [f"{more} x for other reasons"] if more else []
-    lines = [f"declined: {'; '.join(told)}"] if told else []
-    lines += _of_precision(rows)
-    return lines + (
-        [f"a case counts as declined, not as wrong, if the kernel raises {impl.DECLINES}"] if told or raised else []
-    )
+    return [f"{label}: {'; '.join(told)}"] if told else []
 
 
 def _of_precision(rows: Sequence[Row]) -> list[str]:
@@ -215,32 +226,42 @@ def _of_precision(rows: Sequence[Row]) -> list[str]:
     if apart := [row for row in rows if row.outcome == RIGHT_TO]:
         many = "1 answer is" if len(apart) == 1 else f"{len(apart)} answers are"
         lines.append(f"fp64, judged separately: {many} right to fp32, as from a kernel that adds up in fp32")
-    wrong = [row for row in rows if row.outcome == FAIL and row.case.dtype in ("fp32", "fp64")]
-    near = [row for row in wrong if row.verdict.as_near_as in HALF]
-    if 2 * len(near) >= len(wrong) > 0:
-        coarse = " and ".join(sorted({row.verdict.as_near_as for row in near}))
-        many = "" if len(near) == len(wrong) else f" {len(near)} of {len(wrong)} times"
-        lines.append(
-            f"wrong in fp32, but{many} as near as {coarse} comes: it computes in half precision, or rounds to it"
-        )
+    for dtypes, cause in (
+        (("fp32", "fp64"), "it computes in half precision, or rounds to it"),
+        (("fp16",), "it rounds to bf16, or keeps sums in fp16"),
+    ):
+        wrong = [row for row in rows if row.outcome == FAIL and row.case.dtype in dtypes]
+        near = [row for row in wrong if row.verdict.as_near_as in HALF]
+        if 2 * len(near) >= len(wrong) > 0:
+            coarse = " and ".join(sorted({row.verdict.as_near_as for row in near}))
+            many = "" if len(near) == len(wrong) else f" {len(near)} of {len(wrong)} times"
+            lines.append(f"wrong in {dtypes[0]}, but{many} as near as {coarse} comes: {cause}")
     return lines
 
 
 def worst_words(rows: Sequence[Row]) -> list[str]:
-    """Return the worst mistake, and the features that all wrong answers share and no right answer has."""
-    wrong, right = ([row for row in rows if row.outcome == outcome] for outcome in (FAIL, PASS))
+    """Return the worst mistake, and the features that all wrong answers share and no right answer has.
+
+    The worst mistake is of a problem with usual numbers, if one of them has any.
+    """
+    right = [row for row in rows if row.outcome == PASS]
+    raised = [row for row in rows if row.outcome == FAIL and row.raised]
+    wrong = [row for row in rows if row.outcome == FAIL and not row.raised]
     found = [(check, row) for row in wrong for name in AGAINST if (check := row.worst(name)) and not check.ok]
     lines = []
     if found:
-        check, row = max(found, key=lambda each: each[0].gravity)
-        what = f"off by {check.error:.2g} where {check.bound:.2g} is allowed" if check.bound else check.note
-        lines.append(f"the worst mistake: {check.quantity} {what}, in {row.case.name}")
-    where = shared_by(*([features_of(row.case) for row in some] for some in (wrong, right)))
-    if where and right:
-        lines.append(f"wrong are all problems with {' and '.join(where)}, and no others")
+        check, row = max(found, key=lambda each: (UNUSUAL.isdisjoint(features_of(each[1].case)), each[0].gravity))
+        lines.append(f"the worst mistake: {check.quantity} {check.words}, in {row.case.name}")
+    for label, some in (("wrong are", wrong), ("errors are raised in", raised)):
+        where = shared_by(*([features_of(row.case) for row in each] for each in (some, right)))
+        if where and right:
+            lines.append(f"{label} all problems with {' and '.join(where)}, and no others")
     off = {check.quantity for row in wrong for check in row.verdict.checks if not check.ok}
-    if off and off <= {*GRADIENTS} and not any(row.verdict.errors for row in wrong):
-        lines.append(f"only gradients are wrong: {', '.join(sorted(off))}")
+    if off and not any(row.crashed for row in wrong):
+        if off <= {*GRADIENTS}:
+            lines.append(f"only gradients are wrong: {', '.join(sorted(off))}")
+        elif len(off) == 1 and "out" not in off:
+            lines.append(f"only {off.pop()} is wrong")
     return lines
 
 
@@ -264,12 +285,15 @@ def verdict_words(rows: Sequence[Row], is_narrowed: bool) -> str:
     count = Counter(row.outcome for row in rows)
     right, wrong = count[PASS], count[FAIL]
     answers = right + wrong
-    more = [f"{count[outcome]} {words}" for outcome, words in (
+    raised = sum(row.raised and row.outcome == FAIL for row in rows)
+    more = [f"{raised} raised an error"] if raised else []
+    more += [f"{count[outcome]} {words}" for outcome, words in (
         (RIGHT_TO, "more of fp64 right to fp32"), (DECLINED, "declined"), (NOT_ASKED, "not asked"),
     ) if count[outcome]]  # fmt: skip
     few = answers < ENOUGH and (bool(count[DECLINED] or count[RIGHT_TO]) or not is_narrowed)
     label = "FAIL" if wrong else TOO_LITTLE if few else "PASS"
-    said = f"{right} of {answers} answers right" if answers else "no case ran"
+    said = f"{right} of {answers - raised} answers right" if answers > raised else "no answer"
+    said = said if answers else "no case ran"
     return ", ".join([f"{label}: {said}", *more])
 
 

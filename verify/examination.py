@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,8 @@ from .problems import Problem
 
 # With more scores than this, a GPU computes the right answers faster than one core; with fewer, launches cost more.
 _SCORES_FOR_A_GPU = 2**18
+# An fp16 answer rounded to bf16 is off by about 8 times its bound. One beyond this is not compared with bf16's bound.
+_MOST_OF_BF16 = 64.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,6 +57,14 @@ class Verdict:
     def ratio(self) -> float:
         """The largest error / bound."""
         return max((check.ratio for check in self.checks), default=float("inf") if self.errors else 0.0)
+
+
+def _said(error: Exception) -> str:
+    """Return an error's message; of an assertion without one, the line of code that failed."""
+    if str(error) or not isinstance(error, AssertionError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "").strip() if frames else ""
 
 
 class Examination:
@@ -101,14 +112,11 @@ class Examination:
             checks.append(broken("out", "numbers where a NaN went in"))
         return checks
 
-    def coarser(self, implementation: Implementation, answer: Answer) -> str:
+    def coarser(self, implementation: Implementation, answer: Answer, checks: Sequence[Check]) -> str:
         """Return the dtype, coarser than the call's, to which the function rounds, if this is its only error."""
-        if (
-            self.call.dtype.itemsize == 2
-            or self.call.dropout_p > 0
-            or of_other_form(self.call, answer)
-            or self.written()
-        ):
+        if self.call.dropout_p > 0 or of_other_form(self.call, answer, implementation.approximate) or self.written():
+            return ""
+        if self.call.dtype.itemsize == 2 and max(check.ratio for check in checks) > _MOST_OF_BF16:
             return ""
 
         def again(call: Call) -> Answer:
@@ -181,17 +189,17 @@ class Examination:
             if all(check.ok for check in checks):
                 return Verdict(checks=checks)
             if self.call.dtype == torch.float64 and not (
-                isinstance(implementation, Backend) or of_other_form(self.call, answer)
+                isinstance(implementation, Backend) or of_other_form(self.call, answer, approximate=True)
             ):
                 checks = self.as_of_fp32(answer, checks)
                 if all(check.ok for check in checks):
                     return Verdict(checks=checks, right_to=SHORT[torch.float32])
-            return Verdict(checks=checks, as_near_as=self.coarser(implementation, answer))
+            return Verdict(checks=checks, as_near_as=self.coarser(implementation, answer, checks))
         except NotSupported as refusal:
             touched = [n for n in self.call.caches if not self._as_it_was(n)]
             return Verdict(refused=str(refusal), errors=[f"{n} was written before the refusal" for n in touched])
         except Exception as error:  # noqa: BLE001  for any error, the report must name the problem
-            return Verdict(errors=[f"{type(error).__name__}: {error}", *self._device_error()])
+            return Verdict(errors=[f"{type(error).__name__}: {_said(error)}", *self._device_error()])
         finally:
             self.restore()
 

@@ -13,12 +13,16 @@ DTYPES = tuple(SHORT.values())
 DIMS = ("head_dim 64", "head_dim 128", "another head_dim")
 HEADS = ("MHA", "GQA or MQA")
 MASKS = ("no mask", "causal", "window")
-LENGTHS = ("lengths in 64s", "other lengths", "seqlen_q other than seqlen_k")
+LENGTHS = ("lengths in 64s", "other lengths", "seqlen_q other than seqlen_k", "rows without keys")
 CALLS = ("dense", "packed", "cache")
 OPTIONS = (
-    "softmax_scale", "softcap", "ALiBi", "dropout", "pages", "rotary", "strided inputs", "sizes far apart",
-    "NaN or infinity", "8-bit cache",
+    "softmax_scale", "softcap", "ALiBi", "dropout", "pages", "rotary", "strided inputs", "large scores",
+    "sizes far apart", "NaN or infinity", "8-bit cache",
 )  # fmt: skip
+LARGE = 4.0  # q and k this many times as large as usual have scores near 100, so exp overflows without a maximum
+MOST_SHARED = 3  # more features together describe one problem rather than a fault
+# Of problems with unusual numbers, in which an error may be tiny, or its size unusual.
+UNUSUAL = frozenset(("large scores", "sizes far apart", "NaN or infinity"))
 FEATURES = (*DTYPES, *DIMS, *HEADS, *MASKS, *LENGTHS, *CALLS, *OPTIONS)
 # The parts of an answer, and the quantities of their checks.
 PARTS: Mapping[str, Collection[str]] = {
@@ -40,6 +44,7 @@ def _of_problem(p: Problem) -> set[str]:
     found = {kinds.get(p.kind, "packed" if "varlen" in p.kind else "dense")}
     found |= _of_shape(p.head_dim, p.value_dim, p.group, p.seqlens_q, p.seqlens_k)
     found |= _of_options(p.causal, p.window, p.softcap, p.softmax_scale)
+    found |= set() if p.kind == "kvcache" else _of_rows(p.causal, p.window, p.seqlens_q, p.seqused or p.seqlens_k)
     there = {
         "ALiBi": p.alibi,
         "dropout": p.dropout_p,
@@ -47,6 +52,7 @@ def _of_problem(p: Problem) -> set[str]:
         "8-bit cache": p.eight_bit,
         "rotary": p.rotary_dim,
         "strided inputs": set(p.layouts) != {"contiguous"},
+        "large scores": p.magnitude >= LARGE,
         "sizes far apart": p.sizes,
         "NaN or infinity": p.stray or p.poison,
     }
@@ -69,6 +75,7 @@ def _of_call(call: Call) -> set[str]:
     found = {kind} | _of_shape(q.shape[-1], v.shape[-1], heads // keys, seqlens_q, seqlens_k)
     window = args.get("window_size", (-1, -1))
     found |= _of_options(args.get("causal"), window, args.get("softcap"), args.get("softmax_scale"))
+    found |= set() if kind == "cache" else _of_rows(args.get("causal"), window, seqlens_q, seqlens_k)
     there: dict[str, Any] = {
         "ALiBi": args.get("alibi_slopes") is not None,
         "dropout": call.dropout_p,
@@ -96,8 +103,16 @@ def _of_options(causal: Any, window: Any, softcap: Any, scale: Any) -> set[str]:
     return found | {name for name, is_there in (("softcap", softcap), ("softmax_scale", scale)) if is_there}
 
 
+def _of_rows(causal: Any, window: Any, seqlens_q: Sequence[int], seqlens_k: Sequence[int]) -> set[str]:
+    right = 0 if causal else int(window[1])
+    empty = any(q and (not k or (right >= 0 and k - q + right < 0)) for q, k in zip(seqlens_q, seqlens_k))
+    return {"rows without keys"} if empty else set()
+
+
 def shared_by(wrong: Sequence[Collection[str]], right: Sequence[Collection[str]]) -> list[str]:
-    """Return the fewest features that every wrong answer has and no right answer has together; empty if none exist."""
+    """Return the fewest features that every wrong answer has and no right answer has together, at most MOST_SHARED;
+    empty if there are none.
+    """
     if not wrong:
         return []
     shared = [feature for feature in FEATURES if all(feature in each for each in wrong)]
@@ -112,4 +127,4 @@ def shared_by(wrong: Sequence[Collection[str]], right: Sequence[Collection[str]]
         without = [each for each in shared if each != feature]
         if explain(without):
             shared = without
-    return shared
+    return shared if len(shared) <= MOST_SHARED else []

@@ -61,12 +61,14 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
     add("--softcap", type=number, default=0.0, metavar="X", help="softcap")
     add("--softmax-scale", type=number, default=None, metavar="X", help="default 1 / sqrt(head_dim)")
     add("--alibi", action="store_true", help="with ALiBi's slopes, powers of two")
+    add("--magnitude", type=number, default=1.0, metavar="X", help="factor of q and k: 6 makes large scores")
 
 
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return these options as fields of a Problem."""
     found: dict[str, Any] = {"window": tuple(arguments.window), "softcap": arguments.softcap}
-    return found | {"softmax_scale": arguments.softmax_scale, "alibi": "powers" if arguments.alibi else ""}
+    found |= {"softmax_scale": arguments.softmax_scale, "alibi": "powers" if arguments.alibi else ""}
+    return found | {"magnitude": arguments.magnitude}
 
 
 def described(arguments: argparse.Namespace) -> str:
@@ -85,10 +87,11 @@ def checked_device(arguments: argparse.Namespace) -> str:
     return device
 
 
-def recipe(kind: torch.dtype, seed: int, backward: bool = False) -> str:
+def recipe(kind: torch.dtype, seed: int, backward: bool = False, magnitude: float = 1.0) -> str:
     """Return the code that draws the same inputs elsewhere."""
+    larger = "" if magnitude == 1 else f", q and k times {magnitude:g} before .to"
     return (
         f"q, k, v{', dout' * backward} in this order: "
         f"torch.randn(batch, seqlen, heads, head_dim, generator=g).to({kind}), "
-        f'g = torch.Generator("cpu").manual_seed({seed})'
+        f'g = torch.Generator("cpu").manual_seed({seed}){larger}'
     )

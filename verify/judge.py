@@ -62,14 +62,27 @@ class Check:
         return self.error / self.bound if self.bound > 0 and not math.isnan(self.error) else math.inf
 
     @property
-    def gravity(self) -> tuple[bool, float]:
-        """The sort key of checks, the worst mistake last: right checks by ratio, wrong checks by error / size of the
-        numbers, since a missing digit of fp64 is a larger multiple of its bound than nonsense in fp16.
-        """
-        if self.ok:
-            return False, self.ratio
+    def share(self) -> float:
+        """The error relative to the size of the numbers; infinite if it is no number."""
         share = self.error / self.size if self.size > 0 else math.inf
-        return True, math.inf if math.isnan(share) else share
+        return math.inf if math.isnan(share) else share
+
+    @property
+    def gravity(self) -> tuple[bool, float]:
+        """The sort key of checks, the worst mistake last: right checks by ratio, wrong checks by their share, since a
+        missing digit of fp64 is a larger multiple of its bound than nonsense in fp16.
+        """
+        return (False, self.ratio) if self.ok else (True, self.share)
+
+    @property
+    def words(self) -> str:
+        """The mistake in words: its size, absolute and relative, and the bound."""
+        if not self.bound:
+            return self.note
+        if not math.isfinite(self.error):
+            return f"NaN or infinite where an error of {self.bound:.2g} is allowed"
+        relative = f", {self.share:.2g} times its size," if self.size > 0 else ""
+        return f"off by {self.error:.2g}{relative} where {self.bound:.2g} is allowed"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for JSON, which has no NaN and no infinity: they become text."""
@@ -295,7 +308,7 @@ def difference(got: Tensor, expected: Tensor) -> Tensor:
     """Return |got - expected| in fp64; 0 for the same infinity or two NaNs, infinite where only one is a number."""
     got, expected = got.double(), expected.double()
     apart = torch.where((got == expected) | (got.isnan() & expected.isnan()), 0.0, (got - expected).abs())
-    return apart.nan_to_num(nan=torch.inf)
+    return apart.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 # ---- form, and flash-attn's recorded answers -------------------------------------------------------------------------

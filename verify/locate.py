@@ -330,7 +330,7 @@ def measured(arguments: argparse.Namespace) -> tuple[Report, dict[str, Any]]:
 
 def environment_of(arguments: argparse.Namespace, device: str) -> dict[str, str]:
     problem = f"seqlen {arguments.n} x {arguments.seqlen_k or arguments.n}, {inputs.described(arguments)}"
-    recipe = inputs.recipe(arguments.dtype, arguments.seed, arguments.backward)
+    recipe = inputs.recipe(arguments.dtype, arguments.seed, arguments.backward, arguments.magnitude)
     return {"problem": problem, "inputs": recipe, **describe([device])}
 
 

@@ -1,0 +1,92 @@
+"""verify's verdict on kernels with one habit or fault: errors without a name, an LSE, no maximum, other precisions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.test_verify_verdicts import judge, row
+from verify.cli import main
+from verify.compare_report import FAIL, PASS, worst_words
+from verify.examination import Verdict
+from verify.judge import Check, broken, difference
+
+
+def test_the_worst_mistake_is_of_usual_numbers_and_said_absolutely_and_relatively() -> None:
+    tiny = Check("dq", "fp64", 1e-9, 1e-12, "planted", size=1e-9)
+    unusual = row(PASS, "tiny", sizes=((1.0, 1.0, 1.0, 1.0),))
+    rows = [row(FAIL, "usual"), replace(unusual, verdict=Verdict(checks=[tiny]))]
+    assert worst_words(rows)[0] == "the worst mistake: out off by 2, 0.5 times its size, where 1 is allowed, in usual"
+    assert worst_words(rows[1:])[0].startswith("the worst mistake: dq off by 1e-09, 1 times its size, where 1e-12")
+
+
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        (Check("out", "fp64", math.nan, 0.5, "a", size=1.0), "NaN or infinite where an error of 0.5 is allowed"),
+        (Check("out", "fp64", math.inf, 0.5, "a", size=1.0), "NaN or infinite where an error of 0.5 is allowed"),
+        (broken("k", "was written to"), "was written to"),
+        (Check("softmax_lse", "official", 3.0, 0.002, "a"), "off by 3 where 0.002 is allowed"),
+    ],
+)
+def test_a_mistake_without_a_finite_number_is_put_into_words(check: Check, words: str) -> None:
+    assert check.words == words
+
+
+def test_an_infinity_in_the_place_of_a_number_is_an_infinite_difference() -> None:
+    assert difference(torch.tensor([1.0, torch.inf]), torch.tensor([torch.inf, torch.inf])).tolist() == [math.inf, 0.0]
+
+
+# Kernels, the cases to judge, the exit code, what their author reads, and what nobody says.
+MORE = {
+    "with_lse": ("func causal gqa,causal sq", 0, ["fp64, judged separately: 1 answer is right to fp32"], ["FAIL"]),
+    "wrong_lse": (
+        "func causal gqa,causal sq",
+        1,
+        ["only softmax_lse is wrong", "locate cannot show this", "output 6 pass softmax_lse 6 FAIL gradients 6 pass"],
+        ["look closer"],
+    ),
+    "no_maximum": (
+        "plain 64,plain 192,plain 128",
+        1,
+        ["the worst mistake: out NaN or infinite where", "wrong are all problems with large scores", "--magnitude 6.3"],
+        [],
+    ),
+    "empty_rows_are_nan": (
+        "causal sq,full sq,plain 64",
+        1,
+        ["wrong are all problems with rows without keys, and no others"],
+        ["half precision"],
+    ),
+    "bf16_inside": (
+        "plain 64 d64 fp16,plain 64 d64 causal,plain 128 d64 causal fp32",
+        1,
+        ["as near as bf16 comes: it rounds to bf16, or keeps sums in fp16", "wrong in fp32, but as near as"],
+        ["PASS"],
+    ),
+    "asserting": (
+        "plain 64,plain 128",
+        1,
+        [
+            "x AssertionError: assert q.dtype == torch.float16",
+            "x ValueError: head_dim must be 64",
+            "a case counts as declined, not as wrong, if",
+            "FAIL: 8 of 8 answers right, 12 raised an error",
+        ],
+        ["look closer", "locate cannot", "the worst mistake: "],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_kernel_with_one_more_habit_or_fault_gets_its_verdict(name, tmp_path, capsys) -> None:
+    cases, code, said, unsaid = MORE[name]
+    judged = judge(name, tmp_path, capsys, cases)
+    assert [part for part in said if part not in judged.told] == [], judged.told
+    assert not [part for part in unsaid if part in judged.told] and judged.code == code
+    if "look closer" in judged.told:
+        assert main(judged.advice) == 1
+        capsys.readouterr()
