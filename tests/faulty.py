@@ -44,9 +44,9 @@ class Tiled(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         dout = upstream[0].transpose(1, 2).to(ctx.work.q.dtype)
         dq, dk, dv = ctx.work.backward(dout, *ctx.kept)
-        last = ctx.work.mistake == "one head of a group"
+        only = {"one head of a group": -1, "the first head of a group": 0}.get(ctx.work.mistake)
         dk, dv = (x.unflatten(1, (-1, ctx.group)) for x in (dk, dv))
-        dk, dv = (x[:, :, -1] if last else x.sum(2) for x in (dk, dv))
+        dk, dv = (x.sum(2) if only is None else x[:, :, only] for x in (dk, dv))
         return *(x.transpose(1, 2).to(ctx.dtype) for x in (dq, dk, dv)), None, None, None
 
 
@@ -110,11 +110,12 @@ class Work:
         mistake, (dq, dk, dv) = self.mistake, (torch.zeros_like(x) for x in (self.q, self.k, self.v))
         lse = m + (0.0 if mistake == "no row sum" else torch.log(l))
         delta = (dout * out).sum(-1, keepdim=True)
-        delta = {"no delta": 0 * delta, "delta added": -delta}.get(mistake, delta)
+        wrong = {"no delta": 0 * delta, "delta added": -delta, "half of delta": delta / 2, "delta undivided": delta * l}
+        delta = wrong.get(mistake, delta)
         for columns in tiles(self.k.shape[-2]):
             for i, rows in enumerate(tiles(self.q.shape[-2])):
                 s = self.scores(rows, columns, backward=True)
-                p = torch.exp(s - lse[..., rows, :])
+                p = (torch.exp2 if mistake == "exp2 of a natural LSE" else torch.exp)(s - lse[..., rows, :])
                 slope = 1 - (s / self.softcap) ** 2 if self.softcap and mistake != "no derivative" else 1.0
                 dp = dout[..., rows, :] @ self.v[..., columns, :].mT
                 ds = (p * (dp - delta[..., rows, :]) * slope).nan_to_num(0.0)
@@ -126,6 +127,11 @@ class Work:
         dq *= {"dq without scale": 1 / self.scale, "dq in log2": math.log(2)}.get(mistake, 1.0)
         dk *= {"dk off": 1.05, "dk scaled twice": self.scale}.get(mistake, 1.0)
         dv *= {"dv negative": -1.0}.get(mistake, 1.0)
+        dq = {
+            "dq heads reversed": dq.flip(1),
+            "dq a tile down": dq.roll(TILE, 2),
+            "dq in bf16": dq.bfloat16().to(dq),
+        }.get(mistake, dq)
         if mistake == "races":
             dq += 0.1 * torch.rand_like(dq)
         return (dq, dv, dk) if mistake == "dk and dv swapped" else (dq, dk, dv)

@@ -241,11 +241,11 @@ def named(call: Call, tile: int, got: Tensor, bound: float) -> str:
         return f"all of the output is {size:.4g} times the right one"
     if forward.scale and is_like(forward.out(forward.scores(factor := factor_of(call, got)))):
         return forward.name_factor(factor)
-    return _moved(got, right, bound)
+    return moved_heads(got, right, bound)
 
 
-def _moved(got: Tensor, right: Tensor, bound: float) -> str:
-    """Name heads, or batch elements, that hold the right values of others; else ""."""
+def moved_heads(got: Tensor, right: Tensor, bound: float) -> str:
+    """Name heads that hold the right values of others, or "". got and right: (batch, heads, row, channel)"""
     if got.shape != right.shape:
         return ""
     flat_got, flat_right = got.flatten(0, 1), right.flatten(0, 1)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .call import SHORT, Answer, taken_apart
-from .diagnosis import Kernel, Setting, gap, which
+from .diagnosis import Kernel, Setting, gap, holds_all, which
 from .errors import UsageError
+from .formulas import moved_heads
 from .judge import GRADIENTS, Check, against_fp64, rounded_to
 
 # Relative tolerance of a factor, to find its name.
@@ -92,15 +93,16 @@ class Formula:
         self.causal = bool(args.get("causal"))
 
     def gradients(
-        self, p: Tensor | None = None, delta: Tensor | None = None, dS: Tensor | None = None, summed: bool = True
+        self, p: Tensor | None = None, delta: Tensor | None = None, dS: Tensor | None = None, head: int | None = None
     ) -> dict[str, Tensor]:
-        """As (batch, heads, row, channel). summed: over the query heads of a key head, else the last head alone"""
+        """As (batch, heads, row, channel). head: of each key head's query heads, the only one to count"""
         p = self.p if p is None else p
         if dS is None:
             dS = p * (self.dP - (self.delta if delta is None else delta)) * self.slope
         of_heads = {"dk": self.scale * dS.mT @ self.q, "dv": p.mT @ self.dout}
         grouped = {name: x.unflatten(1, (-1, self.group)) for name, x in of_heads.items()}
-        return {"dq": self.scale * dS @ self.k} | {n: x.sum(2) if summed else x[:, :, -1] for n, x in grouped.items()}
+        summed = {name: x.sum(2) if head is None else x[:, :, head] for name, x in grouped.items()}
+        return {"dq": self.scale * dS @ self.k} | summed
 
     def mistakes(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield the name of each mistake, and its gradients."""
@@ -113,13 +115,16 @@ class Formula:
         highest = self.p.amax(-1, keepdim=True)
         unsummed = torch.where(highest > 0, self.p / highest, 0.0)
         yield "P is exp(S - m) and lacks the row sum: the LSE has to be subtracted", self.gradients(p=unsummed)
+        undivided = torch.where(highest > 0, self.delta / highest, 0.0)
+        yield "rowsum(dout * out) is of an out that is not divided by the row sum", self.gradients(delta=undivided)
+        for p in (self.p ** math.log(2), (self.p / highest).nan_to_num() ** math.log(2) * highest):
+            yield "exp2 takes scores that lack log2(e), or an LSE that does", self.gradients(p=p)
         if self.softcap:
             yield "the softcap's derivative, 1 - tanh^2, is missing", self.gradients(dS=self.p * (self.dP - self.delta))
         if self.group > 1:
-            yield (
-                "only one query head of each group counts: dk and dv are sums over all of them",
-                self.gradients(summed=False),
-            )
+            for head in range(self.group):
+                words = "only one query head of each group counts: dk and dv are sums over all of them"
+                yield words, self.gradients(head=head)
         if self.causal:
             # The LSE belongs to the masked scores.
             lse = torch.logsumexp(self.scores.masked_fill(self.p == 0, -math.inf), -1, keepdim=True)
@@ -176,10 +181,37 @@ class GradientDiagnosis:
         for words, gives in self._mistakes:
             if self._is_like(name, gives[name]):
                 return words
+        if part := self._of_delta(name):
+            return part
+        if moved := moved_heads(got, right, self.found.checks[name].widest_bound):
+            return moved
         for other in GRADIENTS:
             if other != name and self.right[other].shape == right.shape and self._is_like(name, self.right[other]):
                 return f"it has the right values of {other}"
-        return self._tile(name) or self._place(name)
+        return self._tile(name) or self._shift(name) or self._place(name)
+
+    def _of_delta(self, name: str) -> str:
+        """Name the factor of rowsum(dout * out), if the gradient is right but for it; else ""."""
+        if name == "dv":
+            return ""
+        without = self.formula.gradients(delta=torch.zeros_like(self.formula.delta))[name]
+        part = without - self.right[name]
+        factor = (((without - self.got[name]) * part).sum() / (part * part).sum()).item()
+        if not self._is_like(name, without - factor * part):
+            return ""
+        return f"rowsum(dout * out) is subtracted {factor:.3g} times from dP (FA2 algorithm 2, line 4)"
+
+    def _shift(self, name: str) -> str:
+        """Name the rows by which the gradient is moved, if it is right otherwise; else ""."""
+        rows = self.setting.block_rows if name == "dq" else self.setting.block_columns
+        for by in (1, -1, rows, -rows):
+            moved = self.right[name].roll(by, 2)
+            kept = slice(max(by, 0), moved.shape[2] + min(by, 0))
+            if moved[:, :, kept].numel() and self._is_like(name, torch.cat(
+                [self.got[name][:, :, : kept.start], moved[:, :, kept], self.got[name][:, :, kept.stop :]], 2
+            )):  # fmt: skip
+                return f"its rows are written {abs(by)} too {'far down' if by > 0 else 'high'}"
+        return ""
 
     def _is_like(self, name: str, gives: Tensor) -> bool:
         """Whether the gradient equals a mistake's, which differs from the right one."""
@@ -246,7 +278,9 @@ class GradientDiagnosis:
         """The dtype to which the kernel rounds, if this is its only error; else None."""
         asked = functools.partial(_asked, self.found.kernel)
         near = rounded_to(self.setting.call, self.found.answer, lambda call: asked(self.setting.of(call)))
-        return next(iter(near), None)
+        wrong = [self.found.grads[name] for name in self.found.wrong]
+        held = (dtype for dtype in reversed(near) if all(holds_all(dtype, grad) for grad in wrong))
+        return next(held, next(iter(near), None))
 
     @property
     def sentences(self) -> list[str]:
