@@ -67,7 +67,7 @@ OF_THE_GRADIENTS = {
     "delta undivided": ({}, "dq and dk: rowsum(dout * out) is of an out that is not divided by the row sum"),
     "exp2 of a natural LSE": ({}, "dq and dk and dv: exp2 takes scores that lack log2(e), or an LSE that does"),
     "dq heads reversed": ({}, "dq: heads hold the right values of others"),
-    "dq a tile down": ({"n": 128}, "dq: its rows are written 32 too far down"),
+    "dq a tile down": ({"n": 128}, "dq: each row is written 32 rows too late"),
     "the first head of a group": (GQA, "dk and dv: only one query head of each group counts"),
     "one head of a group": (GQA, "dk and dv: only one query head of each group counts"),
     "backward without mask": (CAUSAL, "dq and dk and dv: the backward has no causal mask"),

@@ -36,6 +36,17 @@ def test_a_mistake_without_a_finite_number_is_put_into_words(check: Check, words
     assert check.words == words
 
 
+def test_a_larger_error_is_worse_than_one_of_a_number_that_should_be_zero() -> None:
+    of_zero = Check("dk", "fp64", 1.9, 1e-6, "planted", size=1e-6)
+    assert (
+        max([of_zero, large := Check("dv", "fp64", 4.1, 1e-3, "planted", size=0.7)], key=lambda each: each.gravity)
+        is large
+    )
+    assert of_zero.words == "off by 1.9 where 1e-06 is allowed"
+    half = Check("dq", "fp64", 5.0, 1e-3, "planted", size=10.0)
+    assert of_zero.gravity > half.gravity < broken("q", "was written to").gravity
+
+
 def test_an_infinity_in_the_place_of_a_number_is_an_infinite_difference() -> None:
     assert difference(torch.tensor([1.0, torch.inf]), torch.tensor([torch.inf, torch.inf])).tolist() == [math.inf, 0.0]
 

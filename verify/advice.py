@@ -22,7 +22,7 @@ CANNOT = "locate cannot show this: it compares out, dq, dk and dv of flash_attn_
 MOST_TRIED = 4
 FEW_TILES = 160  # a length that shows more than one tile
 # A call with more scores takes too long for a line of advice.
-MOST_SCORES = 2**20
+MOST_SCORES = 2**22
 
 
 def locate_words(rows: Sequence[Row], isolated: bool) -> list[str]:

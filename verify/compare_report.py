@@ -144,7 +144,9 @@ def _wrong_rows(rows: Sequence[Row]) -> Table:
         alike[row.implementation, row.device, re.sub(r"[\d.]+", "", said)].append(row)
     cells = []
     for (name, device, _), members in alike.items():
-        first = max(members, key=lambda row: max((check.gravity for check in row.verdict.checks), default=(False, 0.0)))
+        first = max(
+            members, key=lambda row: max((check.gravity for check in row.verdict.checks), default=(False, 0.0, 0.0))
+        )
         worst = worst_of(first.worst(against) for against in AGAINST)
         more = f" and {len(members) - 1} more like it" if len(members) > 1 else ""
         cells.append((first.case.name + more, name, device, _figure(worst), FAIL, first.note))

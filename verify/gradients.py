@@ -210,7 +210,8 @@ class GradientDiagnosis:
             if moved[:, :, kept].numel() and self._is_like(name, torch.cat(
                 [self.got[name][:, :, : kept.start], moved[:, :, kept], self.got[name][:, :, kept.stop :]], 2
             )):  # fmt: skip
-                return f"its rows are written {abs(by)} too {'far down' if by > 0 else 'high'}"
+                far = "1 row" if abs(by) == 1 else f"{abs(by)} rows"
+                return f"each row is written {far} too {'late' if by > 0 else 'early'}"
         return ""
 
     def _is_like(self, name: str, gives: Tensor) -> bool:

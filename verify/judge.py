@@ -68,11 +68,16 @@ class Check:
         return math.inf if math.isnan(share) else share
 
     @property
-    def gravity(self) -> tuple[bool, float]:
+    def gravity(self) -> tuple[bool, float, float]:
         """The sort key of checks, the worst mistake last: right checks by ratio, wrong checks by their share, since a
-        missing digit of fp64 is a larger multiple of its bound than nonsense in fp16.
+        missing digit of fp64 is a larger multiple of its bound than nonsense in fp16. From an error as large as the
+        numbers themselves on, the error counts: any error is a large share of numbers that should cancel to 0.
         """
-        return (False, self.ratio) if self.ok else (True, self.share)
+        if self.ok:
+            return False, self.ratio, 0.0
+        if not math.isfinite(self.error):
+            return True, math.inf, 0.0
+        return True, min(self.share, 1.0), self.error
 
     @property
     def words(self) -> str:
@@ -81,7 +86,7 @@ class Check:
             return self.note
         if not math.isfinite(self.error):
             return f"NaN or infinite where an error of {self.bound:.2g} is allowed"
-        relative = f", {self.share:.2g} times its size," if self.size > 0 else ""
+        relative = f", {self.share:.2g} times its size," if self.size > self.bound else ""
         return f"off by {self.error:.2g}{relative} where {self.bound:.2g} is allowed"
 
     def to_json(self) -> dict[str, Any]:

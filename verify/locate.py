@@ -139,7 +139,11 @@ def first_place(differs: Tensor, block_rows: int) -> Place | None:
     """Return the place of the first True of (batch, nheads, row, channel), or None. block_rows: query rows of a tile"""
     if not differs.any():
         return None
-    batch, head, row, channel = (int(i) for i in torch.unravel_index(differs.flatten().int().argmax(), differs.shape))
+    at, place = int(differs.flatten().int().argmax()), []  # torch.unravel_index imports sympy, two seconds
+    for size in reversed(differs.shape):
+        at, index = divmod(at, size)
+        place.append(index)
+    channel, row, head, batch = place
     return Place(batch, head, row, channel, row // block_rows)
 
 
