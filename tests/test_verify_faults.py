@@ -14,7 +14,7 @@ from tests import faulty, mutants
 from verify.call import parameters
 from verify.diagnosis import Setting
 from verify.locate import Located, conclusion, locate
-from verify.planted import bfloat16_throughout, half_inputs, half_output, half_weights
+from verify.planted import bfloat16_throughout, half_inputs, half_output, half_weights, planted
 from verify.problems import Problem
 from verify.steps import fused_rows, naive, online_tiles
 
@@ -142,9 +142,25 @@ def taking_options(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attention
 
 
-def test_a_mistake_is_named_for_key_tiles_of_another_size_than_was_told() -> None:
-    found = looked_at(faulty.kernel("output from tile 2"), n=160, tile=64, backward=False)
-    assert found.wrong["A"].sentences[-1].endswith("from key tile 2 on (key tiles of 32)")
+@pytest.mark.parametrize(
+    ("mistake", "settings", "said"),
+    [
+        ("output from tile 2", {}, "from key tile 2 on (key tiles of 32)"),
+        ("own maximum", CAUSAL, "(FA2 algorithm 1, line 9) (key tiles of 32)"),
+        ("inverted", CAUSAL, "not by exp(m - m_new) (key tiles of 32)"),
+    ],
+)
+def test_a_mistake_is_named_for_key_tiles_of_another_size_than_was_told(
+    mistake: str, settings: dict[str, Any], said: str
+) -> None:
+    found = looked_at(faulty.kernel(mistake), n=160, tile=64, backward=False, **settings)
+    assert found.wrong["A"].sentences[-1].endswith(said)
+
+
+def test_a_mistake_is_named_for_key_tiles_of_48() -> None:
+    kernel = functools.partial(planted("output not rescaled"), block_rows=48, block_columns=48)
+    found = looked_at(kernel, n=160, tile=64, backward=False)
+    assert found.wrong["A"].sentences[-1].endswith("(FA2 algorithm 1, line 10) (key tiles of 48)")
 
 
 @pytest.mark.parametrize("settings", [{}, {"keys": 130, **CAUSAL}, GQA, SOFTCAP, {"dtype": "float16"}], ids=str)

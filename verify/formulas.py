@@ -13,7 +13,7 @@ from torch import Tensor
 from . import oracle
 from .call import Call
 
-TILES = 16, 32, 64, 128  # usual sizes of key tiles, for a kernel that does not state its own
+TILES = 16, 32, 48, 64, 96, 128, 256  # usual sizes of key tiles, for a kernel that does not state its own
 MOST_SCORES = 2**23  # of a problem: each formula computes all of them
 CLOSE = 1e-2  # relative tolerance of a factor, to find its name
 SMALLEST, LARGEST, STEPS = 2.0**-10, 2.0**10, 80  # factors of the scores that are tried
