@@ -23,7 +23,8 @@ KERNEL(THREADS, 8) append(const Params p) {
   const u32 thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
   const int pieces = new_pieces(p), q_pieces = (p.head_dim + 7) / 8;
   for (Walk walk(thread, pieces * p.nheads_k); walk.token < (u32)p.batch * p.seqlen_new; walk.advance())
-    append_piece<true>(p, walk.token / p.seqlen_new, walk.token % p.seqlen_new, walk.piece / pieces, walk.piece % pieces);
+    append_piece<true>(p, walk.token / p.seqlen_new, walk.token % p.seqlen_new, walk.piece / pieces,
+                       walk.piece % pieces);
 
   if (!p.rotary_dim) return;
   // From the other end, so that different threads take few rows of Q and few new keys.

@@ -30,10 +30,10 @@ struct Source {
   const Cached *cache, *fresh;
   const Strides &s;
   int fresh_row;   // elements between rows of fresh
-  DEVICE Source(const Params &p, const u16 *x, const Strides &s, const u16 *x_new, const Strides &new_s, int b, int head,
-                int channel)
+  DEVICE Source(const u16 *x, const Strides &s, const u16 *x_new, const Strides &new_s, int b, int head, int channel)
         : cache((const Cached *)x + (PAGED ? 0 : b * s.batch) + (i64)head * s.head + channel),
-          fresh(READS_NEW ? (const Cached *)(row_at(x_new, new_s, b, 0, head) + channel) : nullptr), s(s), fresh_row(new_s.row) {}
+          fresh(READS_NEW ? (const Cached *)(row_at(x_new, new_s, b, 0, head) + channel) : nullptr), s(s),
+          fresh_row(new_s.row) {}
 };
 
 // Addresses of the keys of one step. Paged: each lane looks up one key. If the keys of a group are neighbours in a
@@ -309,8 +309,8 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   const int splits = share.splits, first = share.keys.first, end = share.keys.end;
   if (split >= splits) return;
 
-  // A block that sees a key that is read from the cache writes it before. So does the last block of every tile, since no
-  // row may see the new keys; several blocks may write the same.
+  // A block that sees a new key, and has to read it from the cache, writes it before. So does the last block of every
+  // tile, since no row may see the new keys; several blocks may write the same.
   const bool is_last_share = split == splits - 1;
   const int first_new = APPEND ? first_new_slot(p, tile.sequence) : UNBOUNDED;
   if (APPEND && !reads_new(p) && (is_last_share || seq.first_k + end > first_new)) {
@@ -318,8 +318,8 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
     __syncthreads();
   }
   const u32 shared = SHARED_BASE, q_at = shared + (side * ROWS + g) * LayoutQ::ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
-  const Source k(p, p.k, p.k_s, p.k_new, p.k_new_s, tile.sequence, tile.head_k, side * W),
-      v(p, p.v, p.v_s, p.v_new, p.v_new_s, tile.sequence, tile.head_k, side * W);
+  const Source k(p.k, p.k_s, p.k_new, p.k_new_s, tile.sequence, tile.head_k, side * W),
+      v(p.v, p.v_s, p.v_new, p.v_new_s, tile.sequence, tile.head_k, side * W);
   const int *pages = PAGED ? p.block_table + (i64)tile.sequence * p.table_stride : nullptr;
 
   QueryRows rows;
