@@ -22,3 +22,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
     """Ours in front of PyTorch's operators on a CPU, with the kernels emulated; every launch is written down."""
     with originals.cpu_stand_ins(), originals.served(monkeypatch) as launches:
         yield launches
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
+    """As ``served``, but launches are recorded and compute nothing, for tests that look at launches alone."""
+    with originals.cpu_stand_ins(), originals.served(monkeypatch, computes=False) as launches:
+        yield launches

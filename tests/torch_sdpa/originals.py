@@ -34,9 +34,9 @@ def override_on(policy: Policy = POLICY) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def served(monkeypatch: pytest.MonkeyPatch, policy: Policy = POLICY) -> Iterator[LaunchRecord]:
-    """Override PyTorch's operators with emulated kernels, and set the counts to zero."""
-    launches = fused_on_cpu.emulate(monkeypatch)
+def served(monkeypatch: pytest.MonkeyPatch, policy: Policy = POLICY, computes: bool = True) -> Iterator[LaunchRecord]:
+    """Override PyTorch's operators with kernels, emulated or only recorded, and set the counts to zero."""
+    launches = (fused_on_cpu.emulate if computes else fused_on_cpu.record)(monkeypatch)
     reset_backend_counts()
     with override_on(policy):
         yield launches

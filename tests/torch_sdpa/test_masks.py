@@ -41,14 +41,16 @@ def mask(kind: str, *shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["bool", "own", "fp32"])
 @pytest.mark.parametrize("shape", [(150, 130), (4, 150, 130), (2, 4, 20, 600), (1, 4, 40, 40), (2, 1, 1, 600)])
-def test_the_mask_pass_reads_each_value_in_memory_once(shape: tuple[int, ...], kind: str, served: LaunchRecord) -> None:
+def test_the_mask_pass_reads_each_value_in_memory_once(
+    shape: tuple[int, ...], kind: str, recorded: LaunchRecord
+) -> None:
     """Booleans once for both directions: the backward takes the results of the forward's pass."""
     inputs = qkv(Inputs(lengths=(max(shape[-2], 20), shape[-1])))
     with_gradients(functools.partial(sdpa, attn_mask=mask(kind, *shape)), inputs)
     *slabs, rows, keys = shape
     blocks = math.prod(slabs) * -(-rows // 64) * -(-keys // 512)
     assert counted() == {"fused": 1}
-    passes = [launch.blocks for launch in served.seen if launch.variant.entry == "mask"]
+    passes = [launch.blocks for launch in recorded.seen if launch.variant.entry == "mask"]
     assert passes == [blocks] * (1 if kind == "bool" else 2)
 
 
@@ -108,13 +110,13 @@ PAIRS: dict[str, tuple[Callable[[torch.dtype], Tensor], bool]] = {
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_two_biases_are_loaded_at_once_where_all_pairs_are_aligned(
-    name: str, dtype: torch.dtype, served: LaunchRecord
+    name: str, dtype: torch.dtype, recorded: LaunchRecord
 ) -> None:
     make, has_pairs = PAIRS[name]
     bias = make(dtype)
     q, k, v = qkv(Inputs(HALF, (40, bias.shape[-1])))
     sdpa(q, k, v, attn_mask=bias).sum().backward()
-    found = {launch.variant.entry for launch in served.seen if ("BIAS_PAIRS", 1) in launch.variant.macros}
+    found = {launch.variant.entry for launch in recorded.seen if ("BIAS_PAIRS", 1) in launch.variant.macros}
     assert found == ({"forward", "dq"} if has_pairs else set())
 
 
