@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import json
 import math
 import sys
@@ -20,8 +21,8 @@ from flash_attn_compat import cli
 from tests import notebook
 from verify import cli as verify_cli
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("peft", reason="peft is not installed")
+MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} not installed")
 
 
 def commands() -> Iterator[list[str]]:
