@@ -182,8 +182,7 @@ def count(loop: Counter[str], *names: str) -> int:
     return sum(number for name, number in loop.items() if name.startswith(names))
 
 
-@pytest.mark.parametrize("type", [FP16, BF16_AS_FP16])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("D", "type"), some_of([(128, BF16_AS_FP16), (128, FP16), (64, BF16_AS_FP16), (64, FP16)], 3))
 def test_decoding_over_8_bits_spills_nothing_on_turing(D: int, type: int, compiler: Compiler) -> None:
     kind = Kind(75, type, D, local=True, paged=True, cache=E4M3)
     found = offline.compiled(compiler, variants.decode(kind), "sm_75")
