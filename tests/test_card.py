@@ -45,6 +45,11 @@ def test_a_cpu_has_no_limits(gpu: list[tuple[float, int]]) -> None:
     assert limits == card.NO_LIMITS == Limits(math.inf, math.inf) and not gpu
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ctypes.CDLL(driver_stand_in(tmp_path_factory.mktemp("driver")))
+
+
 @pytest.mark.parametrize(
     ("index", "release", "hip", "expected"),
     [
@@ -55,9 +60,9 @@ def test_a_cpu_has_no_limits(gpu: list[tuple[float, int]]) -> None:
     ],
 )
 def test_a_timer_is_known_from_the_driver_and_below_wsl(
-    index: int, release: str, hip: str | None, expected: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    index: int, release: str, hip: str | None, expected: bool, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = nvrtc.Driver(ctypes.CDLL(driver_stand_in(tmp_path)))
+    driver = nvrtc.Driver(library)
     monkeypatch.setattr(nvrtc, "driver", lambda: driver)
     monkeypatch.setattr(card, "platform", SimpleNamespace(release=lambda: release))
     monkeypatch.setattr(torch.version, "hip", hip)
