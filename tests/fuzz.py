@@ -35,6 +35,9 @@ from verify.output import progress_bar
 from verify.problems import KINDS, WITH_GRADIENTS, Problem
 
 
+_START = "spawn"  # a copy of this process could not use its GPU
+
+
 @dataclass(frozen=True)
 class Plan:
     device: str
@@ -213,7 +216,7 @@ def _in_processes(plan: Plan, seeds: range, jobs: int) -> Iterator[Tally]:
 
     def solved(seed: int) -> Tally:
         if getattr(mine, "pool", None) is None:
-            context = multiprocessing.get_context("spawn")
+            context = multiprocessing.get_context(_START)
             mine.pool = ProcessPoolExecutor(1, context, initializer=torch.set_num_threads, initargs=(1,))
             pools.append(mine.pool)
         try:

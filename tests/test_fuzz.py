@@ -15,8 +15,9 @@ import torch
 from rich.console import Console
 
 from flash_attn_compat import flash_attn_interface
-from tests import mutants
+from tests import fuzz, mutants
 from tests.fuzz import Failure, Plan, main, run_all, shrink
+from tests.interpreters import CAN_FORK
 from verify.problems import Problem
 
 
@@ -49,7 +50,10 @@ class DiesOfProblem3(Plan):
         return super().problem(seed)
 
 
-def test_processes_share_the_problems_and_outlive_one_of_them() -> None:
+def test_processes_share_the_problems_and_outlive_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    if CAN_FORK:  # three copies of one process that has imported this module
+        monkeypatch.setattr(fuzz, "_START", "forkserver")
+        multiprocessing.set_forkserver_preload([__name__])
     total = run_all(DiesOfProblem3("cpu", ("reference",), None, None), range(8), 2, 1e9, 1e9, Console())
     assert (total.problems, total.served, [failure.seed for failure in total.failures]) == (8, 7, [3])
 
