@@ -34,7 +34,6 @@ from verify.examination import Examination
 from verify.output import progress_bar
 from verify.problems import KINDS, WITH_GRADIENTS, Problem
 
-
 _START = "spawn"  # a copy of this process could not use its GPU
 
 
