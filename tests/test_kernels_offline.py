@@ -159,11 +159,13 @@ def test_a_kernel_fits_its_gpu_and_splits_count_on_the_blocks_that_it_holds(row:
         assert found.spilled <= offline.allowed_spills(variant), f"{found.spilled} bytes spilled, stack {found.stack}"
     if offline.cuobjdump() is None:
         return
+    code = offline.instructions(found.cubin)
+    assert list(offline.store_complaints(variant, code)) == []
     if number == 75 and variant.entry in MAIN_LOOPS:
-        check_turings_loop(row, offline.main_loop(offline.instructions(found.cubin)), version)
+        check_turings_loop(row, offline.main_loop(code), version)
     if variant == ORDERED:
         # The two steps of an operand lie in neighbouring registers: dkdv once moved each there, a move a product.
-        loop = offline.main_loop(offline.instructions(found.cubin))
+        loop = offline.main_loop(code)
         assert count(loop, "MOV", "IMAD.MOV") < count(loop, "HMMA.16816") // 2, loop
 
 
@@ -176,6 +178,17 @@ def check_turings_loop(row: Row, loop: Counter[str], version: str) -> None:
     if row.share and version == VERSIONS[-1]:  # no pipe is much busier than needed products make one
         pipes, D = kernel_report.model_turing(loop, row.variant), dict(row.variant.macros)["D"]
         assert kernel_report.useful_share(pipes, row.variant, D, D) >= row.share, pipes
+
+
+def test_a_row_stored_in_words_is_a_complaint() -> None:
+    """Compilers once made four stores of each 16 bytes of the epilogues."""
+    variant = variants.dq(Kind(75, FP16, 64))
+    whole, words = [(0, "STG.E.128.SYS [R2], R8")], [(0, "@P0 STG.E.SYS [R2+0x4], R9")]
+    assert list(offline.store_complaints(variant, whole)) == []
+    assert list(offline.store_complaints(variant, words)) == [
+        "1 stores of 32 bits, of which 0 at most are not part of a row's 16 bytes"
+    ]
+    assert list(offline.store_complaints(variants.dq(Kind(75, FP16, 64, vec=1)), words)) == []
 
 
 def count(loop: Counter[str], *names: str) -> int:

@@ -109,6 +109,7 @@ template <class T> inline T global_load_if(bool there, const T *p, T x) { return
 template <class T> inline T global_load(const T *p) { return *checked(p, emulator::READ); }
 template <class T> inline void global_store(T *p, T v) { *(T *)emulator::global(p, sizeof(T), sizeof(T), emulator::WRITE, &v) = v; }
 inline void global_store16(u16 *p, uint4 v) { global_store((uint4 *)p, v); }
+inline void global_store16(float *p, float4 v) { global_store((float4 *)p, v); }
 inline void global_store2(u16 *p, u16 v) { global_store(p, v); }
 template <class T> inline T global_load_fresh(const T *p) { return *checked(p, emulator::FRESH); }
 inline void __threadfence() {}
