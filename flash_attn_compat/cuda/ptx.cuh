@@ -138,6 +138,17 @@ DEVICE u32 multiply_pairs(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+DEVICE u32 multiply_add_pairs(u32 a, u32 b, u32 c) {   // a b + c
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+// Four bytes of x (0 to 3) and 0 (4 to 7), the lowest first; 8 more: eight times the byte's sign.
+template <u32 SELECTOR> DEVICE u32 bytes(u32 x) {
+  u32 r;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "n"(SELECTOR));
+  return r;
+}
 #endif
 DEVICE u16 global_load2(const u16 *from) {
   u16 v;
