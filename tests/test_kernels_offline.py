@@ -203,6 +203,19 @@ def test_decoding_over_8_bits_spills_nothing_on_turing(D: int, type: int, compil
     assert found.spilled == 0 and not list(offline.complaints(variants.decode(kind), found, 75))
 
 
+def test_8_bit_values_are_converted_between_the_products_of_scores(compiler: Compiler) -> None:
+    """Behind them, the tensor cores would wait for all warps' conversions at once."""
+    if offline.cuobjdump() is None:
+        pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
+    found = offline.compiled(compiler, variants.forward(Kind(75, FP16, 128, cache=E4M3)), "sm_75")
+    names = [text.split()[0] for _, text in offline.instructions(found.cubin)]
+    products = [place for place, name in enumerate(names) if name.startswith("HMMA")]
+    scores = names[products[0] : products[127]]  # the products with one tile of K
+    # A thread converts 32 numbers of a tile of V, two at once, with two fp16 products each, and stores 8 numbers.
+    counts = Counter(name.split(".")[0] for name in scores)
+    assert found.spilled == 0 and counts["HMUL2"] + counts["HFMA2"] >= 16 and counts["STS"] >= 3, counts
+
+
 @pytest.mark.parametrize("make", [variants.forward, variants.dkdv, variants.dq])
 def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compiler) -> None:
     """No cp.async, no m16n8k16, no bf16 products: the PTX that a forced capability runs is a T4's."""
