@@ -134,7 +134,7 @@ def time_calls(call: Callable[..., Tensor], qkv: tuple[Tensor, ...], choice: Cho
             for entry, tile in choice.items():
                 stack.enter_context(replace_result(variants, f"{entry}_tile", tile))
             replays = [capture(Job(one), "cuda") for one in (partial(call, *qkv), train)]
-        first, second = (fastest(replay, "cuda", readings=5, calls=10) for replay, _ in replays)
+        first, second = (fastest(replay, "cuda", readings=3, calls=10) for replay, _ in replays)
         return first, second
 
     dout = torch.randn_like(qkv[0][..., : qkv[2].shape[-1]])
@@ -192,10 +192,10 @@ def sweep(shape: Shape) -> list[dict[str, object]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tile_sweep", description=__doc__)
-    parser.add_argument("--only", default="", metavar="TEXT", help="shapes with this text in their name")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="shapes with one of these")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all times and ratios")
     options = parser.parse_args(argv)
-    shapes = [shape for shape in SHAPES if options.only in str(shape)]
+    shapes = [shape for shape in SHAPES if any(text in str(shape) for text in options.only)]
     compile_all(shapes)
     rows = [row for shape in shapes for row in sweep(shape)]
     if options.json:
