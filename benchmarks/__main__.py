@@ -17,6 +17,7 @@ PROGRAMS = {
     "vllm_serving": "vLLM with our attention and with Triton's: tokens compared, tokens a second",
     "fine_tuning": "loss curves of training, compared with eager attention's",
     "kernel_tiles": "each kernel's tiles on this GPU, to find the fastest",
+    "tile_sweep": "more tiles at shapes that PyTorch's kernels win",
     "kernel_report": "registers, spills and instructions of each kernel; no GPU needed",
     "cache_error": "what a cache of 8-bit floats costs in accuracy; no GPU needed",
     "machine_code": "kernels whose machine code a change of their sources alters; no GPU needed",

@@ -105,11 +105,12 @@ def report_variant(variant: Variant, number: int, compiler: str) -> tuple[str, b
         compiled = offline.compiled(offline.compilers()[compiler], variant, f"sm_{number}")
     except KernelError as error:
         return f"{variant.entry} {name}: {error}", False
-    complaints = list(offline.complaints(variant, compiled, number))
+    code = offline.instructions(compiled.cubin)
+    complaints = [*offline.complaints(variant, compiled, number), *offline.store_complaints(variant, code)]
     shared = compiled.static_shared + variant.shared
     text = f"{variant.entry} {name}: {compiled.registers} registers, {compiled.spilled} bytes spilled, {shared} shared"
     if number == 75 and variant.entry in ("forward", "dkdv", "dq"):
-        loop = offline.main_loop(offline.instructions(compiled.cubin))
+        loop = offline.main_loop(code)
         text += f"\n    {format_instructions(loop)}\n    {format_model(loop, variant)}"
     if number == 75 and compiled.spilled > offline.allowed_spills(variant):
         complaints.append(f"spills more than {offline.allowed_spills(variant)} bytes")
@@ -118,7 +119,8 @@ def report_variant(variant: Variant, number: int, compiler: str) -> tuple[str, b
 
 def format_instructions(loop: Counter[str]) -> str:
     counts = {name: sum(count for full, count in loop.items() if full.split(".")[0] == name) for name in _SHOWN}
-    return f"main loop of {sum(loop.values())}: " + ", ".join(
+    size = sum(loop.values())  # of 16 bytes; sm_75 has caches of some 16 and 46 KB for instructions
+    return f"main loop of {size}, {size / 64:.1f} KB: " + ", ".join(
         f"{count} {name}" for name, count in counts.items() if count
     )
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import benchmarks.__main__
-from benchmarks import cpu, end_to_end, head_dims, host_time, sdpa, vllm_serving
+from benchmarks import cpu, end_to_end, head_dims, host_time, sdpa, tile_sweep, vllm_serving
 from benchmarks.fine_tuning import largest_distance
 from benchmarks.runner import Contest, forward_only, make_parser, relative_difference, run
 from flash_attn_compat import flash_attn_func
@@ -214,3 +214,10 @@ def test_prompts_have_random_lengths_and_half_share_a_prefix() -> None:
     prompts = vllm_serving.random_prompts()
     assert len(prompts) >= 200 and len({len(prompt) for prompt in prompts}) > 100
     assert len({tuple(prompt[:96]) for prompt in prompts[1::2]}) == 1 and max(map(len, prompts)) < 1024 - 12
+
+
+def test_every_tile_of_the_sweep_is_a_variant_that_fits_turings_shared_memory() -> None:
+    for shape in tile_sweep.SHAPES:
+        for variant in tile_sweep.variants_of(shape, 75):
+            blocks = dict(variant.macros).get("MIN_BLOCKS", 1)
+            assert variant.shared * blocks <= 65536, (shape, variant)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flash_attn_compat
-from flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import grids, launcher, variants
 from flash_attn_compat.backends.fused.grids import Grid
 from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind
@@ -56,6 +56,22 @@ def test_keys_are_read_for_sixteen_rows_at_once_with_any_heads(
     assert launches.entries == [entry]
     if entry == "decode":
         assert launches.last.fields["tiles"] == -(-rows * nheads // nheads_k // 16)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "rows"),
+    [(2, 256, 64), (3, 256, 128), (1, 640, 64), (1, 1024, 128), (1, 2048, 128), (2, 200, 128)],
+    ids=str,
+)
+def test_dense_calls_with_fewer_tall_tiles_than_multiprocessors_take_small_tiles(
+    batch: int, seqlen: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 heads on the 40 multiprocessors of a T4."""
+    launches = fused_on_cpu.record(monkeypatch)
+    q, k, v = (torch.zeros(batch, seqlen, 8, 96).half().requires_grad_() for _ in range(3))
+    with use_backend("fused"):
+        flash_attn_func(q, k, v).sum().backward()
+    assert [launch.variant.rows for launch in launches.seen if launch.variant.entry != "delta"] == [rows] * 3
 
 
 # ---- few key heads: blocks share the query heads of a group
@@ -210,7 +226,7 @@ def test_kernels_for_a_shared_grid_are_tried_as_such(shared: None, monkeypatch: 
 
 def test_under_a_mask_as_many_blocks_stand_together_as_the_gpu_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.record(monkeypatch)
-    q = torch.zeros(1, 300, 2, 64).half().requires_grad_()
+    q = torch.zeros(1, 300, 16, 64).half().requires_grad_()  # tall tiles fill 40 multiprocessors
     with flash_attn_compat.use_backend("fused"):
         flash_attn_compat.flash_attn_func(q, q, q, causal=True).sum().backward()
     held = {one.variant.entry: one.fields["resident"] for one in launches.seen if one.variant.entry != "delta"}

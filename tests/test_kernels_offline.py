@@ -159,11 +159,13 @@ def test_a_kernel_fits_its_gpu_and_splits_count_on_the_blocks_that_it_holds(row:
         assert found.spilled <= offline.allowed_spills(variant), f"{found.spilled} bytes spilled, stack {found.stack}"
     if offline.cuobjdump() is None:
         return
+    code = offline.instructions(found.cubin)
+    assert list(offline.store_complaints(variant, code)) == []
     if number == 75 and variant.entry in MAIN_LOOPS:
-        check_turings_loop(row, offline.main_loop(offline.instructions(found.cubin)), version)
+        check_turings_loop(row, offline.main_loop(code), version)
     if variant == ORDERED:
         # The two steps of an operand lie in neighbouring registers: dkdv once moved each there, a move a product.
-        loop = offline.main_loop(offline.instructions(found.cubin))
+        loop = offline.main_loop(code)
         assert count(loop, "MOV", "IMAD.MOV") < count(loop, "HMMA.16816") // 2, loop
 
 
@@ -178,6 +180,17 @@ def check_turings_loop(row: Row, loop: Counter[str], version: str) -> None:
         assert kernel_report.useful_share(pipes, row.variant, D, D) >= row.share, pipes
 
 
+def test_a_row_stored_in_words_is_a_complaint() -> None:
+    """Compilers once made four stores of each 16 bytes of the epilogues."""
+    variant = variants.dq(Kind(75, FP16, 64))
+    whole, words = [(0, "STG.E.128.SYS [R2], R8")], [(0, "@P0 STG.E.SYS [R2+0x4], R9")]
+    assert list(offline.store_complaints(variant, whole)) == []
+    assert list(offline.store_complaints(variant, words)) == [
+        "1 stores of 32 bits, of which 0 at most are not part of a row's 16 bytes"
+    ]
+    assert list(offline.store_complaints(variants.dq(Kind(75, FP16, 64, vec=1)), words)) == []
+
+
 def count(loop: Counter[str], *names: str) -> int:
     return sum(number for name, number in loop.items() if name.startswith(names))
 
@@ -187,6 +200,19 @@ def test_decoding_over_8_bits_spills_nothing_on_turing(D: int, type: int, compil
     kind = Kind(75, type, D, local=True, paged=True, cache=E4M3)
     found = offline.compiled(compiler, variants.decode(kind), "sm_75")
     assert found.spilled == 0 and not list(offline.complaints(variants.decode(kind), found, 75))
+
+
+def test_8_bit_values_are_converted_between_the_products_of_scores(compiler: Compiler) -> None:
+    """Behind them, the tensor cores would wait for all warps' conversions at once."""
+    if offline.cuobjdump() is None:
+        pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
+    found = offline.compiled(compiler, variants.forward(Kind(75, FP16, 128, cache=E4M3)), "sm_75")
+    names = [text.split()[0] for _, text in offline.instructions(found.cubin)]
+    products = [place for place, name in enumerate(names) if name.startswith("HMMA")]
+    scores = names[products[0] : products[127]]  # the products with one tile of K
+    # A thread converts 32 numbers of a tile of V, two at once, with two fp16 products each, and stores 8 numbers.
+    counts = Counter(name.split(".")[0] for name in scores)
+    assert found.spilled == 0 and counts["HMUL2"] + counts["HFMA2"] >= 16 and counts["STS"] >= 3, counts
 
 
 @pytest.mark.parametrize("make", [variants.forward, variants.dkdv, variants.dq])

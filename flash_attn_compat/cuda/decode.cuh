@@ -102,7 +102,7 @@ DEVICE void combine_warps(const Params &p, const RowTile &tile, float (&O)[CHUNK
         write_out(p, tile, row, channel, total, reciprocal_of_sum(sum));
         if (channel == 0) write_lse(p, tile, row, from, sum);
       } else {
-        global_store((float4 *)(p.parts + part * PART + row * D + channel), total);
+        global_store16(p.parts + part * PART + row * D + channel, total);
         if (channel == 0)
           global_store((float2 *)(p.parts + part * PART + ROWS * D + row * 2), make_float2(highest, sum));
       }

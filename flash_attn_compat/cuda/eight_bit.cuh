@@ -15,22 +15,26 @@ DEVICE u32 even_bytes(u32 w) {
 }
 DEVICE u32 odd_bytes(u32 w) { return CACHE == 5 ? w & 0xff00ff00u : ((w >> 1) & 0x3f803f80u) | (w & 0x80008000u); }
 
-// The same with NaN.
-DEVICE u32 with_nan(u32 pair) { return CACHE == 4 ? pair | ((pair + 0x00800080u) & 0x40004000u) : pair; }
-DEVICE uint2 widened(u32 w) {   // in order
-  const u32 apart = __byte_perm(w, 0, 0x3120);
-  return make_uint2(with_nan(even_bytes(apart)), with_nan(odd_bytes(apart)));
-}
-DEVICE uint4 widened(const uint4 &eight) {   // of the first two words
-  const uint2 a = widened(eight.x), b = widened(eight.y);
-  return make_uint4(a.x, a.y, b.x, b.y);
-}
-
 // Times 144 * 2^8, which is exact, and sends NaN to infinity. Only NaN makes a product or sum infinite then,
 // and real_or_nan makes NaN of it again: that is cheaper for few sums than for many numbers.
 constexpr float LOUD_UNIT = CACHE == 4 ? 1.f / 144.f : 1.f;
 DEVICE u32 loud(u32 pair) { return CACHE == 4 ? multiply_pairs(pair, 0x78807880u) : pair; }
 DEVICE float real_or_nan(float x) { return CACHE == 4 ? fmaf(x, 0.f, x) : x; }
+
+// Four numbers in order, NaN too, with WIDENED_UNIT. The byte's sign, repeated, is what a shift of the byte leaves below
+// fp16's sign. infinity * 0 is NaN; the products lie on another pipe than integers.
+template <u32 SELECTOR> DEVICE u32 widened_pair(u32 w) {
+  const u32 pair = (bytes<SELECTOR>(w) << 7) & 0xbf80bf80u;
+  return multiply_add_pairs(loud(pair), 0, pair);
+}
+DEVICE uint2 widened(u32 w) {
+  if (CACHE == 5) return make_uint2(bytes<0x1404>(w), bytes<0x3424>(w));
+  return make_uint2(widened_pair<0x9180>(w), widened_pair<0xb3a2>(w));
+}
+DEVICE uint4 widened(const uint4 &eight) {   // of the first two words
+  const uint2 a = widened(eight.x), b = widened(eight.y);
+  return make_uint4(a.x, a.y, b.x, b.y);
+}
 
 // The number nearest to x, ties to even, up to the largest finite one. NaN stays NaN.
 DEVICE u32 narrowed(float x) {

@@ -17,6 +17,7 @@ constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, BLOCK_M = WARPS 
 // others' bits.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
+constexpr int AHEAD = CACHE && !MMA_K16;   // 8-bit tiles are converted while the tensor cores multiply
 constexpr bool CAN_SPLIT = D <= 192 || MMA_K16;   // Turing has no registers left to merge the widest heads
 typedef Layout<D> LayoutQK;   // of Q and K
 typedef Layout<DV> LayoutV;
@@ -79,8 +80,10 @@ DEVICE void apply_dropout(float (&P)[MMA_N][MMA_M][4], const DropoutWords &words
     }
 }
 
-// O += P V
-DEVICE void accumulate(float (&O)[OUT_BLOCKS][MMA_M][4], const float (&P)[MMA_N][MMA_M][4], u32 v_at) {
+// O += P V. meanwhile(k): as in product(), for each 16 keys.
+template <class F>
+DEVICE void accumulate(float (&O)[OUT_BLOCKS][MMA_M][4], const float (&P)[MMA_N][MMA_M][4], u32 v_at,
+                       const F &meanwhile) {
 #pragma unroll
   for (int k = 0; k < MMA_N; k += 2) {
     u32 a[MMA_M][4];
@@ -96,6 +99,7 @@ DEVICE void accumulate(float (&O)[OUT_BLOCKS][MMA_M][4], const float (&P)[MMA_N]
       ldmatrix_transposed(b, LayoutV::along(v_at, n * SPLIT_WARPS) + k * 8 * LayoutV::ROW_BYTES);
       multiply<MMA_M>(O[n], O[n + 1], a, b);
     }
+    meanwhile(k / 2);
   }
 }
 
@@ -145,14 +149,18 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
             v_tile = k_tile + BLOCK_N * LayoutQK::ROW_BYTES;
   const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
               v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
-  uint4 q_staged[CopyQ::N], staged[larger(CopyK::N, CopyV::N)];   // K and V take turns in `staged`
-#define LOAD(mover, base, strides, j, dim, target) \
-  mover.load(staged, p, base, strides, pages, seq.first_k + (j) * BLOCK_N, seq.seqlen_k - (j) * BLOCK_N, dim, target)
-#define LOAD_KEYS(j) LOAD(copy_k, k, p.k_s, j, p.head_dim, k_tile)
+  // K and V take turns in `staged`. 8-bit tiles are half as large: there both have a place, for tiles that are loaded
+  // one half of the loop before they are converted.
+  uint4 q_staged[CopyQ::N], staged[1 + AHEAD][larger(CopyK::N, CopyV::N)];
+#define LOAD(mover, place, base, strides, j, there, dim, target) \
+  mover.load(staged[place], p, base, strides, pages, seq.first_k + (j) * BLOCK_N, \
+             there ? seq.seqlen_k - (j) * BLOCK_N : 0, dim, target)
+#define LOAD_KEYS(j, there) LOAD(copy_k, 0, k, p.k_s, j, there, p.head_dim, k_tile)
+#define LOAD_VALUES(j, there) LOAD(copy_v, AHEAD, v, p.v_s, j, there, p.head_dim_v, v_tile)
   // cp.async may write K only once Q has left.
   const bool at_once = !(CP_ASYNC && QK_IN_REGS), some = first_tile < last_tile;
   copy_q.load_stationary(q_staged, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
-  if (at_once && some) LOAD_KEYS(first_tile);
+  if (at_once && some) LOAD_KEYS(first_tile, true);
   float q_scale = 1.f;
 #if TYPE == 2   // the block's rows have a power of their own; the backward gets the head's maximum
   int largest = max_of<32>(finite_magnitude(q_staged));
@@ -187,8 +195,9 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   __syncthreads();
   u32 qf[QK_IN_REGS ? D / 16 / SPLIT_WARPS : 1][MMA_M][4];
   if (QK_IN_REGS) load_operand<D>(qf, q_at);
-  if (!at_once && some) LOAD_KEYS(first_tile);
-  if (some) copy_k.store(staged, k_tile, k_scale);
+  if (!at_once && some) LOAD_KEYS(first_tile, true);
+  if (AHEAD && some) LOAD_VALUES(first_tile, true);
+  if (some) copy_k.store(staged[0], k_tile, k_scale);
   __syncthreads();
 
   float O[OUT_BLOCKS][MMA_M][4], m[MMA_M][2], l[MMA_M][2];
@@ -203,18 +212,22 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     next = mask.next<BLOCK_M, BLOCK_N>(p, first_row, j + 1, last_tile);
     const bool active = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
                              : !LOCAL || range.sees_some(key);   // of this warp's rows
-    LOAD(copy_v, v, p.v_s, j, p.head_dim_v, v_tile);
+    if (AHEAD) LOAD_KEYS(next, next < last_tile);
+    else LOAD_VALUES(j, true);
     float S[MMA_N][MMA_M][4];
     if (active) {   // S = Q K^T
       set_zero(S);
-      product<QK_IN_REGS, D, MMA_N>(S, qf, q_at, k_at);
+      product<QK_IN_REGS, D, MMA_N>(S, qf, q_at, k_at, 0, [&](int step) {
+        if (AHEAD) copy_v.store_widened<D / 16 / SPLIT_WARPS>(staged[AHEAD], v_tile, step);
+      });
       if (SPLIT_K)
         UNROLLED(i, MMA_N * MMA_M)
           store_partial(S[i / MMA_M][i % MMA_M], partials_at + (side * MMA_N * MMA_M + i) * 512);
     }
-    copy_v.store(staged, v_tile, v_scale);
+    if (!AHEAD || !active) copy_v.store(staged[AHEAD], v_tile, v_scale);
     __syncthreads();
-    if (next < last_tile) LOAD_KEYS(next);
+    if (AHEAD) LOAD_VALUES(next, next < last_tile);
+    else if (next < last_tile) LOAD_KEYS(next, true);
     if (active) {
       if (SPLIT_K)
         UNROLLED(i, MMA_N * MMA_M)
@@ -226,9 +239,11 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #if DROPOUT
       apply_dropout(S, words, row_words, key, t, p.dropout_limit);
 #endif
-      accumulate(O, S, v_at);
+      accumulate(O, S, v_at, [&](int step) {
+        if (AHEAD) copy_k.store_widened<MMA_N / 2>(staged[0], k_tile, step);
+      });
     }
-    if (next < last_tile) copy_k.store(staged, k_tile, k_scale);
+    if (AHEAD ? !active : next < last_tile) copy_k.store(staged[0], k_tile, k_scale);
     __syncthreads();
   }
 

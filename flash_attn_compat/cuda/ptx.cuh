@@ -138,6 +138,17 @@ DEVICE u32 multiply_pairs(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+DEVICE u32 multiply_add_pairs(u32 a, u32 b, u32 c) {   // a b + c
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+// Four bytes of x (0 to 3) and 0 (4 to 7), the lowest first; 8 more: eight times the byte's sign.
+template <u32 SELECTOR> DEVICE u32 bytes(u32 x) {
+  u32 r;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "n"(SELECTOR));
+  return r;
+}
 #endif
 DEVICE u16 global_load2(const u16 *from) {
   u16 v;
@@ -161,7 +172,14 @@ DEVICE float2 global_load_if(bool there, const float2 *from, float2 x) {
                : "l"(from), "r"((int)there));
   return x;
 }
-DEVICE void global_store16(u16 *to, uint4 v) { *(uint4 *)to = v; }
+// Compiler steering: the compilers may make four stores of 4 bytes of a plain store of 16.
+DEVICE void global_store16(void *to, u32 x, u32 y, u32 z, u32 w) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+DEVICE void global_store16(u16 *to, uint4 v) { global_store16(to, v.x, v.y, v.z, v.w); }
+DEVICE void global_store16(float *to, float4 v) {
+  global_store16(to, __float_as_int(v.x), __float_as_int(v.y), __float_as_int(v.z), __float_as_int(v.w));
+}
 DEVICE void global_store2(u16 *to, u16 v) { *to = v; }
 // Lengths, page numbers, statistics: plain accesses, which the emulator checks.
 template <class T> DEVICE T global_load(const T *from) { return *from; }

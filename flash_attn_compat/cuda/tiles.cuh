@@ -77,12 +77,13 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
     else if (has(i))
       copy_async(tile + offset(i), (const u16 *)(there && channels > 0 ? from : readable), there && channels > 0);
   }
+  // Converts and stores 8-bit chunks: those of one of STEPS steps.
+  template <int STEPS> DEVICE void store_widened(const uint4 *x, u32 tile, int step) const {
+    UNROLLED(i, N)
+      if (i * STEPS / N == step && has(i)) shared_store(tile + offset(i), widened(x[i]));
+  }
   DEVICE void store(const uint4 *x, u32 tile, float scale) const {
-    if (CACHE) {
-      UNROLLED(i, N)
-        if (has(i)) shared_store(tile + offset(i), widened(x[i]));
-      return;
-    }
+    if (CACHE) return store_widened<1>(x, tile, 0);
     CP_ASYNC ? copy_async_wait() : COPIED ? store_converted<false>(x, tile, scale) : store_converted(x, tile, scale);
   }
 
@@ -129,11 +130,16 @@ template <int N, int M> DEVICE void set_zero(float (&c)[N][M][4]) {
       UNROLLED(e, 4) c[n][m][e] = 0.f;
 }
 
+struct Nothing {
+  DEVICE void operator()(int) const {}
+};
+
 // c += stationary rows times a tile's rows, along their W channels; the stationary operand lies in registers (REG) or
 // in shared memory. With SPLIT_K, 2^SPLIT_K warps have the same rows; each multiplies every 2^SPLIT_K-th 16 channels,
-// from both addresses on, and they add up the partial products.
-template <bool REG, int W, int N, int M>
-DEVICE void product(float (*c)[M][4], const u32 (*stationary)[M][4], u32 stationary_at, u32 tile_at, int first = 0) {
+// from both addresses on, and they add up the partial products. meanwhile(k): other work, for each 16 channels.
+template <bool REG, int W, int N, int M, class F = Nothing>
+DEVICE void product(float (*c)[M][4], const u32 (*stationary)[M][4], u32 stationary_at, u32 tile_at, int first = 0,
+                    const F &meanwhile = F()) {
   typedef Layout<W> L;
   UNROLLED(k, W / 16 >> SPLIT_K) {
     u32 a[M][4];
@@ -148,6 +154,7 @@ DEVICE void product(float (*c)[M][4], const u32 (*stationary)[M][4], u32 station
       ldmatrix(b, L::along(tile_at, 2 * k << SPLIT_K) + (first + n) * 8 * L::ROW_BYTES);
       multiply<M>(c[n], c[n + 1], a, b);
     }
+    meanwhile(k);
   }
 }
 

@@ -103,12 +103,26 @@ inline u32 multiply_pairs(u32 a, u32 b) {
   const float low = half_to_float((u16)a) * half_to_float((u16)b), high = half_to_float((u16)(a >> 16)) * half_to_float((u16)(b >> 16));
   return emulator::float_to_operand(low, 0) | (u32)emulator::float_to_operand(high, 0) << 16;
 }
+inline u32 multiply_add_pairs(u32 a, u32 b, u32 c) {   // of numbers whose products and sums are fp32's
+  const float low = half_to_float((u16)a) * half_to_float((u16)b) + half_to_float((u16)c),
+              high = half_to_float((u16)(a >> 16)) * half_to_float((u16)(b >> 16)) + half_to_float((u16)(c >> 16));
+  return emulator::float_to_operand(low, 0) | (u32)emulator::float_to_operand(high, 0) << 16;
+}
+template <u32 SELECTOR> inline u32 bytes(u32 x) {
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) {
+    const u32 which = SELECTOR >> 4 * i & 15, byte = which & 4 ? 0 : x >> (which & 3) * 8 & 255;
+    r |= (which < 8 ? byte : byte >> 7 ? 255 : 0) << 8 * i;
+  }
+  return r;
+}
 inline u16 global_load2(const u16 *p) { return *checked(p, OPERANDS_READ); }
 template <class T> inline T global_load_if(bool there, const T *p, T x) { return there ? *checked(p, OPERANDS_READ) : x; }
 #endif
 template <class T> inline T global_load(const T *p) { return *checked(p, emulator::READ); }
 template <class T> inline void global_store(T *p, T v) { *(T *)emulator::global(p, sizeof(T), sizeof(T), emulator::WRITE, &v) = v; }
 inline void global_store16(u16 *p, uint4 v) { global_store((uint4 *)p, v); }
+inline void global_store16(float *p, float4 v) { global_store((float4 *)p, v); }
 inline void global_store2(u16 *p, u16 v) { global_store(p, v); }
 template <class T> inline T global_load_fresh(const T *p) { return *checked(p, emulator::FRESH); }
 inline void __threadfence() {}

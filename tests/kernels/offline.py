@@ -26,12 +26,15 @@ from flash_attn_compat.backends.fused.variants import Variant
 
 FOLDERS = "NVRTC_FOLDERS"
 REGISTERS = 65536  # of a multiprocessor
+# Loops that write 0 or NaN by element, to rows without a block; and the turns of each that compilers unroll at most.
+CLEARING_LOOPS, UNROLLED = {"forward": 2, "decode": 2, "dkdv": 4, "dq": 2}, 16
 SPLITTING = {"forward", "decode", "dkdv"}  # whose blocks are counted by how many a GPU holds
 
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLED = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _STATIC = re.compile(r"(\d+) bytes smem")
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);")
+_STORE = re.compile(r"STG\.E(?:\.EF)?(?:\.(64|128)|\.[US](8|16))?(?=[. ])")
 _BRANCH = re.compile(r"BRA(?:\.U)? (?:!?P\d, )?(0x[0-9a-f]+)")
 
 
@@ -152,6 +155,36 @@ def main_loop(code: list[tuple[int, str]]) -> Counter[str]:
     within = [(sum(start <= place <= end for place in products), start - end, start, end) for start, end in loops(code)]
     count, _, start, end = max(within, default=(0, 0, 0, 0))
     return count_instructions(code, start, end) if count else Counter()
+
+
+def bits_stored(code: list[tuple[int, str]]) -> Counter[int]:
+    """Stores to global memory by the bits of each lane."""
+    widths = (_STORE.search(text) for _, text in code)
+    return Counter(int(found[1] or found[2] or 32) for found in widths if found)
+
+
+def store_complaints(variant: Variant, code: list[tuple[int, str]]) -> Iterator[str]:
+    """Yield the widths below 64 bits that a kernel stores more often than its lone numbers explain.
+
+    Rows that are not aligned (VEC 1) are stored by element, and maps of a mask by word: neither is judged.
+    """
+    if dict(variant.macros).get("VEC") != 8:
+        return
+    most = {32: lone_words(variant), 16: CLEARING_LOOPS.get(variant.entry, 0) * UNROLLED, 8: 0}
+    found = bits_stored(code)
+    for bits in most:
+        if found[bits] > most[bits]:
+            yield f"{found[bits]} stores of {bits} bits, of which {most[bits]} at most are not part of a row's 16 bytes"
+
+
+def lone_words(variant: Variant) -> int:
+    """Return a kernel's stores of lone words: LSEs (flash-attn's and the true one), deltas, a maximum."""
+    macros = dict(variant.macros)
+    if variant.entry == "forward":
+        return 4 * macros["MMA_M"] + 4
+    if variant.entry == "decode":
+        return 2 * (macros["D"] // 64 >> macros.get("SPLIT_K", 0)) + 6
+    return {"delta": 4, "absmax": 1}.get(variant.entry, 0)
 
 
 def blocks(variant: Variant) -> int:

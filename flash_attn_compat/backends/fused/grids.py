@@ -25,6 +25,8 @@ _MAX_SPLITS = 256
 _MERGED_PER_STEP = 9
 # The fewest query rows worth a split of dkdv: they cost as much as storing its gradients and adding them up.
 _SPLIT_ROWS = 512
+# Rows of Turing's tall tiles; the fewest and the most rows, and the most keys, of calls for which they may be too few.
+_TALL, _MIDDLE_LENGTHS = 128, (256, 1024)
 # KB of shared memory of a multiprocessor by architecture, and the minimum for all other architectures.
 _SHARED, _MIN_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
 
@@ -63,6 +65,15 @@ def choose_grid(
 def per_sequence_grid(longest: int, rows: int, batch: int, clears: bool) -> Grid:
     """Return the grid where each sequence has its own blocks; ``clears``: one more group for tokens outside of all."""
     return Grid(-(-longest // rows), batch + clears)
+
+
+def fills_gpu(rows: int, keys: int, heads: int, processors: int) -> bool:
+    """Return whether tall tiles of dense sequences give each multiprocessor work; True for very short and long ones.
+
+    heads: of all sequences together
+    """
+    is_middle = _MIDDLE_LENGTHS[0] <= rows <= _MIDDLE_LENGTHS[1] >= keys
+    return not is_middle or -(-rows // _TALL) * heads > processors
 
 
 class Gpu(NamedTuple):

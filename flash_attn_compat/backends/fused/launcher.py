@@ -308,6 +308,10 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     device, number = call.q.device, nvrtc.target(call.q.get_device()).number
     half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
     cache = caches.cache_macro(call.k)
+    is_plain = half == variants.FP16 and number < 80 and call.cu_seqlens_q is None
+    fills = not is_plain or grids.fills_gpu(
+        max_rows(call), max_keys(call), call.batch * call.nheads, count_multiprocessors(call.q.get_device())
+    )
     kind = Kind(
         number=number,
         type=variants.BF16_AS_FP16 if half and (number < 80 or cache) else half,
@@ -322,7 +326,7 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
         paged=call.block_table is not None,
         vec=vec,
         window=None if left is None or right is None else left + right + 1,
-        few_rows=max_rows(call) <= variants.FEW_ROWS,
+        few_rows=max_rows(call) <= variants.FEW_ROWS or not fills,
         short=call.bias is None and max(max_rows(call), max_keys(call)) <= variants.SHORT,
         bias=masks.bias_macro(call.bias),
         bias_pairs=masks.can_load_pairs(call.bias),

@@ -75,7 +75,8 @@ class Kind(NamedTuple):
     local: whether positions hide keys: causal, or a window; window: keys in sight, None unbounded
     alibi, softcap, dropout, paged: whether the call asks for it
     vec: elements of a load: 8 where every row starts on 16 bytes, else 1
-    few_rows: no sequence has more rows than FEW_ROWS; short: none has more rows or keys than SHORT
+    few_rows: no sequence has more rows than FEW_ROWS, or tall tiles leave multiprocessors idle (grids.fills_gpu)
+    short: no sequence has more rows or keys than SHORT
     tiles: the fastest tiles on this GPU by entry, from ``tune``; copied: whether streamed rows are fp16 copies of bf16
     bias, bias_pairs: of a dense mask, as in cuda/mask.cuh; 0 without one
     bias_words: words of 32 keys that a block of the pass over the mask reads, one of BIAS_WORDS

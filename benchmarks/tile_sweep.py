@@ -1,0 +1,207 @@
+"""Times more tiles at shapes that PyTorch's kernels win: `python -m benchmarks.tile_sweep [--only TEXT] [--json FILE]`.
+
+Short sequences, few rows at large head dims, head dims 192 and 256. Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX
+that Turing gets. Each call is replayed from a CUDA graph, so times are the GPU's alone. Ratios are PyTorch's times over
+ours. The last line of a shape has the fastest tile of each kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.kernel_tiles import format_tile, replace_result
+from flash_attn_compat import flash_attn_func, use_backend
+from flash_attn_compat.backends.fused import aot, nvrtc, variants
+from flash_attn_compat.backends.fused.variants import FEW_ROWS, FP16, Kind, Tile
+from verify.graphs import capture
+from verify.timing import Failed, Job, attempt, fastest, free_memory
+
+TORCH = {"memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+ENTRIES = "forward", "dkdv", "dq"
+Choice = Mapping[str, Tile]  # by entry; others have today's tile
+
+
+class Shape(NamedTuple):
+    batch: int
+    seqlen: int
+    heads: int
+    head_dim: int
+    causal: bool = False
+
+    def __str__(self) -> str:
+        return f"d{self.head_dim} {self.batch} x {self.seqlen}, {self.heads} heads" + " causal" * self.causal
+
+    def kind(self, number: int) -> Kind:
+        return Kind(number, FP16, self.head_dim, local=self.causal, few_rows=self.seqlen <= FEW_ROWS)
+
+
+SHAPES = (
+    *(Shape(512, length, 12, 64) for length in (64, 100, 128)),
+    Shape(2, 256, 8, 160),
+    Shape(2, 1024, 8, 80),
+    *(Shape(4, 4096, 2048 // D, D, causal) for D in (192, 256) for causal in (False, True)),
+)
+_SHARED = {"qk_in_regs": False, "vo_in_regs": False}
+# All fit sm_75; of registers they spill at most what other tiles there do.
+TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
+    64: {
+        "forward": (Tile(64, 4, 1, 3), Tile(64, 4, 1, 4), Tile(32, 4, 1, 4), Tile(64, 2, 2, 4), Tile(64, 4, 2, 2)),
+        "dkdv": (
+            Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3), Tile(32, 4, 1, 2, **_SHARED),
+            Tile(64, 4, 1, 1, vo_in_regs=False), Tile(32, 2, 2, 2, **_SHARED),
+        ),
+        "dq": (Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(32, 4, 1, 4), Tile(64, 2, 2, 2), Tile(32, 2, 2, 4)),
+    },
+    80: {
+        "forward": (Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 8, 1, 1)),
+        "dkdv": (Tile(32, 4, 1, 2), Tile(64, 4, 1, 2), Tile(32, 4, 1, 1, **_SHARED)),
+        "dq": (Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 8, 1, 1)),
+    },
+    160: {
+        "forward": (Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(64, 2, 1, 1), Tile(32, 2, 1, 3)),
+        "dkdv": (
+            Tile(32, 4, 1, 1, split_n=1), Tile(16, 4, 1, 2, split_k=1), Tile(16, 8, 1, 1, split_k=1),
+            Tile(16, 4, 1, 1, **_SHARED),
+        ),
+        "dq": (
+            Tile(32, 8, 1, 1, split_n=1), Tile(32, 4, 1, 1, split_n=1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1),
+            Tile(32, 2, 1, 2), Tile(16, 2, 1, 4),
+        ),
+    },
+    192: {
+        "forward": (Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(32, 8, 1, 1, split_k=1)),
+        "dkdv": (Tile(16, 8, 1, 1, split_k=1), Tile(32, 4, 1, 1, split_n=1), Tile(16, 4, 1, 2, split_k=1)),
+        "dq": (Tile(32, 8, 1, 1, split_n=1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1), Tile(32, 4, 1, 1, vo_in_regs=False)),
+    },
+    256: {
+        "forward": (
+            Tile(32, 4, 1, 1, qk_in_regs=False), Tile(16, 4, 1, 2), Tile(32, 8, 1, 1, split_k=1),
+            Tile(16, 8, 1, 2, split_k=1),
+        ),
+        "dkdv": (Tile(16, 4, 1, 1, split_k=1), Tile(16, 4, 1, 2, split_k=1), Tile(32, 8, 1, 1, split_n=1)),
+        "dq": (Tile(16, 4, 1, 1, vo_in_regs=False), Tile(16, 8, 1, 1, split_k=1), Tile(16, 4, 1, 2, split_k=1)),
+    },
+}  # fmt: skip
+
+
+def variants_of(shape: Shape, number: int) -> set[variants.Variant]:
+    """Return the variants that a sweep of one shape launches."""
+    kind, found = shape.kind(number), {variants.delta(shape.kind(number))}
+    for entry in ENTRIES:
+        found.add(variants.MAKERS[entry](kind))
+        for tile in TILES[shape.head_dim][entry]:
+            with replace_result(variants, f"{entry}_tile", tile):
+                found.add(variants.MAKERS[entry](kind))
+    return found
+
+
+def compile_all(shapes: list[Shape]) -> None:
+    """Compile all variants in processes, then load them in threads."""
+    target = nvrtc.target(0)
+    wanted = sorted(set(itertools.chain.from_iterable(variants_of(shape, target.number) for shape in shapes)))
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    _, errors = aot.compile_all([(variant, target.architecture) for variant in wanted], pool=pool)
+    print(*errors, sep="\n")
+    nvrtc.load_all(wanted, 0)
+
+
+def time_calls(call: Callable[..., Tensor], qkv: tuple[Tensor, ...], choice: Choice) -> tuple[float, float] | Failed:
+    """Return the milliseconds of a forward, and of a forward with its backward."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+
+    def train() -> object:
+        return torch.autograd.grad(call(*leaves), leaves, dout)
+
+    def measure() -> tuple[float, float]:
+        with ExitStack() as stack:
+            stack.enter_context(use_backend("fused"))
+            for entry, tile in choice.items():
+                stack.enter_context(replace_result(variants, f"{entry}_tile", tile))
+            replays = [capture(Job(one), "cuda") for one in (partial(call, *qkv), train)]
+        first, second = (fastest(replay, "cuda", readings=3, calls=10) for replay, _ in replays)
+        return first, second
+
+    dout = torch.randn_like(qkv[0][..., : qkv[2].shape[-1]])
+    free_memory()
+    return attempt("cuda", measure)
+
+
+def sweep(shape: Shape) -> list[dict[str, object]]:
+    """Time PyTorch's kernels, today's tiles, each other tile alone, and the fastest tiles together."""
+    torch.manual_seed(0)
+    draw = partial(torch.randn, shape.batch, shape.seqlen, shape.heads, shape.head_dim, device="cuda")
+    qkv = draw(dtype=torch.float16), draw(dtype=torch.float16), draw(dtype=torch.float16)
+    ours = partial(flash_attn_func, causal=shape.causal)
+    rivals: dict[str, tuple[float, float]] = {}
+    rows: list[dict[str, object]] = []
+
+    def report(name: str, found: tuple[float, float] | Failed) -> None:
+        if isinstance(found, Failed):
+            print(f"  {name}: {found.reason}", flush=True)
+            rows.append({"shape": str(shape), "name": name, "failed": found.reason})
+            return
+        ratios = {rival: [theirs / mine for theirs, mine in zip(times, found)] for rival, times in rivals.items()}
+        shown = ", ".join(f"{rival} {a:.3f} / {b:.3f}" for rival, (a, b) in ratios.items())
+        print(f"  {name}: {found[0] * 1e3:.1f} / {found[1] * 1e3:.1f} us; {shown}", flush=True)
+        rows.append({"shape": str(shape), "name": name, "ms": found, "ratios": ratios})
+
+    print(shape, "(forward / with the backward)", flush=True)
+    for rival, backend in TORCH.items():
+
+        def attend(*heads: Tensor, backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                found = scaled_dot_product_attention(*(x.transpose(1, 2) for x in heads), is_causal=shape.causal)
+            return found.transpose(1, 2)
+
+        found = time_calls(attend, qkv, {})
+        report(rival, found)
+        if not isinstance(found, Failed):
+            rivals[rival] = found
+    today = time_calls(ours, qkv, {})
+    report("today", today)
+    best: dict[str, Tile] = {}
+    for entry in ENTRIES:
+        measured = {tile: time_calls(ours, qkv, {entry: tile}) for tile in TILES[shape.head_dim][entry]}
+        for tile, found in measured.items():
+            report(f"{entry} {format_tile(tile)}", found)
+        times = {tile: found[entry != "forward"] for tile, found in measured.items() if not isinstance(found, Failed)}
+        fastest_tile = min(times, key=lambda tile: times[tile], default=None)
+        if fastest_tile and not isinstance(today, Failed) and times[fastest_tile] < today[entry != "forward"]:
+            best[entry] = fastest_tile
+    if best:
+        name = ", ".join(f"{entry} {format_tile(tile)}" for entry, tile in best.items())
+        report(f"together: {name}", time_calls(ours, qkv, best))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tile_sweep", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="shapes with one of these")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times and ratios")
+    options = parser.parse_args(argv)
+    shapes = [shape for shape in SHAPES if any(text in str(shape) for text in options.only)]
+    compile_all(shapes)
+    rows = [row for shape in shapes for row in sweep(shape)]
+    if options.json:
+        options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
