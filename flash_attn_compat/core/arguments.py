@@ -50,13 +50,15 @@ def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
     scalars = hashable(*scalars)
     if len(tensors) in _DENSE_COUNTS:
         return dense, tensors, scalars, flags
-    q, k, v, slopes, starts_q, starts_k, used, leftpad, table, *descales = (*tensors, *_PADDING)[:11]
+    q, k, v, slopes, starts_q, starts_k, used, leftpad, table, k_descale, v_descale = (*tensors, *_PADDING)[:11]
     if table is not None:
         if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
             used = starts_k[1:] - starts_k[:-1]
-        tensors = (q, k, v, slopes, starts_q, None, used, leftpad, table, *descales, None, None, starts_k)
+        tensors = (
+            q, k, v, slopes, starts_q, None, used, leftpad, table, k_descale, v_descale, None, None, starts_k,
+        )  # fmt: skip
     elif used is None and leftpad is None:
-        if descales == [None, None]:
+        if k_descale is None and v_descale is None:
             tensors = (q, k, v, slopes, starts_q, starts_k)
         if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
             flags |= EQUAL_LENGTHS

@@ -17,7 +17,7 @@ constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, BLOCK_M = WARPS 
 // others' bits.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
-constexpr int AHEAD = CACHE && !MMA_K16;   // 8-bit tiles are converted while the tensor cores multiply
+constexpr int AHEAD = CACHE && !MMA_K16 && !PAGED;   // 8-bit tiles are converted while tensor cores multiply
 constexpr bool CAN_SPLIT = D <= 192 || MMA_K16;   // Turing has no registers left to merge the widest heads
 typedef Layout<D> LayoutQK;   // of Q and K
 typedef Layout<DV> LayoutV;

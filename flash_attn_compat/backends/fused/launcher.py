@@ -156,11 +156,11 @@ class Plan:
             addresses.append(tensor.data_ptr())
         outputs, q = {}, tensors[0]
         for name, shape, dtype, starts_as_zero, is_like_q in self._outputs:
-            if given_out is not None and name == "out":
+            if is_like_q and given_out is None and type(q) is Tensor:  # takes half the time
+                output = torch.empty_like(q)
+            elif given_out is not None and name == "out":
                 checks.output(given_out, shape, dtype, self.torch_device)
                 output = given_out
-            elif is_like_q and type(q) is Tensor:  # takes half the time
-                output = torch.empty_like(q)
             else:
                 output = torch.empty(shape, dtype=dtype, device=self.torch_device)
             if starts_as_zero:
@@ -179,7 +179,7 @@ class Plan:
                 "distributed tensors and pending collectives have none"
             )
         length = self.seqlen_k if seqlen_k is None else seqlen_k
-        tail, count = b"", self._tail_size
+        tail, count = None, self._tail_size
         if count:
             tail, addresses = self._tail.pack(*addresses[:count]), addresses[count:]
         head = self._head.pack(*addresses, length)
@@ -190,9 +190,10 @@ class Plan:
                     redirected = addresses.copy()
                     for index, output_at, offset in redirects:
                         redirected[index] = addresses[output_at] + offset
-                    self._launch(kernel, blocks, self.device, self._head.pack(*redirected, length) + rest + tail)
+                    packed = self._head.pack(*redirected, length) + rest
                 else:
-                    self._launch(kernel, blocks, self.device, head + rest + tail)
+                    packed = head + rest
+                self._launch(kernel, blocks, self.device, packed if tail is None else packed + tail)
                 launched += 1
         except nvrtc.ContextLost as error:
             raise nvrtc.ContextLost(f"launching {self.variants[launched].entry}: {error}") from None
