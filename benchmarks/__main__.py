@@ -19,6 +19,7 @@ PROGRAMS = {
     "kernel_tiles": "each kernel's tiles on this GPU, to find the fastest",
     "tile_sweep": "more tiles at shapes that PyTorch's kernels win",
     "kernel_report": "registers, spills and instructions of each kernel; no GPU needed",
+    "turing_sm": "each kernel's main loop on a simulated multiprocessor of sm_75; no GPU needed",
     "cache_error": "what a cache of 8-bit floats costs in accuracy; no GPU needed",
     "machine_code": "kernels whose machine code a change of their sources alters; no GPU needed",
     "first_step": "seconds of the first training step without compiled kernels",

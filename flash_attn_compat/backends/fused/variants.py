@@ -164,7 +164,8 @@ class Choice(NamedTuple):
 
 _SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
 _SPLIT_K_2, _SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
-# For sm_75: the best tiles by the model of benchmarks.kernel_report (docs/kernels.md) among tiles that hardly spill.
+# For sm_75: among tiles that hardly spill the best by the model of benchmarks.kernel_report, or by the simulation of
+# benchmarks.turing_sm where that is clear (docs/kernels.md).
 _TURING: dict[str, dict[int, Choice]] = {
     "forward": {
         16: Choice(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3)),
@@ -177,16 +178,16 @@ _TURING: dict[str, dict[int, Choice]] = {
         128: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         160: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         192: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
-        224: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+        224: Choice(Tile(32, 8, 1, 1), Tile(16, 4, 1, 2)),
         256: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         512: Choice(_SPLIT_K_2, _SPLIT_K_2),
     },
     "dkdv": {
         16: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 3)),
-        32: Choice(Tile(64, 4, 1, 2), Tile(64, 4, 1, 2)),
-        48: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
+        32: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 2)),
+        48: Choice(Tile(64, 4, 1, 2), Tile(64, 4, 1, 2)),
         64: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        80: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        80: Choice(Tile(32, 4, 1, 2), Tile(32, 4, 1, 2)),
         96: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False)),
@@ -200,12 +201,12 @@ _TURING: dict[str, dict[int, Choice]] = {
         16: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
         32: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
         48: Choice(Tile(32, 4, 2, 2), Tile(32, 4, 1, 3)),
-        64: Choice(Tile(32, 4, 2, 2, vo_in_regs=False), Tile(64, 4, 1, 2)),
+        64: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
         80: Choice(Tile(16, 4, 2, 2), Tile(64, 4, 1, 2)),
         96: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        112: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        112: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         128: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
-        160: Choice(Tile(16, 8, 1, 1), _SPLIT_N),
+        160: Choice(Tile(16, 4, 1, 2), _SPLIT_N),
         192: Choice(Tile(16, 8, 1, 1), _SPLIT_N),
         224: Choice(_SPLIT_N, _SPLIT_N),
         256: Choice(_SPLIT_N, _SPLIT_N),

@@ -1,0 +1,276 @@
+"""One multiprocessor of sm_75, cycle by cycle: four schedulers, their pipes, and the memory that they share.
+
+Each scheduler issues at most one warp instruction a cycle. Registers are not simulated: stall counts and scoreboards
+of the machine code say when an instruction may issue. Addresses are not simulated either: shared memory is taken to be
+free of bank conflicts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from benchmarks.turing_sm.machine_code import Instruction
+
+SCHEDULERS = 4
+LINE = 128  # bytes of a line of the instruction cache
+_NEVER = 1 << 60
+
+
+class Machine(NamedTuple):
+    """Constants in cycles of the multiprocessor; docs/kernels.md names their sources."""
+
+    tensor: int = 8  # HMMA.1688 with sums in fp32, of a scheduler's tensor cores
+    tensor_half: int = 8  # with sums in fp16
+    tensor_latency: int = 18
+    half: int = 2  # FMA, ALU and others with 16 lanes
+    special: int = 8  # MUFU and conversions, 4 lanes
+    special_latency: int = 21
+    shared_bytes: int = 64  # a cycle of all four schedulers
+    shared_latency: int = 17  # behind the transfer
+    local_latency: int = 32  # of spilled registers: a hit in L1
+    global_latency: int = 188  # a hit in L2
+    global_bytes: float = 32  # a cycle of a multiprocessor
+    queue: int = 5  # shared or special instructions of a scheduler that wait for their unit
+    barrier: int = 16
+    branch: int = 8
+    instructions: int = 16 * 1024  # bytes of a scheduler's cache
+    instruction_latency: int = 40
+    instruction_cycles: int = 8  # a line of LINE bytes
+    prefetched: int = 4  # lines ahead
+    second_instructions: int = 46 * 1024  # bytes of the next cache, of all schedulers
+
+
+T4 = Machine()
+GEFORCE = Machine(tensor=16)  # RTX 20: sums in fp32 at half rate
+
+
+class Cost(NamedTuple):
+    """unit: that executes an instruction; cycles: that it is busy; latency: from its start to the result"""
+
+    unit: str
+    cycles: int
+    latency: int
+    size: int = 0  # bytes of a load from global memory
+
+
+# Beginnings of names, by the pipe that executes them.
+_ALU = (
+    "LOP", "PRMT", "SHF", "LEA", "IADD", "FMNMX", "IMNMX", "FSET", "ISET", "SEL", "FSEL", "PLOP", "P2R", "R2P", "MOV",
+    "SGXT", "BMSK", "FCHK", "POPC", "FLO", "IABS", "VOTE",
+)  # fmt: skip
+_FMA = ("FFMA", "FMUL", "FADD", "IMAD", "HFMA2", "HADD2", "HMUL2", "HSET", "HMNMX")
+_UNIFORM = ("U", "R2U", "VOTEU")
+
+
+def cost(name: str, machine: Machine) -> Cost:
+    """Return what an instruction costs. name: with modifiers, such as LDSM.16.M88.4"""
+    base, *modifiers = name.split(".")
+    if base == "HMMA":
+        return Cost("tensor", machine.tensor if "F32" in modifiers else machine.tensor_half, machine.tensor_latency)
+    if base in ("LDSM", "LDS", "STS", "SHFL", "ATOMS"):
+        size = 128 * _words(base, modifiers)
+        cycles = size // machine.shared_bytes
+        return Cost("shared", cycles, cycles + machine.shared_latency)
+    if base in ("LDL", "STL"):
+        return Cost("shared", 128 * _words(base, modifiers) // machine.shared_bytes, machine.local_latency)
+    if base in ("LDG", "LD", "STG", "ST", "RED", "ATOM", "ATOMG"):
+        size = 128 * _words(base, modifiers)
+        return Cost("shared", size // machine.shared_bytes, machine.global_latency, size)
+    if base in ("MUFU", "F2F", "I2F", "F2I", "FRND"):
+        return Cost("special", machine.special, machine.special_latency)
+    if base == "BAR":
+        return Cost("barrier", 1, machine.barrier)
+    if base in ("BRA", "BRX", "EXIT", "BSSY", "BSYNC", "BMOV", "WARPSYNC"):
+        return Cost("branch", 1, machine.branch)
+    if base in ("S2R", "S2UR", "NOP", "CS2R", "LDC"):
+        return Cost("none", 1, 20)
+    if base.startswith(_UNIFORM):
+        return Cost("uniform", machine.half, 0)
+    if base.startswith(_FMA):
+        return Cost("fma", machine.half, 0)
+    if base.startswith(_ALU):
+        return Cost("alu", machine.half, 0)
+    raise NotImplementedError(f"no cost of {name} is known")
+
+
+def _words(base: str, modifiers: list[str]) -> int:
+    """Return the words of 32 bits that each lane moves."""
+    if base == "LDSM":
+        return int(modifiers[-1])
+    return 4 if "128" in modifiers else 2 if "64" in modifiers else 1
+
+
+@dataclass
+class Warp:
+    block: int
+    scheduler: int
+    ready: int = 0  # the first cycle of its next issue, by stall counts and barriers
+    known: int = 0  # no issue is possible before this cycle
+    place: int = 0  # of its next instruction
+    turns: int = 0  # of the loop that it has finished
+    free: list[int] = field(default_factory=lambda: [0] * 6)  # when each scoreboard is released
+
+
+class Result(NamedTuple):
+    """cycles: that were measured; busy: each unit's share of them; turns: of the loop, of all blocks in these cycles"""
+
+    cycles: int
+    busy: dict[str, float]
+    turns: float
+
+    @property
+    def cycles_a_turn(self) -> float:
+        """Cycles between turns of the loop, of whichever resident block."""
+        return self.cycles / self.turns
+
+
+class Simulation:
+    """A loop that all warps of the resident blocks run."""
+
+    def __init__(self, loop: list[Instruction], warps: int, blocks: int, machine: Machine = T4) -> None:
+        self.loop, self.machine = loop, machine
+        self.costs = [cost(each.name, machine) for each in loop]
+        self.warps = [Warp(block, warp % SCHEDULERS) for block in range(blocks) for warp in range(warps)]
+        self.of_scheduler = [[warp for warp in self.warps if warp.scheduler == one] for one in range(SCHEDULERS)]
+        self.first = [0] * SCHEDULERS  # the warp of each scheduler that goes first
+        self.wake = [0] * SCHEDULERS  # when each scheduler can issue next
+        self.pipes: list[dict[str, int]] = [{} for _ in range(SCHEDULERS)]
+        self.queues: list[dict[str, deque[int]]] = [{"shared": deque(), "special": deque()} for _ in range(SCHEDULERS)]
+        self.shared_free = 0
+        self.memory_free = 0.0
+        self.arrived: dict[int, list[Warp]] = {}
+        self.block_size = warps
+        self.used: dict[str, int] = {}
+        behind = machine.global_latency if 16 * len(loop) > machine.second_instructions else machine.instruction_latency
+        fits = 16 * len(loop) <= machine.instructions
+        self.caches = [] if fits else [InstructionCache(machine, behind) for _ in range(SCHEDULERS)]
+
+    def earliest(self, warp: Warp) -> int:
+        """Return the first cycle in which the warp can issue, as far as is known now."""
+        step, price = self.loop[warp.place], self.costs[warp.place]
+        when = max([warp.ready, *(warp.free[number] for number in step.waits)])
+        if price.unit in ("shared", "special"):
+            queue = self.queues[warp.scheduler][price.unit]
+            while queue and queue[0] <= when:
+                queue.popleft()
+            if len(queue) >= self.machine.queue:
+                when = max(when, queue[len(queue) - self.machine.queue])
+        else:
+            when = max(when, self.pipes[warp.scheduler].get(price.unit, 0))
+        return max(when, self.caches[warp.scheduler].ready(step.address, when)) if self.caches else when
+
+    def issue(self, warp: Warp, now: int) -> None:
+        step, price = self.loop[warp.place], self.costs[warp.place]
+        self.used[price.unit] = self.used.get(price.unit, 0) + price.cycles
+        self.used["issue"] = self.used.get("issue", 0) + 1
+        warp.ready = now + max(step.stall, 1)
+        begin = now
+        pipes = self.pipes[warp.scheduler]
+        if price.unit == "shared":
+            begin = max(now + 1, self.shared_free)
+            self.shared_free = begin + price.cycles
+            self.queues[warp.scheduler]["shared"].append(begin)
+        elif price.unit == "special":
+            begin = max(now + 1, pipes.get("special", 0))
+            pipes["special"] = begin + price.cycles
+            self.queues[warp.scheduler]["special"].append(begin)
+        else:
+            pipes[price.unit] = now + price.cycles
+        done = begin + price.latency
+        if price.size:
+            self.memory_free = max(self.memory_free, begin) + price.size / self.machine.global_bytes
+            done = max(done, int(self.memory_free) + price.latency)
+        for number, released in ((step.writes, done), (step.reads, begin + price.cycles)):
+            if number is not None:
+                warp.free[number] = max(warp.free[number], released)
+        if price.unit == "barrier":
+            self.meet(warp, now)
+        warp.place += 1
+        if warp.place == len(self.loop):
+            warp.place, warp.turns = 0, warp.turns + 1
+            warp.ready = max(warp.ready, now + self.machine.branch)
+        warp.known = warp.ready
+
+    def meet(self, warp: Warp, now: int) -> None:
+        """Let a warp wait at the barrier for all warps of its block."""
+        waiting = self.arrived.setdefault(warp.block, [])
+        waiting.append(warp)
+        if len(waiting) < self.block_size:
+            warp.ready = _NEVER
+            return
+        for each in waiting:
+            each.ready = each.known = now + self.machine.barrier
+            self.wake[each.scheduler] = min(self.wake[each.scheduler], each.ready)
+        waiting.clear()
+
+    def run(self, instructions: int = 4000, warm_up: int = 2, apart: int = 300) -> Result:
+        """Simulate until each warp has issued ``instructions`` behind its first ``warm_up`` turns of the loop.
+
+        apart: cycles between the starts of blocks
+        """
+        for warp in self.warps:
+            warp.ready = warp.known = warp.block * apart
+        now, began, before = 0, 0, dict[str, int]()
+        turns = warm_up + max(3, -(-instructions // len(self.loop)))
+        while (done := min(warp.turns for warp in self.warps)) < turns:
+            if not before and done >= warm_up:
+                began, before = now, dict(self.used)
+            now = self.step(now)
+        used = {unit: number - before.get(unit, 0) for unit, number in self.used.items()}
+        busy = {unit: number / (now - began) / SCHEDULERS for unit, number in used.items()}
+        busy["shared"] = busy.get("shared", 0) * SCHEDULERS
+        return Result(now - began, busy, used["issue"] / len(self.loop) / self.block_size)
+
+    def step(self, now: int) -> int:
+        """Issue what can be issued in cycle ``now``; return the next cycle in which something may be."""
+        later = _NEVER
+        for number in range(SCHEDULERS):
+            if self.wake[number] <= now:
+                self.wake[number] = self.schedule(number, now)
+            later = min(later, self.wake[number])
+        return later
+
+    def schedule(self, number: int, now: int) -> int:
+        """Let one scheduler issue, and return when it may issue again.
+
+        The warp that issued last goes first unless its instruction yields; then the others in turn.
+        """
+        warps, first = self.of_scheduler[number], self.first[number]
+        for place in (*range(first, len(warps)), *range(first)):
+            warp = warps[place]
+            if warp.known <= now:
+                warp.known = self.earliest(warp)
+                if warp.known <= now:
+                    self.first[number] = (place + self.loop[warp.place].yields) % len(warps)
+                    self.issue(warp, now)
+                    break
+        return max(now + 1, min((warp.known for warp in warps), default=_NEVER))
+
+
+class InstructionCache:
+    """Of one scheduler: the lines last used, and the next ones on their way."""
+
+    def __init__(self, machine: Machine, latency: int) -> None:
+        self.machine, self.latency = machine, latency
+        self.lines: dict[int, int] = {}  # when each arrives, the last used last
+        self.free = 0
+
+    def ready(self, address: int, now: int) -> int:
+        """Return when an instruction is there, if it is asked for in cycle ``now``."""
+        line = address // LINE
+        arrival = self.lines.pop(line, None)
+        if arrival is None:
+            arrival = self.fetch(now)
+        self.lines[line] = arrival
+        for ahead in range(line + 1, line + 1 + self.machine.prefetched):
+            if ahead not in self.lines:
+                self.lines[ahead] = self.fetch(now)
+        while len(self.lines) * LINE > self.machine.instructions:
+            del self.lines[next(iter(self.lines))]
+        return arrival
+
+    def fetch(self, now: int) -> int:
+        self.free = max(self.free, now) + self.machine.instruction_cycles
+        return self.free + self.latency

@@ -1,0 +1,137 @@
+"""Machine code of sm_75: instructions with their control bits, and the main loop of a kernel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.kernels import offline
+
+_FUNCTION = re.compile(r"\s*Function : (\S+)")
+_LOW = re.compile(r"\s*/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]+ \*/")
+_HIGH = re.compile(r"\s+/\* (0x[0-9a-f]+) \*/")
+_PREDICATE = re.compile(r"^@!?U?P\w+ ")
+_BRANCH = re.compile(r"^(?:@!?U?P\w+ )?BRA(?:\.\w+)* (?:!?U?P\w, )?(0x[0-9a-f]+)")
+
+
+class Instruction(NamedTuple):
+    """One instruction with its control bits.
+
+    address: in bytes; text: the disassembly, with its predicate; stall: cycles until the warp's next issue
+    yields: whether another warp is preferred next; writes, reads: scoreboards that are released once the result is
+    written, or the operands are read, None without one; waits: scoreboards that must be free before the issue
+    """
+
+    address: int
+    text: str
+    stall: int
+    yields: bool = False
+    writes: int | None = None
+    reads: int | None = None
+    waits: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The mnemonic with its modifiers, such as HMMA.1688.F32."""
+        return _PREDICATE.sub("", self.text).split()[0]
+
+    @property
+    def target(self) -> int | None:
+        """The address that a branch goes to; None for other instructions."""
+        found = _BRANCH.match(self.text)
+        return int(found[1], 16) if found else None
+
+    @property
+    def falls_through(self) -> bool:
+        """Whether the next instruction may follow."""
+        return not self.text.startswith(("BRA ", "EXIT"))
+
+
+def decode_control(high: int) -> tuple[int, bool, int | None, int | None, tuple[int, ...]]:
+    """Return stall, yields, writes, reads and waits of an instruction. high: the upper 64 of its 128 bits"""
+    stall, yields = high >> 41 & 15, not high >> 45 & 1
+    writes, reads, waits = high >> 46 & 7, high >> 49 & 7, high >> 52 & 63
+    free = 7
+    return (
+        stall,
+        yields,
+        None if writes == free else writes,
+        None if reads == free else reads,
+        tuple(number for number in range(6) if waits >> number & 1),
+    )
+
+
+def parse(listing: str) -> dict[str, list[Instruction]]:
+    """Return the instructions of each function. listing: of ``cuobjdump -sass``"""
+    functions: dict[str, list[Instruction]] = {}
+    code: list[Instruction] = []
+    low: re.Match[str] | None = None
+    for line in listing.splitlines():
+        if found := _FUNCTION.match(line):
+            code = functions.setdefault(found[1], [])
+        elif low is not None and (high := _HIGH.match(line)):
+            code.append(Instruction(int(low[1], 16), low[2], *decode_control(int(high[1], 16))))
+            low = None
+        else:
+            low = _LOW.match(line) or low
+    return functions
+
+
+def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
+    """Return the instructions of each function of ``cubin``. Needs cuobjdump and nvdisasm."""
+    tool = offline.cuobjdump()
+    assert tool is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return parse(subprocess.run([tool, "-sass", str(path)], check=True, capture_output=True, text=True).stdout)
+
+
+def main_loop(code: list[Instruction]) -> list[Instruction]:
+    """Return the loop with most tensor-core instructions, the shortest of equals; [] without one."""
+    loops = [
+        [each for each in code if target <= each.address <= branch.address]
+        for branch in code
+        if (target := branch.target) is not None and target < branch.address
+    ]
+    return max(loops, key=lambda loop: (count_products(loop), -len(loop)), default=[])
+
+
+def usual_path(loop: list[Instruction]) -> list[Instruction]:
+    """Return the instructions of one turn of ``loop`` for a tile without masked scores.
+
+    Of all ways through its forward branches it is the shortest one that multiplies, exponentiates, loads and stores
+    the most: kernels have a longer way for tiles at an edge, and skip all of this for hidden ones.
+    """
+    places = {each.address: place for place, each in enumerate(loop)}
+    best: list[tuple[tuple[int, int, int, int], int | None]] = []  # from the end: the work and the next place
+    for place in reversed(range(len(loop))):
+        step = loop[place]
+        follow = [place + 1] if step.falls_through or place + 1 == len(loop) else []
+        if step.target is not None and places.get(step.target, 0) > place:
+            follow.append(places[step.target])
+        options = [(best[len(loop) - 1 - after][0], after) for after in follow if after < len(loop)]
+        rest, after = max(options, default=((0, 0, 0, 0), None))
+        products, powers, moved, shortness = rest
+        work = products + step.name.startswith("HMMA"), powers + step.name.startswith("MUFU.EX2")
+        best.append(((*work, moved + moved_bytes(step.name), shortness - 1), after))
+    path, place = [], 0 if loop else None
+    while place is not None:
+        path.append(loop[place])
+        place = best[len(loop) - 1 - place][1]
+    return path
+
+
+def moved_bytes(name: str) -> int:
+    """Return the bytes that each lane loads from global memory, or stores to shared memory."""
+    if not name.startswith(("LDG", "STS")):
+        return 0
+    return next((size for part, size in (("128", 16), ("64", 8), ("U16", 2), ("U8", 1)) if part in name.split(".")), 4)
+
+
+def count_products(code: list[Instruction]) -> int:
+    """Return the number of tensor-core instructions."""
+    return sum(each.name.startswith("HMMA") for each in code)
