@@ -21,8 +21,8 @@ constexpr float LOUD_UNIT = CACHE == 4 ? 1.f / 144.f : 1.f;
 DEVICE u32 loud(u32 pair) { return CACHE == 4 ? multiply_pairs(pair, 0x78807880u) : pair; }
 DEVICE float real_or_nan(float x) { return CACHE == 4 ? fmaf(x, 0.f, x) : x; }
 
-// Four numbers in order, NaN too, with WIDENED_UNIT. The byte's sign, repeated, is what a shift of the byte leaves below
-// fp16's sign. infinity * 0 is NaN; the products lie on another pipe than integers.
+// Four numbers in order, NaN too, with WIDENED_UNIT. The byte's sign, repeated, becomes fp16's sign when the byte is
+// shifted. infinity * 0 is NaN; the products lie on another pipe than integers.
 template <u32 SELECTOR> DEVICE u32 widened_pair(u32 w) {
   const u32 pair = (bytes<SELECTOR>(w) << 7) & 0xbf80bf80u;
   return multiply_add_pairs(loud(pair), 0, pair);

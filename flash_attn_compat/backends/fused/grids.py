@@ -26,7 +26,7 @@ _MERGED_PER_STEP = 9
 # The fewest query rows worth a split of dkdv: they cost as much as storing its gradients and adding them up.
 _SPLIT_ROWS = 512
 # Rows of Turing's tall tiles; the fewest and the most rows, and the most keys, of calls for which they may be too few.
-_TALL, _MIDDLE_LENGTHS = 128, (256, 1024)
+_TALL, _MIDDLE_LENGTHS = 128, (256, 512)
 # KB of shared memory of a multiprocessor by architecture, and the minimum for all other architectures.
 _SHARED, _MIN_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
 
