@@ -131,6 +131,7 @@ def test_kernels_are_loaded_ahead_by_other_threads_but_not_during_a_capture(
 
 def test_an_error_of_a_kernel_loaded_ahead_is_raised_where_it_is_needed(gpu: pytest.MonkeyPatch) -> None:
     done = loading(gpu, understood=b"nothing")
+    gpu.setattr(cuda_capture, "is_capturing", lambda device: False)
     nvrtc.load_ahead([VARIANT], 0)
     with pytest.raises(KernelError, match="UNSUPPORTED_PTX_VERSION"):
         nvrtc.kernel(VARIANT, 0)
