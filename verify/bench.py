@@ -163,7 +163,8 @@ def problems(plan: Plan) -> list[Problem]:
 
 def isolated_problems(plan: Plan, kernel: str | None) -> list[Problem]:
     """Run the plan in child processes. If one ends, the kernel, or our first contestant, failed in that workload."""
-    given, results = problems(plan), run_in_children(len(problems(plan)), steps, plan)
+    given = problems(plan)
+    results = run_in_children(len(given), steps, plan)
     blamed = kernel or next(each.name for each in plan.contestants if each.ours)
 
     def of_next(name: str, step: Step) -> list[Row]:

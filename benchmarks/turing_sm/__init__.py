@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks import kernel_report, kernel_tiles
 from benchmarks.turing_sm.machine import GEFORCE, T4, Machine, Result, Simulation
-from benchmarks.turing_sm.machine_code import Instruction, count_products, disassemble, main_loop, usual_path
+from benchmarks.turing_sm.machine_code import Instruction, count_products, main_loop, parse, usual_path
 from flash_attn_compat.backends.fused import candidates, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import Kind, Variant
@@ -57,7 +57,7 @@ def simulate_variant(variant: Variant, head_dim: int, compiled: offline.Compiled
     blocks = offline.MULTIPROCESSORS[75].resident_blocks(variant, compiled)
     if not blocks:
         raise KernelError("a multiprocessor does not hold a block")
-    (code,) = disassemble(compiled.cubin).values()
+    (code,) = parse(offline.disassembly(compiled.cubin)).values()
     loop = main_loop(code)
     pipes = kernel_report.model_turing(Counter(each.name for each in usual_path(loop)), variant)
     bound = kernel_report.useful_share(pipes, variant, head_dim, head_dim)
@@ -91,7 +91,7 @@ def make_rows(
 
 def report_cubin(path: Path, function: str, warps: int, blocks: int, machine: Machine) -> Iterator[str]:
     """Yield the cycles and busy units of each function of a cubin whose name contains ``function``."""
-    for name, code in disassemble(path.read_bytes()).items():
+    for name, code in parse(offline.disassembly(path.read_bytes())).items():
         if function in name and count_products(code):
             result = simulate(code, warps, blocks, machine)
             busy = ", ".join(f"{unit} {share:.3f}" for unit, share in sorted(result.busy.items()) if share > 0.005)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
-
-from tests.kernels import offline
 
 _FUNCTION = re.compile(r"\s*Function : (\S+)")
 _LOW = re.compile(r"\s*/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]+ \*/")
@@ -78,16 +73,6 @@ def parse(listing: str) -> dict[str, list[Instruction]]:
         else:
             low = _LOW.match(line) or low
     return functions
-
-
-def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
-    """Return the instructions of each function of ``cubin``. Needs cuobjdump and nvdisasm."""
-    tool = offline.cuobjdump()
-    assert tool is not None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        return parse(subprocess.run([tool, "-sass", str(path)], check=True, capture_output=True, text=True).stdout)
 
 
 def main_loop(code: list[Instruction]) -> list[Instruction]:

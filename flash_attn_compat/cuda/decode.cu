@@ -1,7 +1,7 @@
 // Attention of few query rows over many keys, as in decoding. Reading every key and value once takes the time: as many
 // blocks as the GPU holds read them. APPEND: new keys come with the call; the kernel rotates Q as it loads it, and
-// writes the new keys into the cache. If these are written as they come, blocks read them where they come from, and no
-// block waits for the cache.
+// writes the new keys into the cache. Blocks read new keys of 16 bits that are not rotated from the caller's tensor, so
+// none waits for the cache.
 //
 // A row is one query of one head; the query heads that share a key head are rows of the same tile, of 16 rows. Several
 // blocks share a tile's keys (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023), and the warps of a block take KEYS keys

@@ -146,7 +146,7 @@ class CompatMetadataBuilder(AttentionMetadataBuilder):
         if len(metadata.parts) > 1 or part.starts is not None or count > min(len(self._before), len(slots)):
             return metadata
         before = torch.sub(metadata.seq_lens, 1, out=self._before[:count])
-        before.masked_fill_(slots[:count] < 0, -1)  # padding, and runs that vLLM makes for show
+        before.masked_fill_(slots[:count] < 0, -1)  # padding, and dummy runs
         return replace(metadata, parts=(part._replace(before=before),))
 
     def update_block_table(self, metadata: CompatMetadata, blk_table: Tensor, slot_mapping: Tensor) -> CompatMetadata:

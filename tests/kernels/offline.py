@@ -126,15 +126,20 @@ def cuobjdump() -> str | None:
     return shutil.which("cuobjdump")
 
 
-def instructions(cubin: bytes) -> list[tuple[int, str]]:
-    """(address, text) in order."""
+def disassembly(cubin: bytes) -> str:
+    """Return the listing of cuobjdump, which must be there."""
     tool = cuobjdump()
     assert tool is not None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        text = subprocess.run([tool, "-sass", str(path)], check=True, capture_output=True, text=True).stdout
-    return [(int(found[1], 16), found[2]) for found in map(_INSTRUCTION.match, text.splitlines()) if found]
+        return subprocess.run([tool, "-sass", str(path)], check=True, capture_output=True, text=True).stdout
+
+
+def instructions(cubin: bytes) -> list[tuple[int, str]]:
+    """(address, text) in order."""
+    lines = map(_INSTRUCTION.match, disassembly(cubin).splitlines())
+    return [(int(found[1], 16), found[2]) for found in lines if found]
 
 
 def loops(code: list[tuple[int, str]]) -> list[tuple[int, int]]:

@@ -132,11 +132,11 @@ def test_prefills_and_speculative_decoding_leave_new_keys_to_vllms_kernel(
     check(built.run(backend, threshold, appends_in_launch=True), built.answer())
 
 
-def test_padding_and_runs_for_show_have_no_keys_before_a_step(backend: ModuleType) -> None:
+def test_padding_and_dummy_runs_have_no_keys_before_a_step(backend: ModuleType) -> None:
     built = replace(DECODES, padding=(2, 2)).build()
     assert built.metadata(backend).parts[0].before.tolist() == [39, 16, 0, -1, -1]
-    for_show = built.metadata(backend, slot_mapping=torch.full_like(built.slots, -1))
-    assert for_show.parts[0].before.tolist() == [-1] * 5
+    dummy = built.metadata(backend, slot_mapping=torch.full_like(built.slots, -1))
+    assert dummy.parts[0].before.tolist() == [-1] * 5
 
 
 def test_a_replay_reads_the_lengths_of_the_last_metadata(backend: ModuleType) -> None:
