@@ -73,6 +73,9 @@ struct StationaryTile {
   DEVICE i64 row_values(const Params &p) const { return b * p.lse_batch + first_head(p) * p.lse_head + seq.first_q; }
 };
 
+// Tiles that a dense mask hides are skipped, unless they need a dq of 0.
+constexpr bool SKIPS = BIAS && !WITH_DQ;
+
 // The streamed tiles [first, end) of a sequence, for each of `heads` heads.
 struct StreamedTiles {
   int b, row, head;   // the sequence, its first row, the first head
@@ -88,6 +91,7 @@ struct StreamedTiles {
         visible_keys(tile.first, min(tile.first + STATIONARY_ROWS, tile.rows), shift, rows, range.before, range.after);
     first = seen.first / STREAMED_ROWS;
     end = (seen.end + STREAMED_ROWS - 1) / STREAMED_ROWS;
+    if (WITH_DQ) first = 0, end = (rows + STREAMED_ROWS - 1) / STREAMED_ROWS;   // each row has a dq
   }
   // Address of a head's streamed rows; offset of their LSE and delta.
   DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const {
@@ -156,7 +160,7 @@ struct Block {
     const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
     int tile = streamed.first, this_head = 0;
     const auto skip = [&] {   // tiles that a dense mask hides
-      for (; BIAS && this_head < streamed.heads; tile = streamed.first, this_head++) {
+      for (; SKIPS && this_head < streamed.heads; tile = streamed.first, this_head++) {
         const DenseMask mask(p, b, head + this_head);
         if (!KEYS_STATIONARY)
           tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary_tile.first, tile, streamed.end);
@@ -167,7 +171,7 @@ struct Block {
       }
     };
     skip();
-    int steps = BIAS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
+    int steps = SKIPS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
     uint4 staged[larger(CopyStreamedQK::N, CopyStreamedVO::N)];   // the QK and the VO tile take turns
     if (steps) {
       load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
@@ -186,7 +190,7 @@ struct Block {
       // Compiler steering: streamed addresses are recomputed where they would take too many registers.
       const int anew = D > 64 && D < 128 ? zero : 0;
       const int buffer = step & 1, side = side_of(thread), half = EXCHANGES ? side & 1 : 0,
-                first = tile * STREAMED_ROWS, seen = first + half * SCORED_ROWS;
+                first = tile * STREAMED_ROWS, seen = first + half * SCORED_ROWS, scored_head = this_head;
       const u32 qk_tile = shared + QK_TILES_AT + buffer * QK_TILE_BYTES +
                           half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutQK::ROW_BYTES,
                 vo_tile = shared + VO_TILE_AT + half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutVO::ROW_BYTES;
@@ -235,7 +239,7 @@ struct Block {
       __syncthreads();
       if (++tile == streamed.end) tile = streamed.first, this_head++;
       skip();
-      if (BIAS) steps = step + 1 + (this_head < streamed.heads);
+      if (SKIPS) steps = step + 1 + (this_head < streamed.heads);
       const bool last = step + 1 == steps;
       float row_value;
       if (!last) {
@@ -256,8 +260,12 @@ struct Block {
           if (SPLIT_K) store_partial_scores(dP, partials_at(shared, false, buffer, thread), side);
           else compute_ds(dS, S + n, dP, stationary, rows_at + n * 32, p.dropout_scale, ds_exponent);
           if (SPLIT_N) store_half(dS, exchange_at(shared, KEYS_STATIONARY, thread, side));
+          if (WITH_DQ) store_ds(dS, shared, thread, n);
           if (!SPLIT_K) accumulate<AT_ONCE>(grad_qk, dS, qk_transposed, n);
         }
+      } else if (WITH_DQ) {
+        const u32 none[MMA_N][MMA_M][2] = {};
+        store_ds(none, shared, thread, 0);
       }
       if (SPLIT_K) {
         __syncthreads();
@@ -282,7 +290,31 @@ struct Block {
                        __float_as_int(row_value));
       }
       __syncthreads();
+      if (WITH_DQ) {
+        u16 *const out = row_at(p.dq, p.dq_s, b, streamed.row + first, streamed.head + scored_head);
+        write_dq(p, out, streamed.rows - first, stationary_tile.rows, QK_TILES_AT + buffer * QK_TILE_BYTES, thread);
+      }
     }
+  }
+
+  // WITH_DQ: writes dq of a tile of `rows` queries from dS and K, through `place` in shared memory. NaN if the caller's
+  // max_seqlen_k was too small, so that the block lacks some of `keys`.
+  DEVICE void write_dq(const Params &p, u16 *out, int rows, int keys, u32 place, int thread) const {
+    const int warp = thread >> 5, first_row = warp % ROW_WARPS * 16, side = warp / ROW_WARPS;
+    if (side >= COLUMN_WARPS) return;
+    const u32 ds_at = LayoutDS::along(shared + DS_AT + LayoutDS::b_operand_at(thread), first_row / 8),
+              keys_at = LayoutQK::along(shared + LayoutQK::b_operand_at(thread), side * 2);
+    float dq[D / 8 / COLUMN_WARPS][1][4];
+    set_zero(dq);
+    UNROLLED(k, STATIONARY_ROWS / 16) {
+      u32 ds[1][4];
+      ldmatrix_transposed(ds[0], ds_at + k * 16 * LayoutDS::ROW_BYTES);
+      accumulate_16<COLUMN_WARPS>(dq, ds, keys_at, k * 16);
+    }
+    const float scale = keys <= STATIONARY_ROWS ? p.softmax_scale : __int_as_float(0x7fffffff);
+    const float factor[1][2] = {{scale, scale}};
+    write_rows<COLUMN_WARPS>(dq, factor, shared + place + first_row * LayoutQK::ROW_BYTES, first_row, out, p.dq_s.row,
+                             rows, p.head_dim, side);
   }
 
   // Writes a gradient times `scale` and 2^exponent to its rows, through shared memory. In two factors, since 2^exponent

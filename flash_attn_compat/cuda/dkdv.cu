@@ -1,4 +1,4 @@
-// dk and dv of one tile of keys, summed over the query heads of its group: Algorithm 2, whose outer loop over keys is
+// dk and dv (WITH_DQ: dq, too) of one tile of keys, summed over the query heads of its group: Algorithm 2, whose outer loop over keys is
 // the grid.
 //
 // Where key heads are few, p.splits blocks share the heads of a group; the last block adds up their gradients in order.
@@ -67,6 +67,22 @@ DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   return true;
 }
 
+// WITH_DQ: the rows of dq that no tile of keys writes become 0: tokens outside of all sequences (b = batch), and the
+// queries of a sequence without keys.
+DEVICE void clear_dq(const Params &p, const StationaryTile &keys) {
+  int first = keys.seq.first_q, end = first + keys.seq.seqlen_q, behind = 0, last = 0;
+  if (keys.b == p.batch) {
+    first = 0, end = clamp(global_load(p.cu_seqlens_q), 0, p.total_q), last = p.total_q;
+    behind = clamp(global_load(p.cu_seqlens_q + p.batch), end, last);
+  }
+  const i64 batch = keys.b == p.batch ? 0 : keys.b * p.dq_s.batch;
+  for (int i = keys.tile; i < end - first + last - behind; i += keys.tiles) {
+    u16 *row = p.dq + batch + (i64)(i < end - first ? first + i : behind + i - (end - first)) * p.dq_s.row;
+    for (int c = threadIdx.x; c < p.head_dim * keys.heads(p); c += THREADS)
+      global_store2(row + (i64)(keys.first_head(p) + c / p.head_dim) * p.dq_s.head + c % p.head_dim, 0);
+  }
+}
+
 KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   SHARED_MEMORY
   const StationaryTile keys(p, blockIdx.x);
@@ -74,6 +90,7 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
     mark_missing(p, p.dk, p.dk_s, p.head_dim, keys), mark_missing(p, p.dv, p.dv_s, p.head_dim_v, keys);
   clear_unused(p, p.dk, p.dk_s, p.head_dim, keys);
   clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
+  if (WITH_DQ && (keys.b == p.batch || keys.rows == 0)) clear_dq(p, keys);
   if (keys.b == p.batch || keys.left <= 0) return;
 
   const Exponents e(p, keys.b, keys.head);
@@ -99,6 +116,7 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   set_zero(dk);
   set_zero(dv);
   block.main_loop(p, keys, queries, dk, dv);
+  if (WITH_DQ) __syncthreads();   // K is no longer read
   if (!add_splits(p, dk, dv)) return;
   write_dv(p, block, dv);
   write_dk(p, block, dk);

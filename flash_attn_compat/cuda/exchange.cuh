@@ -57,3 +57,21 @@ DEVICE void add_partial_scores(float (*c)[MMA_M][4], u32 at, int side) {
     UNROLLED(e, 4) c[0][m][e] += others[e];
   }
 }
+
+// ---- WITH_DQ: a block of dkdv holds all keys of its sequence, and so finds dq as well: its warps store dS^T of a tile,
+// a row for each key, and multiply it by K, 16 queries each. COLUMN_WARPS of them share queries, and take every
+// COLUMN_WARPS-th 16 channels each.
+typedef Layout<STREAMED_ROWS> LayoutDS;
+constexpr u32 DS_AT = HALVES_AT;
+constexpr int ROW_WARPS = STREAMED_ROWS / 16,
+              COLUMN_WARPS = WARPS / ROW_WARPS <= LayoutQK::SPREAD / 2 ? WARPS / ROW_WARPS : 1;
+static_assert(!WITH_DQ || (KEYS_STATIONARY && TYPE == 0 && !EXCHANGES && !MMA_K16 && !QK_IN_REGS), "dq needs K");
+static_assert(!WITH_DQ || WARPS % ROW_WARPS == 0, "warps share out 16 queries each");
+
+// Stores blocks of dS from `first` on.
+template <int N> DEVICE void store_ds(const u32 (&dS)[N][MMA_M][2], u32 shared, int thread, int first) {
+  const u32 at = shared + DS_AT + LayoutDS::at(group_of(thread) * WARP_ROWS + (thread >> 2 & 7), 0) + (thread & 3) * 4;
+  UNROLLED(n, N)
+    UNROLLED(m, MMA_M)
+      UNROLLED(r, 2) shared_store(LayoutDS::along(at, first + n) + (m * 16 + r * 8) * LayoutDS::ROW_BYTES, dS[n][m][r]);
+}
