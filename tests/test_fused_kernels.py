@@ -115,14 +115,14 @@ SHORT = replace(DENSE, seqlens_q=(100,), seqlens_k=(57,), nheads_k=2, head_dim=6
 ONE_TILE = {
     name: problem
     for name, problem in TRAINING.items()
-    if max(problem.seqlens_k) <= 128 and problem.head_dim <= 96 and problem.dtype == "float16"
+    if max(problem.seqlens_k) <= 128 and problem.head_dim <= 64 and problem.dtype == "float16"
 } | {
     "64 channels": SHORT,
     "64 channels, 128 keys": replace(SHORT, seqlens_k=(128,), causal=True),
     "64 channels, 32 keys": replace(SHORT, seqlens_k=(32,), causal=True),
     "64 channels, all at once": replace(TOGETHER, head_dim=64, group=3),
     "80 channels": replace(SHORT, head_dim=80, window=(20, 3)),
-    "96 channels, 100 keys": replace(SHORT, head_dim=96, seqlens_k=(100,), causal=True),
+    "96 channels": replace(SHORT, head_dim=96, causal=True),
     "128 channels": replace(SHORT, head_dim=128, causal=True),
     "packed, 64 channels": replace(PACKED, head_dim=64, nheads_k=2, causal=True),
     "packed, 48 channels, 40 of values": replace(PACKED, head_dim=48, head_dim_v=40),
@@ -135,7 +135,7 @@ def test_one_kernel_finds_all_gradients_of_few_keys(name: str, monkeypatch: pyte
     launches = fused_on_cpu.emulate(monkeypatch, one_tile=True)
     with flash_attn_compat.use_backend("fused"):
         check(ONE_TILE[name])
-    assert launches.entries[-2:] == ["delta", "dkdv"] and launches.conflicts[-1] == 0
+    assert launches.entries[-2:] == ["forward", "dkdv"] and launches.conflicts[-1] == 0
 
 
 @pytest.mark.parametrize("name", some(reversed(NEWER), 2))

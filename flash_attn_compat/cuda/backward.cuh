@@ -144,7 +144,7 @@ struct Block {
                               int thread, int zero) const {
     const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
     const bool is_lse = thread < STREAMED_ROWS;
-    if (!KEYS_STATIONARY || thread >= 2 * STREAMED_ROWS || row >= streamed.rows) return is_lse ? POS_INF : 0.f;
+    if (!KEYS_STATIONARY || thread >= LOADED_ROW_VALUES || row >= streamed.rows) return is_lse ? POS_INF : 0.f;
     const i64 at = streamed.row_values(p, head, zero) + row;
     return is_lse ? row_lse(p, global_load(p.lse + at) - bias_top(p, streamed.b, streamed.head + head, row), row,
                             -streamed.shift, slope)
@@ -178,7 +178,7 @@ struct Block {
            shared + QK_TILES_AT, 0);
       const float row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head), threadIdx.x, 0);
       CopyStreamedQK(threadIdx.x).store(staged, shared + QK_TILES_AT, qk_scale);
-      if (KEYS_STATIONARY && threadIdx.x < 2 * STREAMED_ROWS)
+      if (KEYS_STATIONARY && threadIdx.x < LOADED_ROW_VALUES)
         shared_store(shared + ROW_VALUES_AT + threadIdx.x * 4, __float_as_int(row_value));
     }
     __syncthreads();
@@ -216,6 +216,8 @@ struct Block {
       const DenseMask mask(p, b, head + this_head);
       load(p, staged, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
            shared + VO_TILE_AT, anew);
+      uint4 out[WITH_DQ ? CopyStreamedVO::N : 1];
+      if (WITH_DQ) load(p, out, p.out, p.out_s, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread), 0, anew);
       Scores S;
       Packed P;
       float dP[AT_ONCE][MMA_M][4];
@@ -236,6 +238,7 @@ struct Block {
         else recompute();
       }
       CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT, vo_scale);
+      if (WITH_DQ) store_delta(p, streamed, first, this_head, out, staged, buffer, thread);
       __syncthreads();
       if (++tile == streamed.end) tile = streamed.first, this_head++;
       skip();
@@ -285,7 +288,7 @@ struct Block {
       }
       if (!last) {
         CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, qk_scale);
-        if (KEYS_STATIONARY && thread < 2 * STREAMED_ROWS)
+        if (KEYS_STATIONARY && thread < LOADED_ROW_VALUES)
           shared_store(shared + ROW_VALUES_AT + (buffer ^ 1) * STREAMED_ROWS * 8 + thread * 4,
                        __float_as_int(row_value));
       }
@@ -294,6 +297,28 @@ struct Block {
         u16 *const out = row_at(p.dq, p.dq_s, b, streamed.row + first, streamed.head + scored_head);
         write_dq(p, out, streamed.rows - first, stationary_tile.rows, QK_TILES_AT + buffer * QK_TILE_BYTES, thread);
       }
+    }
+  }
+
+  // WITH_DQ: finds delta of a tile of queries, from `first` on, as delta.cu does. Neighbouring threads share a row.
+  DEVICE void store_delta(const Params &p, const StreamedTiles &queries, int first, int head, const uint4 *out,
+                          const uint4 *dout, int buffer, int thread) const {
+    typedef CopyStreamedVO Copy;
+    const Copy copy(thread);
+    static_assert(!WITH_DQ || Copy::SIDES == 1, "a row's threads are neighbours");
+    UNROLLED(i, Copy::N / Copy::PASSES) {
+      float sum = 0.f;
+      UNROLLED(j, Copy::PASSES) sum += product_of_chunks(out[i * Copy::PASSES + j], dout[i * Copy::PASSES + j]);
+      sum = sum_of<Copy::LANES>(sum);
+      const int row = copy.row + Copy::row_step(i * Copy::PASSES);
+      if (copy.chunk) continue;
+      if (first + row < queries.rows) {
+        const i64 at = queries.row_values(p, head, 0) + first + row;
+        const float of_lse = p.dlse ? global_load(p.dlse + at) : 0.f;
+        sum = fabsf(global_load(p.lse + at)) == POS_INF ? 0.f : sum - of_lse;
+        global_store(p.delta + at, sum);
+      }
+      shared_store_float(shared + ROW_VALUES_AT + (buffer * 2 + 1) * STREAMED_ROWS * 4 + row * 4, -sum);
     }
   }
 

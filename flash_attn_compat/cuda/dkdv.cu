@@ -1,5 +1,5 @@
-// dk and dv (WITH_DQ: dq, too) of one tile of keys, summed over the query heads of its group: Algorithm 2, whose outer loop over keys is
-// the grid.
+// dk and dv of one tile of keys, summed over the query heads of its group: Algorithm 2, whose outer loop over keys is
+// the grid. WITH_DQ: the tile has all keys of its sequence, and the kernel finds delta and dq, too.
 //
 // Where key heads are few, p.splits blocks share the heads of a group; the last block adds up their gradients in order.
 //
@@ -68,7 +68,7 @@ DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
 }
 
 // WITH_DQ: the rows of dq that no tile of keys writes become 0: tokens outside of all sequences (b = batch), and the
-// queries of a sequence without keys.
+// queries of a sequence without keys, whose delta is 0.
 DEVICE void clear_dq(const Params &p, const StationaryTile &keys) {
   int first = keys.seq.first_q, end = first + keys.seq.seqlen_q, behind = 0, last = 0;
   if (keys.b == p.batch) {
@@ -80,6 +80,8 @@ DEVICE void clear_dq(const Params &p, const StationaryTile &keys) {
     u16 *row = p.dq + batch + (i64)(i < end - first ? first + i : behind + i - (end - first)) * p.dq_s.row;
     for (int c = threadIdx.x; c < p.head_dim * keys.heads(p); c += THREADS)
       global_store2(row + (i64)(keys.first_head(p) + c / p.head_dim) * p.dq_s.head + c % p.head_dim, 0);
+    for (int head = threadIdx.x; keys.b < p.batch && head < keys.heads(p); head += THREADS)
+      global_store(p.delta + keys.row_values(p) + head * p.lse_head + i, 0.f);
   }
 }
 

@@ -58,10 +58,13 @@ DEVICE void add_partial_scores(float (*c)[MMA_M][4], u32 at, int side) {
   }
 }
 
-// ---- WITH_DQ: a block of dkdv holds all keys of its sequence, and so finds dq as well: its warps store dS^T of a tile,
-// a row for each key, and multiply it by K, 16 queries each. COLUMN_WARPS of them share queries, and take every
+// ---- WITH_DQ: a block of dkdv holds all keys of its sequence, and so finds dq too: its warps store dS^T of a tile, a
+// row for each key, and multiply it by K, 16 queries each. COLUMN_WARPS of them share queries, and take every
 // COLUMN_WARPS-th 16 channels each.
+// Before, they find delta. So no other kernel has a part in the backward.
 typedef Layout<STREAMED_ROWS> LayoutDS;
+// Of a tile's LSE and delta, those that are loaded.
+constexpr int LOADED_ROW_VALUES = (WITH_DQ ? 1 : 2) * STREAMED_ROWS;
 constexpr u32 DS_AT = HALVES_AT;
 constexpr int ROW_WARPS = STREAMED_ROWS / 16,
               COLUMN_WARPS = WARPS / ROW_WARPS <= LayoutQK::SPREAD / 2 ? WARPS / ROW_WARPS : 1;

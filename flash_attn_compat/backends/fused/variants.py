@@ -26,7 +26,7 @@ FEW_ROWS = 64
 # Rows and keys for which tiles are halved, up to a head dim at which two such blocks fit in the place of one.
 SHORT, _SHORT_SIZE = 32, 64
 # Keys of a tile that may hold all keys of a sequence, and the widest head that has registers for it.
-ONE_TILE = {32: 64, 64: 128, 128: 96}
+ONE_TILE = {32: 64, 64: 128, 128: 64}
 _DECODE_ROWS = 16
 # Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
@@ -79,7 +79,7 @@ class Kind(NamedTuple):
     vec: elements of a load: 8 where every row starts on 16 bytes, else 1
     few_rows: no sequence has more rows than FEW_ROWS, or tall tiles leave multiprocessors idle (grids.fills_gpu)
     short: no sequence has more rows or keys than SHORT
-    few_keys: one of ONE_TILE if no sequence has more keys: the kernel of dk and dv then finds dq as well. Else 0
+    few_keys: one of ONE_TILE if no sequence has more keys: one kernel then finds all gradients. Else 0
     tiles: the fastest tiles on this GPU by entry, from ``tune``; copied: whether streamed rows are fp16 copies of bf16
     bias, bias_pairs: of a dense mask, as in cuda/mask.cuh; 0 without one
     bias_words: words of 32 keys that a block of the pass over the mask reads, one of BIAS_WORDS
@@ -388,14 +388,20 @@ def dq_tile(kind: Kind) -> Tile:
 
 
 def _one_tile(kind: Kind) -> Tile:
-    """Of dkdv with dq, which reads K from shared memory."""
-    step = min(kind.few_keys, 64 if kind.size <= 32 else 32 if kind.size <= 80 else 16)
-    two_blocks = kind.few_keys < 128
-    keeps_v = kind.size < 96 or two_blocks
-    return Tile(step, kind.few_keys // 16, 1, 1 + two_blocks, qk_in_regs=False, vo_in_regs=keeps_v)
+    """Of dkdv with dq, which reads K from shared memory: without spills, and on sm_75 most blocks at once."""
+    if kind.size <= 32 and kind.few_keys == 128:
+        return Tile(32, 4, 2, 2, qk_in_regs=False)
+    warps, blocks = kind.few_keys // 16, 1 if kind.few_keys == 128 else 3 if kind.size <= 32 else 2
+    if kind.size <= 96:
+        return Tile(32, warps, 1, blocks, qk_in_regs=False)
+    return Tile(16, warps, 1, 1, qk_in_regs=False, vo_in_regs=False)
 
 
 def dkdv(kind: Kind) -> Variant:
+    if kind.few_keys:
+        # Neighbouring lanes share a row if it has a multiple of 32 channels.
+        size = -(-kind.size // 32) * 32
+        kind = kind._replace(head_dim=size, head_dim_v=size)
     tile = _one_tile(kind) if kind.few_keys else _tile("dkdv", kind, dkdv_tile)
     # A lane holds neighbouring queries, not keys: no pairs of biases.
     return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 16)
@@ -427,6 +433,11 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     through = tile.rows * max(tile.qk_in_regs * row, tile.vo_in_regs * row_v)
     shared = max(stationary + max(streamed, through), tile.rows * max(row, row_v))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
+
+
+def backward_entries(kind: Kind) -> tuple[str, ...]:
+    """The kernels of a backward, in order."""
+    return ("dkdv",) if kind.few_keys else ("delta", "dkdv", "dq")
 
 
 def with_shared_grid(variant: Variant) -> Variant:
@@ -477,7 +488,7 @@ def entries(kind: Kind) -> Iterator[str]:
     if kind.cache:
         return
     if not kind.paged:
-        yield from ("delta", "dkdv") if kind.few_keys else ("delta", "dkdv", "dq")
+        yield from backward_entries(kind)
     if kind.type == BF16_AS_FP16:
         yield "absmax"
     if kind.copied:
