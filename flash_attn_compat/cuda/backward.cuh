@@ -102,6 +102,14 @@ struct StreamedTiles {
   }
 };
 
+// Streamed operands on their way to shared memory. The QK and the VO tile take turns in `qk`, unless all are loaded at
+// once (WITH_DQ).
+struct StreamedLoads {
+  uint4 qk[larger(CopyStreamedQK::N, CopyStreamedVO::N)], vo[WITH_DQ ? CopyStreamedVO::N : 1],
+      out[WITH_DQ ? CopyStreamedVO::N : 1];
+  float row_value;   // of LSE or delta
+};
+
 struct Block {
   u32 stationary_qk[QK_IN_REGS ? D / 16 >> SPLIT_K : 1][MMA_M][4],
       stationary_vo[VO_IN_REGS ? DV / 16 >> SPLIT_K : 1][MMA_M][4];
@@ -151,10 +159,21 @@ struct Block {
                   : times_power_of_two(-global_load(p.delta + at), delta_exponent);
   }
 
+  // WITH_DQ: starts to load the operands of a tile. So a block waits for memory once: for its first tile while it loads
+  // its own rows, for others while it computes.
+  DEVICE void load_all(const Params &p, StreamedLoads &loads, const StreamedTiles &streamed, int tile, int head,
+                       int thread, int zero) const {
+    load(p, loads.qk, p.q, p.q_s, streamed, tile, head, p.head_dim, CopyStreamedQK(thread), 0, zero);
+    load(p, loads.vo, p.dout, p.dout_s, streamed, tile, head, p.head_dim_v, CopyStreamedVO(thread), 0, zero);
+    load(p, loads.out, p.out, p.out_s, streamed, tile, head, p.head_dim_v, CopyStreamedVO(thread), 0, zero);
+    loads.row_value =
+        load_row_value(p, streamed, tile, head, position_slope(p, streamed.b, streamed.head + head), thread, zero);
+  }
+
   // Lines 6 to 15 of Algorithm 2: grad_qk += dS times the streamed QK operand; in dkdv also grad_vo += P times the
   // streamed VO operand.
   DEVICE void main_loop(const Params &p, const StationaryTile &stationary_tile, const StreamedTiles &streamed,
-                        GradientQK &grad_qk, GradientVO &grad_vo) {
+                        StreamedLoads &loads, GradientQK &grad_qk, GradientVO &grad_vo) {
     const int b = stationary_tile.b, head = stationary_tile.first_head(p);
     const Strides &qk_strides = Roles::streamed_qk_strides(p), &vo_strides = Roles::streamed_vo_strides(p);
     const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
@@ -172,11 +191,14 @@ struct Block {
     };
     skip();
     int steps = SKIPS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
-    uint4 staged[larger(CopyStreamedQK::N, CopyStreamedVO::N)];   // the QK and the VO tile take turns
+    uint4 *const staged = loads.qk, *const staged_vo = WITH_DQ ? loads.vo : loads.qk;
+    float &row_value = loads.row_value;
     if (steps) {
-      load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
-           shared + QK_TILES_AT, 0);
-      const float row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head), threadIdx.x, 0);
+      if (!WITH_DQ) {
+        load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
+             shared + QK_TILES_AT, 0);
+        row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head), threadIdx.x, 0);
+      }
       CopyStreamedQK(threadIdx.x).store(staged, shared + QK_TILES_AT, qk_scale);
       if (KEYS_STATIONARY && threadIdx.x < LOADED_ROW_VALUES)
         shared_store(shared + ROW_VALUES_AT + threadIdx.x * 4, __float_as_int(row_value));
@@ -214,10 +236,9 @@ struct Block {
       const bool sees = !LOCAL || range.sees_some(first) || (EXCHANGES && range.sees_some(first + SCORED_ROWS));
       const bool active = !LOCAL && (KEYS_STATIONARY || D > 128) ? zero == 0 : sees;
       const DenseMask mask(p, b, head + this_head);
-      load(p, staged, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
-           shared + VO_TILE_AT, anew);
-      uint4 out[WITH_DQ ? CopyStreamedVO::N : 1];
-      if (WITH_DQ) load(p, out, p.out, p.out_s, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread), 0, anew);
+      if (!WITH_DQ)
+        load(p, staged_vo, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
+             shared + VO_TILE_AT, anew);
       Scores S;
       Packed P;
       float dP[AT_ONCE][MMA_M][4];
@@ -237,15 +258,15 @@ struct Block {
         if (SPLIT_K) store_partial_scores(S, partials_at(shared, true, buffer, thread), side);
         else recompute();
       }
-      CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT, vo_scale);
-      if (WITH_DQ) store_delta(p, streamed, first, this_head, out, staged, buffer, thread);
+      CopyStreamedVO(thread).store(staged_vo, shared + VO_TILE_AT, vo_scale);
+      if (WITH_DQ) store_delta(p, streamed, first, this_head, loads, buffer, thread);
       __syncthreads();
       if (++tile == streamed.end) tile = streamed.first, this_head++;
       skip();
       if (SKIPS) steps = step + 1 + (this_head < streamed.heads);
       const bool last = step + 1 == steps;
-      float row_value;
-      if (!last) {
+      if (!last && WITH_DQ) load_all(p, loads, streamed, tile, this_head, thread, anew);
+      if (!last && !WITH_DQ) {
         load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(thread),
              shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, anew);
         row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head + this_head), thread, anew);
@@ -301,24 +322,26 @@ struct Block {
   }
 
   // WITH_DQ: finds delta of a tile of queries, from `first` on, as delta.cu does. Neighbouring threads share a row.
-  DEVICE void store_delta(const Params &p, const StreamedTiles &queries, int first, int head, const uint4 *out,
-                          const uint4 *dout, int buffer, int thread) const {
+  DEVICE void store_delta(const Params &p, const StreamedTiles &queries, int first, int head,
+                          const StreamedLoads &loads, int buffer, int thread) const {
     typedef CopyStreamedVO Copy;
-    const Copy copy(thread);
     static_assert(!WITH_DQ || Copy::SIDES == 1, "a row's threads are neighbours");
-    UNROLLED(i, Copy::N / Copy::PASSES) {
+    const Copy copy(thread);
+    const u32 row_values = shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + copy.row * 4;
+    UNROLLED(i, WITH_DQ ? Copy::N / Copy::PASSES : 0) {
       float sum = 0.f;
-      UNROLLED(j, Copy::PASSES) sum += product_of_chunks(out[i * Copy::PASSES + j], dout[i * Copy::PASSES + j]);
+      UNROLLED(j, Copy::PASSES)
+        sum += product_of_chunks(loads.out[i * Copy::PASSES + j], loads.vo[i * Copy::PASSES + j]);
       sum = sum_of<Copy::LANES>(sum);
-      const int row = copy.row + Copy::row_step(i * Copy::PASSES);
+      const int step = Copy::row_step(i * Copy::PASSES), row = first + copy.row + step;
       if (copy.chunk) continue;
-      if (first + row < queries.rows) {
-        const i64 at = queries.row_values(p, head, 0) + first + row;
-        const float of_lse = p.dlse ? global_load(p.dlse + at) : 0.f;
-        sum = fabsf(global_load(p.lse + at)) == POS_INF ? 0.f : sum - of_lse;
+      if (row < queries.rows) {
+        const i64 at = queries.row_values(p, head, 0) + row;
+        if (p.dlse) sum -= global_load(p.dlse + at);
+        if (shared_load_float(row_values + step * 4) == POS_INF) sum = 0.f;   // the row sees no key
         global_store(p.delta + at, sum);
       }
-      shared_store_float(shared + ROW_VALUES_AT + (buffer * 2 + 1) * STREAMED_ROWS * 4 + row * 4, -sum);
+      shared_store_float(row_values + (STREAMED_ROWS + step) * 4, -sum);
     }
   }
 

@@ -102,6 +102,8 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   CopyStationaryVO(threadIdx.x).load_stationary(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
   Block block(p, SHARED_BASE, e);
   const StreamedTiles queries(p, keys);
+  StreamedLoads loads;
+  if (WITH_DQ) block.load_all(p, loads, queries, 0, 0, threadIdx.x, 0);
   const int exponent = exponent_of_ds(p, e, 32768.f, delta);
   block.delta_exponent = e.v + e.dout + exponent;
   UNROLLED(m, MMA_M)
@@ -117,7 +119,7 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   GradientVO dv;
   set_zero(dk);
   set_zero(dv);
-  block.main_loop(p, keys, queries, dk, dv);
+  block.main_loop(p, keys, queries, loads, dk, dv);
   if (WITH_DQ) __syncthreads();   // K is no longer read
   if (!add_splits(p, dk, dv)) return;
   write_dv(p, block, dv);

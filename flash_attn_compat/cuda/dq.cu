@@ -86,7 +86,8 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
   GradientQK dq;
   GradientVO unused;
   set_zero(dq);
-  block.main_loop(p, queries, keys, dq, unused);
+  StreamedLoads loads;
+  block.main_loop(p, queries, keys, loads, dq, unused);
   const StationaryTile again(p, blockIdx.x + p.zero);
   const Exponents same(p, again.b, again.head_k(p));
   block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.of(p.dq, p.dq_s), p.dq_s.row,

@@ -393,7 +393,7 @@ def _one_tile(kind: Kind) -> Tile:
         return Tile(32, 4, 2, 2, qk_in_regs=False)
     warps, blocks = kind.few_keys // 16, 1 if kind.few_keys == 128 else 3 if kind.size <= 32 else 2
     if kind.size <= 96:
-        return Tile(32, warps, 1, blocks, qk_in_regs=False)
+        return Tile(32, warps, 1, blocks, qk_in_regs=False, vo_in_regs=kind.size <= 64)
     return Tile(16, warps, 1, 1, qk_in_regs=False, vo_in_regs=False)
 
 
