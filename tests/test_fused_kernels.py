@@ -138,6 +138,25 @@ def test_one_kernel_finds_all_gradients_of_few_keys(name: str, monkeypatch: pyte
     assert launches.entries[1:] == ["dkdv"] and launches.conflicts[-1] == 0
 
 
+@pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])
+def test_only_fp16_takes_one_kernel_for_all_gradients(half_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch, one_tile=True)
+    q = torch.zeros(1, 20, 2, 64, dtype=getattr(torch, half_dtype), requires_grad=True)
+    with flash_attn_compat.use_backend("fused"):
+        flash_attn_compat.flash_attn_func(q, q, q).sum().backward()
+    assert ("dq" in launches.entries) == (half_dtype == "bfloat16")
+
+
+def test_dq_is_nan_where_a_sequence_has_more_keys_than_the_caller_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch, one_tile=True)
+    q, k, v = (torch.randn(180, 1, 32).half().requires_grad_() for _ in range(3))
+    starts = torch.tensor([0, 50, 180], dtype=torch.int32)
+    with flash_attn_compat.use_backend("fused"):
+        out = flash_attn_interface.flash_attn_varlen_func(q, k, v, starts, starts, 130, 100)
+    (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert not dq[:50].isnan().any() and dq[50:].isnan().all()
+
+
 @pytest.mark.parametrize("name", some(reversed(NEWER), 2))
 def test_newer_instructions_are_right_too(hopper: LaunchRecord, name: str) -> None:
     check(NEWER[name])

@@ -454,6 +454,10 @@ MAKERS = {
 }
 
 
+def _with_few_keys(kind: Kind) -> Iterator[Kind]:
+    yield from (kind._replace(few_keys=keys) for keys, widest in ONE_TILE.items() if kind.size <= widest)
+
+
 def kinds(number: int) -> Iterator[Kind]:
     """Every kind of call that may be asked for on an architecture."""
     types = (FP16, BF16) if number >= 80 else (FP16, BF16_AS_FP16)
@@ -467,7 +471,7 @@ def kinds(number: int) -> Iterator[Kind]:
             if few_rows and window is None and not paged and number < 80 and D <= _SHORT_SIZE:
                 yield kind._replace(short=True)
             if few_rows and window is None and not paged and number < 80 and type == FP16:
-                yield from (kind._replace(few_keys=keys) for keys, widest in ONE_TILE.items() if D <= widest)
+                yield from _with_few_keys(kind)
             may_be_copied = type == BF16_AS_FP16 and vec == 8 and window is None and not paged and not few_rows
             if may_be_copied:
                 yield kind._replace(copied=True)
@@ -476,6 +480,8 @@ def kinds(number: int) -> Iterator[Kind]:
                     yield from (kind._replace(bias=bias, copied=copied, bias_words=words) for words in BIAS_WORDS)
                     if bias > BOOLEANS:
                         yield kind._replace(bias=bias, copied=copied, bias_pairs=True)
+                    if few_rows and number < 80 and type == FP16:
+                        yield from (one._replace(bias=bias) for one in _with_few_keys(kind))
 
 
 def entries(kind: Kind) -> Iterator[str]:
