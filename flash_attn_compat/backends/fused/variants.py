@@ -391,10 +391,9 @@ def _one_tile(kind: Kind) -> Tile:
     """Of dkdv with dq, which reads K from shared memory: without spills, and on sm_75 most blocks at once."""
     if kind.size <= 32 and kind.few_keys == 128:
         return Tile(32, 4, 2, 2, qk_in_regs=False)
-    warps, blocks = kind.few_keys // 16, 1 if kind.few_keys == 128 else 3 if kind.size <= 32 else 2
-    if kind.size <= 96:
-        return Tile(32, warps, 1, blocks, qk_in_regs=False, vo_in_regs=kind.size <= 64)
-    return Tile(16, warps, 1, 1, qk_in_regs=False, vo_in_regs=False)
+    warps, is_wide = kind.few_keys // 16, kind.size > 64
+    blocks = 1 if is_wide or kind.few_keys == 128 else 3 if kind.size <= 32 else 2
+    return Tile(32 if kind.size <= 96 else 16, warps, 1, blocks, qk_in_regs=False, vo_in_regs=not is_wide)
 
 
 def dkdv(kind: Kind) -> Variant:
