@@ -119,7 +119,10 @@ class _Mark:
 
 
 def _find_fault_marks(trial: str = "") -> Iterator[tuple[Path, str]]:
-    """Yield the path and the reason of each mark that no living process locks or that says that a context broke."""
+    """Yield path and reason of each mark of a fault: no living process locks it, or it says that a context broke.
+
+    trial: whose marks; "" for those of all trials
+    """
     try:
         names = sorted(entry.name for entry in os.scandir(marks_folder()))
     except (OSError, RuntimeError):

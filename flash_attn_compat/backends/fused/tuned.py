@@ -228,6 +228,6 @@ def _parse_rows(rows: Iterable[str]) -> dict[str, Card]:
 
 
 def _file_name(gpu: str) -> str:
-    """Return the file's name: other kernels or another PyTorch need new times."""
+    """Return the name of a GPU model's file. It changes with the kernels and with PyTorch, which need new times."""
     sources = sorted(path.name for path in nvrtc.SOURCES.glob("*.cu*"))
     return cache.make_name("tuned", gpu, torch.__version__, *map(nvrtc.read_source, sources))
