@@ -28,7 +28,7 @@ def packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
-    """Return a packed LSE (nheads, total) as a padded one (batch, nheads, rows), contiguous; +inf after each sequence."""
+    """Return a packed LSE (nheads, total) as a padded one (batch, nheads, rows), contiguous; +inf after sequences."""
     tokens = cu_seqlens[:-1, None] + torch.arange(rows, device=lse.device)
     inside = tokens < cu_seqlens[1:, None]
     gathered = lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1)

@@ -7,7 +7,7 @@ transforms see PyTorch's operators; efficient.py serves the efficient ones that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -158,13 +158,18 @@ def _allows_fused() -> bool:
 
 def _broadcast_sizes(call: SdpaCall) -> tuple[int, int] | None:
     """Return the batch size and query heads to which the plain formula broadcasts a call; None if it refuses it."""
-    heads, heads_k, heads_v = (x.shape[1] for x in call[:3])
-    others = {x.shape[0] for x in call[:3]} - {1}, {heads, heads_k, heads_v} - {1}
+    batches, all_heads = zip(*(x.shape[:2] for x in call[:3]))
+    batch, heads = _broadcast_size(batches), _broadcast_size(all_heads)
     if call.enable_gqa:
-        fits = heads_k == heads_v > 0 and heads % heads_k == 0
-    else:
-        fits, heads = len(others[1]) < 2, max(heads, heads_k, heads_v)
-    return (max({1, *others[0]}), heads) if fits and len(others[0]) < 2 else None
+        given, heads_k, heads_v = all_heads
+        heads = given if heads_k == heads_v > 0 and given % heads_k == 0 else None
+    return None if batch is None or heads is None else (batch, heads)
+
+
+def _broadcast_size(sizes: Collection[int]) -> int | None:
+    """Return the size to which axes of these sizes are broadcast; None if they differ or one of them is empty."""
+    largest = max(sizes)
+    return largest if {*sizes} <= {1, largest} else None
 
 
 def _broadcast(call: SdpaCall) -> SdpaCall:
