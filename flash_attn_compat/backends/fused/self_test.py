@@ -59,7 +59,7 @@ def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callab
         return
     name = _result_name(variants, device)
     if cache.read(name) is None:
-        kernels = _describe_kernels(variants)
+        kernels = f"{' and '.join(variant.entry for variant in variants)} ({dict(variants[-1].macros)})"
         reason = faults.decline_reason(name)
         if reason is not None:
             raise _reject_kernels(variants, device, reason)
@@ -71,12 +71,6 @@ def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callab
             raise _reject_kernels(variants, device, f"{kernels} computes wrong numbers on this GPU: {error}")
         cache.write(name, b"right")
     _passed.add(key)
-
-
-def _describe_kernels(variants: tuple[Variant, ...]) -> str:
-    """Return the kernels' names, with the macros of the last one."""
-    macros = [f" ({dict(variant.macros)})" for variant in variants[-1:]]
-    return " and ".join(variant.entry for variant in variants) + "".join(macros)
 
 
 def _reject_kernels(variants: tuple[Variant, ...], device: int, reason: str) -> KernelError:
