@@ -68,7 +68,9 @@ def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys
 
 
 def test_as_a_program_it_ends_in_one_line_and_exit_code_2_too():
-    done = forked("import runpy, sys\nsys.argv[1:] = ['--device', 'tpu']\nrunpy.run_module('verify', run_name='__main__')")
+    done = forked(
+        "import runpy, sys\nsys.argv[1:] = ['--device', 'tpu']\nrunpy.run_module('verify', run_name='__main__')"
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert "no device 'tpu' here" in done.stderr and len(done.stderr.splitlines()) == 1
 

@@ -110,9 +110,7 @@ def test_ladder_takes_a_users_kernel_as_a_step(tmp_path, capsys) -> None:
 
 
 @pytest.mark.usefixtures("copied_children")
-@pytest.mark.parametrize(
-    ("crash", "signal"), [("os.abort()", "SIGABRT"), ("os._exit(3)", "exit code 3")]
-)
+@pytest.mark.parametrize(("crash", "signal"), [("os.abort()", "SIGABRT"), ("os._exit(3)", "exit code 3")])
 def test_a_crash_of_a_file_with_native_code_is_named_without_options(crash, signal, tmp_path, capsys) -> None:
     kernel = tmp_path / "kernel.py"
     kernel.write_text(

@@ -194,7 +194,9 @@ def test_the_features_that_all_wrong_answers_share_and_no_right_one_has(wrong, r
 
 def test_the_features_stand_right_under_the_verdict_in_text_markdown_and_page(tmp_path, capsys) -> None:
     markdown, page = tmp_path / "a.md", tmp_path / "a.html"
-    judged = judge("plain_squares", tmp_path, capsys, "plain 64 d64 fp16,plain 128 d64 fp16", "--markdown", str(markdown), "--html", str(page))
+    files = "--markdown", str(markdown), "--html", str(page)
+    cases = "plain 64 d64,plain 128 d64,func causal gqa,func causal sq<sk,func softcap"
+    judged = judge("plain_squares", tmp_path, capsys, cases, *files)
     assert judged.code == 1 and "TOO LITTLE TO SAY: 2 of 2 answers right" in judged.told
     for text in (judged.told, markdown.read_text(encoding="utf-8")):
         behind = text.partition("TOO LITTLE TO SAY")[2]
@@ -213,36 +215,29 @@ def test_the_features_stand_right_under_the_verdict_in_text_markdown_and_page(tm
 
 # The cases to judge, the exit code, what its author reads, and what nobody says.
 SEVEN = {
-    "right": (FEW, 0, ["PASS: ", "fp64, judged separately: 1 answer is right to fp32"], ["half precision", "look closer"]),
+    "right": (FEW, 0, ["PASS: ", "fp64, judged separately: 1 answer is right to fp32"], ["half prec", "look closer"]),
     "wrong_at_the_edge": (
-        FEW,
-        1,
-        ["FAIL: ", "the worst mistake: ", "look closer: ", "other lengths"],
-        ["half precision"],
+        FEW, 1, ["FAIL: ", "the worst mistake: ", "look closer: ", "other lengths"], ["half precision"],
     ),
     "wrong_alignment": (
-        f"{FEW},func causal sq<sk,func full sq<sk",
-        1,
+        f"{FEW},func causal sq<sk,func full sq<sk", 1,
         ["wrong are all problems with causal and seqlen_q other than seqlen_k, and no others", "--causal"],
         ["half precision", "(of fp64)", "--backward"],
     ),
     "right_in_half_precision": (
-        FEW,
-        1,
-        ["as near as fp16 comes: it computes in half precision, or rounds to it"],
-        ["right to fp32,"],
+        FEW, 1, ["as near as fp16 comes: it computes in half precision, or rounds to it"], ["right to fp32,"],
     ),
     "plain_squares": (
-        "plain",
-        0,
-        [
-            "PASS: 5 of 5 answers right",
-            "judged: fp16, head_dim 64, MHA, no mask, lengths in 64s, dense, large scores, output, gradients",
-        ],
+        "plain", 0,
+        ["PASS: 5 of 5 answers right",
+         "judged: fp16, head_dim 64, MHA, no mask, lengths in 64s, dense, large scores, output, gradients"],
         ["look closer"],
     ),
-    "wrong_gradient": ("plain 64 d64", 1, ["func plain 64", "more like it", "only gradients are wrong: dk", "--backward"], ["half precision"]),
-}
+    "wrong_gradient": (
+        "plain 64 d64", 1,
+        ["func plain 64", "more like it", "only gradients are wrong: dk", "--backward"], ["half precision"],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SEVEN)
