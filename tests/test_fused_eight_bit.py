@@ -49,6 +49,7 @@ DECODES = {
     "head_dim 32, no keys, one key": STEP._replace(head_dim=32, lengths=(0, 1, 17), capacity=17),
     "head_dim 72, in no multiple of 16 bytes": STEP._replace(head_dim=72, dtype=E5M2),
     "head_dim 192 beside 128": STEP._replace(head_dim=192, head_dim_v=128, half=BF16),
+    "head_dim 256": STEP._replace(head_dim=256, lengths=(70, 33), capacity=80, group=2),
     "head_dim 512": STEP._replace(head_dim=512, lengths=(70, 33), capacity=80, group=2),
     "more rows than keys": STEP._replace(rows=5, lengths=(3, 2), options={"causal": True}),
     "pages of 16 slots": STEP._replace(head_dim=128, page=16),
@@ -74,7 +75,9 @@ PREFILLS = {
 }
 
 
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name == "head_dim 256" else []) for name in DECODES]
+)
 def test_few_rows_over_8_bits_are_right(turing: LaunchRecord, name: str) -> None:
     check(DECODES[name])
     assert turing.entries == ["decode"]
@@ -110,8 +113,12 @@ def test_many_rows_over_8_bits_are_right(turing: LaunchRecord, name: str) -> Non
 
 @pytest.mark.parametrize(
     "step",
-    [STEP, WIDE, STEP._replace(rows=40, head_dim=128, half=BF16, page=16)],
-    ids=["decode", "decode bf16", "forward pages"],
+    [
+        pytest.param(STEP, id="decode"),
+        pytest.param(WIDE, id="decode bf16"),
+        pytest.param(WIDE._replace(rows=40), id="forward bf16", marks=pytest.mark.thorough),
+        pytest.param(STEP._replace(rows=40, head_dim=128, half=BF16, page=16), id="forward pages"),
+    ],
 )
 def test_8_bits_are_right_on_newer_gpus(hopper: LaunchRecord, step: Step) -> None:
     check(step)
