@@ -60,8 +60,9 @@ def test_no_backends_answer_depends_on_the_callers_state(
     monkeypatch.setenv(settings.BACKEND, backend)
     calls = [call for call in TABLE.values() if call.name in PROBLEMS and call.name.startswith(CHOSEN[backend])]
     assert len(calls) >= len(CHOSEN[backend])
-    for state in AROUND:
-        assert not examine(state, torch.device("cpu"), calls), state.name
+    for index, state in enumerate(AROUND):
+        some_calls = calls if len(calls) < 12 else calls[index % 2 :: 2]
+        assert not examine(state, torch.device("cpu"), some_calls), state.name
 
 
 @on_devices

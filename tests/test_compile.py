@@ -118,8 +118,10 @@ def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longe
     close(ours, right)
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("mode", "needs_grad"), [
+    (torch.enable_grad, True), (torch.enable_grad, False), (torch.no_grad, True),
+    pytest.param(torch.inference_mode, True, marks=pytest.mark.thorough),
+])  # fmt: skip
 def test_a_compiled_call_needs_gradients_if_its_eager_one_does(
     asked: RecordingReference, needs_grad: bool, mode: Any
 ) -> None:
