@@ -258,6 +258,7 @@ def test_a_compiled_vmap_has_the_gradients_of_the_eager_one(backend: str) -> Non
     torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_derivatives_of_graphs_accept_other_dynamic_shapes() -> None:
     def derivative(q: Tensor) -> Tensor:
         return jvp(lambda x: flash_attn_func(x, K, V), q, q.cos())

@@ -120,9 +120,8 @@ def _in_another_process(given: dict[str, Tensors]) -> dict[str, Tensors]:
 
 def test_another_process_computes_on_shared_tensors() -> None:
     given = {name: call.make() for name, call in CALLS.items()}
-    with multiprocessing.get_context("fork" if CAN_FORK and not torch.cuda.is_initialized() else "spawn").Pool(
-        1
-    ) as pool:
+    method = "fork" if CAN_FORK and not torch.cuda.is_initialized() else "spawn"
+    with multiprocessing.get_context(method).Pool(1) as pool:
         found = pool.apply(_in_another_process, (given,))
     for name, call in CALLS.items():
         compare(found[name], call.function(*call.make()))
