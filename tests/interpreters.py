@@ -44,6 +44,7 @@ class _Back:
         return importlib.machinery.ModuleSpec(name, self) if name == "torch" else None
 
     def create_module(self, spec):
+        self.hidden.pop("torch.nn.attention.varlen", None)  # which is imported later, if at all
         sys.modules.update(self.hidden)
         return self.hidden["torch"]
 
@@ -121,11 +122,6 @@ def forked_child(code: str, variables: dict[str, str] | None = None) -> Answer:
     """``forked`` as a child with these variables, by default this process's: their path and its sitecustomize."""
     start = "import os, site, sys; sys.path[1:2] = os.environ['PYTHONPATH'].split(os.pathsep); site.execsitecustomize()"
     return _at_once([f"{start}\n{code}"], dict(os.environ) if variables is None else variables)[0]
-
-
-def child(code: str) -> Answer:
-    """A new interpreter with this process's variables."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
 def forked_each(codes: list[str]) -> list[Answer]:

@@ -34,7 +34,10 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_answer_depends_on_the_state_and_the_state_stays(state: State, device: torch.device) -> None:
     if reason := caller_state.skip_reason(state, device):
         pytest.skip(reason)
-    assert not examine(state, device)
+    calls = list(TABLE.values())
+    if state.name.startswith("FLASH_ATTN"):  # each of these states sees half of the calls, by turns
+        calls = calls[STATES.index(state) // 2 % 2 :: 2]
+    assert not examine(state, device, calls)
 
 
 AROUND = [state for state in STATES if state.name.startswith(("default dtype", "default device meta", "autocast"))]

@@ -51,8 +51,9 @@ class DiesOfProblem3(Plan):
 
 
 def test_processes_share_the_problems_and_outlive_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    if CAN_FORK and not torch.cuda.is_initialized():
-        monkeypatch.setattr(fuzz, "_START", "fork")
+    if CAN_FORK:  # three copies of one process that has imported this module
+        monkeypatch.setattr(fuzz, "_START", "forkserver")
+        multiprocessing.set_forkserver_preload([__name__])
     total = run_all(DiesOfProblem3("cpu", ("reference",), None, None), range(8), 2, 1e9, 1e9, Console())
     assert (total.problems, total.served, [failure.seed for failure in total.failures]) == (8, 7, [3])
 

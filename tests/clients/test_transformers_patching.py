@@ -96,9 +96,12 @@ assert not without_cuda or not (import_utils.is_flash_attn_2_available() or flas
 """)
 
 
+LOOK = "from transformers.utils import is_flash_attn_2_available as look; assert look()"
+
+
 @pytest.mark.usefixtures("patched")
 def test_a_child_of_a_patched_process_needs_nothing_more():
-    answer = forked_child(RUN_A_MODEL)
+    answer = forked_child(f"{WITHOUT_TORCH}\n{LOOK}")
     assert answer.returncode == 0, answer.stderr
 
 
@@ -106,7 +109,7 @@ def test_a_persistent_installation_needs_no_line_of_code(tmp_path):
     """It waits for transformers' import as a child of a patched process does."""
     environment = Environment(tmp_path / "env")
     assert environment.command("install").returncode == 0
-    answer = environment.forked("from transformers.utils import is_flash_attn_2_available as look; assert look()")
+    answer = environment.forked(LOOK)
     assert answer.returncode == 0, answer.stderr
 
 

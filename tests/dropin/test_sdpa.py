@@ -116,8 +116,9 @@ def test_children_of_a_patched_process_wait_for_torch_too() -> None:
 
 def test_run_takes_it_before_the_script(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    script.write_text(f"import sys\nprint(sys.argv[1:])\n{LOOK}")
-    for option, wanted in ((["--sdpa=always"], "True"), ([], "None")):
+    waits = "import _flash_attn_compat_startup as startup; print('torch' in startup._awaited)"
+    script.write_text(f"import sys\nprint(sys.argv[1:])\n{waits}")
+    for option, wanted in ((["--sdpa=always"], "True"), ([], "False")):
         arguments = ["run", *option, str(script), "--sdpa"]
         answer = forked(f"from flash_attn_compat import cli; cli.main({arguments!r})")
         assert answer.stdout.splitlines() == ["['--sdpa']", wanted], answer.stderr
