@@ -214,9 +214,9 @@ def fwd_kvcache(
     """
     _check_out(out_, q)
     out, softmax_lse = kvcache.attend(
-        (q, kcache, vcache, alibi_slopes_, k_, v_, rotary_cos_, rotary_sin_), seqlens_k_, cache_batch_idx_, leftpad_k_,
-        block_table_, softmax_scale, is_causal, (window_size_left, window_size_right), softcap, is_rotary_interleaved,
-        num_splits, True, k_descale, v_descale,
+        q, kcache, vcache, k_, v_, rotary_cos_, rotary_sin_, seqlens_k_, cache_batch_idx_, leftpad_k_, block_table_,
+        alibi_slopes_, softmax_scale, is_causal, (window_size_left, window_size_right), softcap, is_rotary_interleaved,
+        num_splits, k_descale, v_descale, True,
     )  # fmt: skip
     return [_written(out, out_), softmax_lse]
 

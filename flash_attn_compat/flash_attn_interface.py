@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
-from flash_attn_compat.core import checks, sinks
-from flash_attn_compat.core.arguments import keyed, split_descales
-from flash_attn_compat.core.call import RETURN_LSE, RETURN_PROBS, SHARES_DROPOUT_MASK
-from flash_attn_compat.dispatch import ops
-from flash_attn_compat.dispatch.autograd import attend, recording_flags, scale_queries, unpack
+from flash_attn_compat.core.arguments import split_descales
+from flash_attn_compat.dispatch.public import attend
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (
     USE_TRITON_ROCM,
@@ -131,7 +128,7 @@ def flash_attn_func(
         RuntimeError: shapes, dtypes or devices do not fit together, dropout_p >= 1
         IndexError: a tensor has too few dimensions
     """
-    return _attend(
+    return attend(
         (q, k, v), (alibi_slopes,), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs, s_aux=s_aux,
     )  # fmt: skip
@@ -168,7 +165,7 @@ def flash_attn_kvpacked_func(
         kv: (batch_size, seqlen_k, 2, nheads_k, headdim), k first
     The other arguments, results and errors are those of flash_attn_func.
     """
-    return _attend(
+    return attend(
         (q, kv), (alibi_slopes,), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs,
     )  # fmt: skip
@@ -203,7 +200,7 @@ def flash_attn_qkvpacked_func(
         qkv: (batch_size, seqlen, 3, nheads, headdim), in the order q, k, v
     The other arguments, results and errors are those of flash_attn_func.
     """
-    return _attend(
+    return attend(
         (qkv,), (alibi_slopes,), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs,
     )  # fmt: skip
@@ -270,12 +267,15 @@ def flash_attn_varlen_func(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together, cu_seqlens not int32 or not contiguous
     """
-    seqused_k = leftpad_k = None
-    descales, factors = split_descales(k_descale, v_descale)
-    others = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *descales
-    return _attend(
+    others: tuple[Any, ...] = alibi_slopes, cu_seqlens_q, cu_seqlens_k
+    k_factor = v_factor = 1.0
+    if block_table is not None or k_descale is not None or v_descale is not None:
+        seqused_k = leftpad_k = None
+        descales, (k_factor, v_factor) = split_descales(k_descale, v_descale)
+        others = *others, seqused_k, leftpad_k, block_table, *descales
+    return attend(
         (q, k, v), others, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
-        max_seqlen_q, max_seqlen_k, s_aux, *factors,
+        max_seqlen_q, max_seqlen_k, s_aux, k_factor, v_factor,
     )  # fmt: skip
 
 
@@ -315,7 +315,7 @@ def flash_attn_varlen_kvpacked_func(
         kv: (total_k, 2, nheads_k, headdim), k first
     The other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    return _attend(
+    return attend(
         (q, kv), (alibi_slopes, cu_seqlens_q, cu_seqlens_k), dropout_p, softmax_scale, causal, window_size, softcap,
         deterministic, return_attn_probs, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
@@ -354,45 +354,10 @@ def flash_attn_varlen_qkvpacked_func(
         max_seqlen: the longest length
     The other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    return _attend(
+    return attend(
         (qkv,), (alibi_slopes, cu_seqlens, cu_seqlens), dropout_p, softmax_scale, causal, window_size, softcap,
         deterministic, return_attn_probs, max_seqlen, max_seqlen,
     )  # fmt: skip
-
-
-def _attend(
-    inputs: tuple[Tensor, ...], others: tuple[Any, ...], dropout_p: float, softmax_scale: Any, causal: bool,
-    window_size: Sequence[int], softcap: float, deterministic: bool, return_attn_probs: bool, max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0, s_aux: Tensor | None = None, k_factor: float = 1.0, v_factor: float = 1.0,
-) -> AttentionOutput:  # fmt: skip
-    """Return out, or (out, softmax_lse, S_dmask) with return_attn_probs.
-
-    inputs: (q, k, v), (q, kv) or (qkv,); others: the tensors behind v, in the order of TENSORS
-    """
-    if isinstance(softmax_scale, Tensor):
-        inputs, softmax_scale = scale_queries(inputs, softmax_scale)
-    is_one_operator = ops.must_be_one_operator(inputs)
-    flags = 0 if is_one_operator else recording_flags(inputs, others[0])
-    q, k, v = inputs if len(inputs) == 3 else unpack(inputs)
-    if s_aux is not None:
-        sinks.check(s_aux, q, others[0])
-        flags |= RETURN_LSE | SHARES_DROPOUT_MASK
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        left, right = checks.two_bounds(window_size)  # raises an error that describes a window
-    scalars = (
-        dropout_p, softmax_scale, causal, left, right, softcap, deterministic, max_seqlen_q, max_seqlen_k, k_factor,
-        v_factor,
-    )  # fmt: skip
-    tensors = (q, k, v, *others)
-    if is_one_operator:
-        outputs = ops.attend(tensors, scalars, return_attn_probs, s_aux is not None)
-    else:
-        outputs = attend(inputs, *keyed(tensors, scalars, flags | RETURN_PROBS if return_attn_probs else flags))
-    if s_aux is not None:
-        outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
-    return outputs if return_attn_probs else outputs[0]
 
 
 class _Applied(torch.autograd.Function):

@@ -70,9 +70,9 @@ def flash_attn_with_kvcache(
     if s_aux is not None:
         sinks.check(s_aux, q, alibi_slopes)
     out, lse = kvcache.attend(
-        (q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin), cache_seqlens, cache_batch_idx,
-        cache_leftpad, block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
-        return_softmax_lse if s_aux is None else True, k_descale, v_descale,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, k_descale,
+        v_descale, return_softmax_lse if s_aux is None else True,
     )  # fmt: skip
     if s_aux is not None:
         out, lse = sinks.absorb(out, lse, s_aux.detach())

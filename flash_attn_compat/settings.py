@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -73,18 +73,21 @@ VLLM = _declare("VLLM", _SWITCH, None, "plugin")  # 1 lets the plugin into relea
 _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _keys = {name: name if _variables is os.environ else os.environ.encodekey(name) for name in VARIABLES}
 _cache_keys = tuple(_keys[name] for name, variable in VARIABLES.items() if variable.read_by == "call")
-_are_unset, _UNSET = _variables.keys().isdisjoint, (None,) * len(_cache_keys)
 
 # The backend that use_backend names, and whether calls are explained instead of served. One variable, since every call
 # reads it.
 _context: contextvars.ContextVar[tuple[str | None, bool]] = contextvars.ContextVar(
     "flash_attn_compat_context", default=(None, False)
 )
+# The settings as parts of cache keys, together equal exactly if every setting that calls read is equal: ``context()``,
+# and ``values()`` unless ``are_unset()``. Two are functions in C.
+context = _context.get
+are_unset: Callable[[], bool] = functools.partial(_variables.keys().isdisjoint, _cache_keys)
 
 
-def fingerprint() -> tuple[object, ...]:
-    """Return the settings as a part of cache keys: equal exactly if every setting that calls read is equal."""
-    return _context.get(), _UNSET if _are_unset(_cache_keys) else tuple(map(_variables.get, _cache_keys))
+def values() -> tuple[object, ...]:
+    """Return the values of all variables that calls read."""
+    return tuple(map(_variables.get, _cache_keys))
 
 
 def value_of(name: str) -> str | None:

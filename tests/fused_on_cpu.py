@@ -23,7 +23,18 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import Fused, cache, faults, grids, launcher, nvrtc, params, self_test, tuned
+from flash_attn_compat.backends.fused import (
+    Fused,
+    cache,
+    faults,
+    grids,
+    launcher,
+    nvrtc,
+    params,
+    self_test,
+    tuned,
+    workspaces,
+)
 from flash_attn_compat.backends.fused.nvrtc import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Variant
 from flash_attn_compat.core import checks
@@ -128,7 +139,7 @@ def record(
     driver = Driver(found, compute)
     monkeypatch.setattr(nvrtc, "driver", lambda: driver)
     monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
-    monkeypatch.setattr(launcher, "_workspaces", {})
+    monkeypatch.setattr(workspaces, "_workspaces", {})
     monkeypatch.setattr(launcher, "count_multiprocessors", lambda device: 40)
     monkeypatch.setattr(cache, "read", found.files.get)
     monkeypatch.setattr(cache, "write", found.write)
@@ -164,7 +175,7 @@ def emulate(
     if emulator.skip_reason():
         pytest.skip(emulator.skip_reason())
     by_thread: dict[int, list[Tensor]] = defaultdict(list)  # or they would push each other's out
-    run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, launcher.acquire_workspace
+    run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, workspaces.acquire
 
     def known_run(plan: launcher.Plan, tensors: Sequence[Any], *others: Any) -> dict[str, Tensor]:
         given = *tensors, *others[1:]  # behind the length
@@ -198,7 +209,7 @@ def emulate(
 
     found = record(monkeypatch, number, tried, compute, one_tile)
     monkeypatch.setattr(launcher.Plan, "run", known_run)
-    monkeypatch.setattr(launcher, "acquire_workspace", known_workspace)
+    monkeypatch.setattr(workspaces, "acquire", known_workspace)
     monkeypatch.setattr(torch, "empty", known_empty)
     monkeypatch.setattr(torch, "empty_like", known_empty_like)
     return found

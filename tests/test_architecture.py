@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "flash_attn_compat"
 # Bottom to top. A name stands for its submodules too, unless they are named themselves; "" is the package itself.
 LAYERS = (
-    ("settings", "installed", "bert_padding", "ops.triton.rotary"),
+    ("settings", "installed", "bert_padding"),
     ("core",),  # values and arithmetic
     ("backends.base",),
     ("backends",),

@@ -12,7 +12,7 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import grids, launcher, variants
+from flash_attn_compat.backends.fused import grids, variants, workspaces
 from flash_attn_compat.backends.fused.grids import Grid
 from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind
 from tests import fused_on_cpu
@@ -126,8 +126,8 @@ def test_gradients_are_right_where_blocks_share_a_groups_heads(
         verdict = Examination(GROUPS[name]).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
     assert [launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "dkdv"] == [3]
-    (workspace,) = launcher._workspaces.values()
-    assert workspace[launcher.PARTS_OFFSET :].any() and not workspace[: launcher.PARTS_OFFSET].any()
+    (workspace,) = workspaces._workspaces.values()
+    assert workspace[workspaces.PARTS_OFFSET :].any() and not workspace[: workspaces.PARTS_OFFSET].any()
 
 
 # ---- packed sequences of very different lengths: all share a grid

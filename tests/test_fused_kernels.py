@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
-from flash_attn_compat.backends.fused import forward, grids, launcher, variants
+from flash_attn_compat.backends.fused import forward, grids, variants, workspaces
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate
@@ -374,12 +374,12 @@ def test_launches_leave_the_workspace_as_the_next_one_wants_it(turing: LaunchRec
     for name in ("split keys", "causal", "split keys"):
         check(CACHES[name])
     check(APPENDS["rotated"])
-    (before,) = launcher._workspaces.values()
+    (before,) = workspaces._workspaces.values()
     for name in ("split keys", "causal"):
         check(CACHES[name])
-    (workspace,) = launcher._workspaces.values()
+    (workspace,) = workspaces._workspaces.values()
     assert workspace is before, "the same memory serves again"
-    assert not workspace[: 4 * launcher._COUNTERS].any()
+    assert not workspace[: 4 * workspaces.COUNTERS].any()
 
 
 def test_newer_gpus_decode_bf16_as_it_is(hopper: LaunchRecord) -> None:
@@ -475,6 +475,6 @@ def test_blocks_may_share_the_keys_of_many_rows(
     check(SPLIT[name])
     (splits,) = (launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "forward")
     assert splits == 3
-    (workspace,) = launcher._workspaces.values()
-    assert workspace[launcher.PARTS_OFFSET :].any(), "some tile was split"
-    assert not workspace[: launcher.PARTS_OFFSET].any(), "counters are as the next launch wants them"
+    (workspace,) = workspaces._workspaces.values()
+    assert workspace[workspaces.PARTS_OFFSET :].any(), "some tile was split"
+    assert not workspace[: workspaces.PARTS_OFFSET].any(), "counters are as the next launch wants them"

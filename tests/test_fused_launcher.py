@@ -23,7 +23,7 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import KernelsFailed
-from flash_attn_compat.backends.fused import forward, graphs, launcher, nvrtc, variants
+from flash_attn_compat.backends.fused import forward, graphs, launcher, nvrtc, variants, workspaces
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import cuda_capture, torch_state
@@ -267,10 +267,20 @@ def test_a_stream_keeps_its_workspace_of_splits(launches: LaunchRecord, monkeypa
     assert counters() != first
     monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     assert counters() == first
-    kept = list(launcher._workspaces.values())  # alive, so that no other gets its id
-    launcher.discard_workspaces()
+    kept = list(workspaces._workspaces.values())  # alive, so that no other gets its id
+    workspaces.discard()
     counters()
-    assert set(map(id, kept)).isdisjoint(map(id, launcher._workspaces.values()))
+    assert set(map(id, kept)).isdisjoint(map(id, workspaces._workspaces.values()))
+
+
+def test_results_of_a_plan_are_new_memory_in_each_run(launches: LaunchRecord) -> None:
+    """They are made like tensors without memory, which all plans share."""
+    q = half(1, 8, 2, 64)
+    with use_backend("fused"):
+        first, second = (flash_attn_func(q, q, q, return_attn_probs=True)[:2] for _ in range(2))
+    for one, other in zip(first, second):
+        assert one.shape == other.shape and one.data_ptr() != other.data_ptr() != 0
+        assert one.is_contiguous() and one.untyped_storage().nbytes() == one.nbytes
 
 
 @pytest.mark.parametrize(("stream", "shared"), [(0, True), (1, True), (2, False), (64, True)])
@@ -281,7 +291,7 @@ def test_threads_share_a_streams_workspace_but_for_the_per_thread_default_stream
     monkeypatch.setattr(nvrtc, "stream", lambda device: stream)
 
     def ask() -> Tensor:
-        return launcher.acquire_workspace(9000, -1, torch.device("cpu"))
+        return workspaces.acquire(9000, -1, torch.device("cpu"))
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(ask).result()
@@ -289,7 +299,7 @@ def test_threads_share_a_streams_workspace_but_for_the_per_thread_default_stream
 
 
 def is_clear(workspace: Tensor) -> bool:
-    return not workspace[: 4 * launcher._COUNTERS].any()
+    return not workspace[: 4 * workspaces.COUNTERS].any()
 
 
 def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_calls(
@@ -297,45 +307,45 @@ def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_ca
 ) -> None:
     fused_on_cpu.emulate(monkeypatch)  # where memory comes with rubbish in it
     place = torch.device("cpu")
-    small, large = launcher.acquire_workspace(9000, -1, place), launcher.acquire_workspace(90000, -1, place)
-    assert large.nbytes == 90000 and launcher.acquire_workspace(9000, -1, place) is large is not small
+    small, large = workspaces.acquire(9000, -1, place), workspaces.acquire(90000, -1, place)
+    assert large.nbytes == 90000 and workspaces.acquire(9000, -1, place) is large is not small
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: True)
-    captured = [launcher.acquire_workspace(9000, -1, place) for _ in range(2)]
+    captured = [workspaces.acquire(9000, -1, place) for _ in range(2)]
     assert len({one.data_ptr() for one in (small, large, *captured)}) == 4
     assert all(map(is_clear, (small, large, *captured)))
-    assert list(launcher._workspaces.values()) == [large]
+    assert list(workspaces._workspaces.values()) == [large]
 
 
 def test_graphs_that_are_replayed_in_order_share_their_streams_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.record(monkeypatch)
     monkeypatch.setattr(graphs, "_kept", [])
     place = torch.device("cpu")
-    eager = launcher.acquire_workspace(9000, -1, place)
+    eager = workspaces.acquire(9000, -1, place)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: True)
     with graphs.replayed_in_order():
-        assert launcher.acquire_workspace(9000, -1, place) is eager is launcher.acquire_workspace(8000, -1, place)
-        larger = launcher.acquire_workspace(90000, -1, place)
+        assert workspaces.acquire(9000, -1, place) is eager is workspaces.acquire(8000, -1, place)
+        larger = workspaces.acquire(90000, -1, place)
     assert larger is not eager and larger.nbytes == 90000  # which the graph's own pool holds
-    assert launcher.acquire_workspace(9000, -1, place) is not eager
+    assert workspaces.acquire(9000, -1, place) is not eager
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: False)
-    launcher.acquire_workspace(90000, -1, place)
+    workspaces.acquire(90000, -1, place)
     assert [one is eager for one in graphs._kept] == [True]  # it outlives the larger one that calls use now
 
 
 def test_a_workspace_that_is_kept_comes_from_no_pool_or_mode_of_the_callers_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads, cleared = [], launcher._allocate_cleared
+    threads, cleared = [], workspaces._allocate_cleared
 
     def watched(size: int, place: torch.device) -> Tensor:
         threads.append(threading.get_ident())
         return cleared(size, place)
 
-    monkeypatch.setattr(launcher, "_allocate_cleared", watched)
-    monkeypatch.setattr(launcher, "_workspaces", {})
+    monkeypatch.setattr(workspaces, "_allocate_cleared", watched)
+    monkeypatch.setattr(workspaces, "_workspaces", {})
     monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     with FakeTensorMode():
-        kept = launcher.acquire_workspace(9000, -1, torch.device("cpu"))
+        kept = workspaces.acquire(9000, -1, torch.device("cpu"))
     assert type(kept) is Tensor and kept.data_ptr() and is_clear(kept)
     assert len(threads) == 1 and threading.get_ident() not in threads
 
@@ -347,22 +357,22 @@ def test_memory_of_a_pool_is_known_where_pools_are_not_a_threads(
     memory = torch.empty(64, dtype=torch.uint8)
     segment = {"address": memory.data_ptr() + address, "total_size": 4096, "segment_pool_id": pool}
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment])
-    assert launcher._is_in_pool(memory) == expected
+    assert workspaces._is_in_pool(memory) == expected
 
 
 def test_a_workspace_lives_until_its_launch_among_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
     launches = fused_on_cpu.record(monkeypatch, compute=lambda *launch: alive.append(made[-1]() is not None))
-    workspace = launcher.acquire_workspace
+    workspace = workspaces.acquire
 
     def replaced(size: int, device: int, place: torch.device) -> Tensor:
         found = workspace(size, device, place)
-        launcher.discard_workspaces()  # as another thread does whose call wants a larger one
+        workspaces.discard()  # as another thread does whose call wants a larger one
         made.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(launcher, "acquire_workspace", replaced)
+    monkeypatch.setattr(workspaces, "acquire", replaced)
     flash_attn_func(half(1, 1, 2, 64), half(1, 512, 2, 64), half(1, 512, 2, 64))
     assert alive == [True] and launches.last.fields["splits"] > 1
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import grids, launcher, nvrtc, variants
+from flash_attn_compat.backends.fused import grids, launcher, nvrtc, variants, workspaces
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS
 from flash_attn_compat.dispatch import call_cache
 from tests import fused_coverage
@@ -177,12 +177,12 @@ def test_memory_kept_between_calls_is_outside_the_callers_pools() -> None:
 
     right, pool = by("chunked", attend), torch.cuda.MemPool()
     by("fused", attend)  # the kernels are tried
-    launcher.discard_workspaces()
+    workspaces.discard()
     with torch.cuda.use_mem_pool(pool):
         close(by("fused", attend), right)
-    kept = list(launcher._workspaces.values())
+    kept = list(workspaces._workspaces.values())
     assert kept or not launcher._POOLS_ARE_PER_THREAD
-    assert not any(map(launcher._is_in_pool, kept))
+    assert not any(map(workspaces._is_in_pool, kept))
     del pool
     torch.cuda.empty_cache()
     torch.full((2**26,), 0x5B, dtype=torch.uint8, device="cuda")

@@ -92,6 +92,33 @@ def test_a_tensor_whose_value_counts_is_not_kept(function: str, monkeypatch: pyt
     assert set(scales[:count]) == {0.5} and set(scales[count:]) == {2.0}
 
 
+@functions
+def test_a_bound_that_is_a_float_is_refused_after_a_call_with_the_same_integer(function: str) -> None:
+    arguments = FIRST[function].build().args
+    getattr(flash_attn_interface, function)(**arguments | {"window_size": (1, 0)})
+    with pytest.raises(RuntimeError, match="window_size_left"):
+        getattr(flash_attn_interface, function)(**arguments | {"window_size": (1.0, 0)})
+
+
+@functions
+@pytest.mark.parametrize("scale", [[0.5], "0.5"])
+def test_a_scale_that_is_no_number_is_refused_by_name_after_a_call_with_a_number(scale: Any, function: str) -> None:
+    """A list has no hash, so that no key holds it."""
+    arguments = FIRST[function].build().args
+    getattr(flash_attn_interface, function)(**arguments | {"softmax_scale": 0.5})
+    with pytest.raises(RuntimeError, match="softmax_scale"):
+        getattr(flash_attn_interface, function)(**arguments | {"softmax_scale": scale})
+
+
+@functions
+def test_a_scale_that_equals_a_float_finds_its_prepared_call(function: str) -> None:
+    arguments = FIRST[function].build().args
+    call_cache.forget()
+    for scale in (1.0, 1, torch.tensor(1.0), True):
+        getattr(flash_attn_interface, function)(**arguments | {"softmax_scale": scale})
+        assert len(call_cache.current().calls) == 1
+
+
 def test_packed_lengths_are_compared_at_every_call() -> None:
     q, starts = randn(10, 2, 16), ints(0, 5, 10)
     calls = [

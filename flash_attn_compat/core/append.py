@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_compat.core import eight_bit
 from flash_attn_compat.core.call import AttentionCall
-from flash_attn_compat.ops.triton.rotary import apply_rotary
+from flash_attn_compat.core.rotary import apply_rotary
 
 
 class Append(NamedTuple):

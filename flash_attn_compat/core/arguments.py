@@ -31,7 +31,11 @@ _VALUES = frozenset({bool, int, float, str, type(None)})
 _PADDING = (None,) * 8
 _BIAS = TENSORS.index("bias") - 4  # behind the slopes
 _DENSE_COUNTS = TENSORS.index("alibi_slopes") + 1, TENSORS.index("bias") + 1
+_PACKED_COUNT = TENSORS.index("cu_seqlens_k") + 1
 _DEFAULTS = Scalars()
+_INTEGERS = [
+    Scalars._fields.index(name) for name in ("window_size_left", "window_size_right", "max_seqlen_q", "max_seqlen_k")
+]
 # A call's family, tensors, scalars and flags, as call_cache.look_up takes them.
 Keyed = tuple[Build, Tensors, tuple[Any, ...], int]
 
@@ -44,11 +48,22 @@ def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
             of a packed one at least as far as cu_seqlens_k, at most as far as v_descale. With block_table cu_seqlens_k
             gives lengths only
         scalars: the fields of Scalars as the caller gave them
+    Returns:
+        The family's build, and the others as keys take them; scalars unchanged where bounds and lengths are ints. A key
+        may hold them: tensors and the like are found in none, for ``find`` keeps calls by ``hashable`` scalars alone.
     Raises:
-        RuntimeError: a scalar has a wrong type
+        RuntimeError: a bound or a longest length is no integer
     """
-    scalars = hashable(*scalars)
-    if len(tensors) in _DENSE_COUNTS:
+    _, _, _, left, right, _, _, longest_q, longest_k, _, _ = scalars
+    if not type(left) is type(right) is type(longest_q) is type(longest_k) is int:  # 1.0 is no bound, and equals 1
+        scalars = hashable(scalars)
+    count = len(tensors)
+    if count == _PACKED_COUNT:
+        starts_q, starts_k = tensors[4:]
+        if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
+            flags |= EQUAL_LENGTHS
+        return packed, tensors, scalars, flags
+    if count in _DENSE_COUNTS:
         return dense, tensors, scalars, flags
     q, k, v, slopes, starts_q, starts_k, used, leftpad, table, k_descale, v_descale = (*tensors, *_PADDING)[:11]
     if table is not None:
@@ -59,9 +74,8 @@ def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
         )  # fmt: skip
     elif used is None and leftpad is None:
         if k_descale is None and v_descale is None:
-            tensors = (q, k, v, slopes, starts_q, starts_k)
-        if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
-            flags |= EQUAL_LENGTHS
+            return keyed((q, k, v, slopes, starts_q, starts_k), scalars, flags)
+        flags = keyed((q, k, v, slopes, starts_q, starts_k), scalars, flags)[3]
     return packed, tensors, scalars, flags
 
 
@@ -71,21 +85,19 @@ def call_of(tensors: Tensors, scalars: Scalars = _DEFAULTS, flags: int = 0) -> A
     return build(tensors, hashables, flags, None).call
 
 
-def hashable(
-    dropout_p: Any, scale: Any, causal: Any, left: Any, right: Any, softcap: Any, deterministic: Any,
-    longest_q: Any = 0, longest_k: Any = 0, k_factor: float = 1.0, v_factor: float = 1.0,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return the fields of Scalars as hashable values for a cache key."""
-    if (  # the usual types are known in a third of the time
-        (scale is None or type(scale) is float)
-        and type(dropout_p) is type(softcap) is float
-        and type(causal) is type(deterministic) is bool
-        and type(left) is type(right) is type(longest_q) is type(longest_k) is int
-    ):
-        return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, k_factor, v_factor
-    if not type(left) is type(right) is type(longest_q) is type(longest_k) is int:  # 1.0 is no bound, and equals 1
-        left, right = integer("window_size_left", left), integer("window_size_right", right)
-        longest_q, longest_k = integer("max_seqlen_q", longest_q), integer("max_seqlen_k", longest_k)
+def hashable(scalars: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return scalars that may be kept in a cache key: unchanged, or with numbers in the place of tensors and the like.
+
+    scalars: the fields of Scalars as the caller gave them, or a shorter tuple of these fields and further values
+    """
+    if len(scalars) < len(_DEFAULTS):
+        fields = hashable(scalars[0])
+        return scalars if fields is scalars[0] else (fields, *scalars[1:])
+    if _VALUES.issuperset(map(type, scalars)) and {type(scalars[index]) for index in _INTEGERS} == {int}:
+        return scalars
+    dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, k_factor, v_factor = scalars
+    left, right = integer("window_size_left", left), integer("window_size_right", right)
+    longest_q, longest_k = integer("max_seqlen_q", longest_q), integer("max_seqlen_k", longest_k)
     if not _VALUES.issuperset(map(type, (dropout_p, scale, causal, softcap, deterministic))):
         dropout_p, causal = checks.number("dropout_p", dropout_p), checks.causal(causal)
         scale = None if scale is None else checks.number("softmax_scale", scale)

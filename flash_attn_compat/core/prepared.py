@@ -44,7 +44,7 @@ class Prepared:
     whole: the call over all slots of a cache, which differs from ``call`` where the length is an int; None once sealed
     new: the keys and values that the call appends; None for none, and once sealed
     backend: None where nothing is to be computed
-    run: computes the call; None for a backward alone
+    run: as Run; None for a backward alone
     tables: the tables that hold this entry, while they are the current ones
     backward: (backend, run) of the backward, by the signatures of the upstream gradients
     """
@@ -59,7 +59,7 @@ class Prepared:
     whole: AttentionCall | None = None
     new: Append | None = None
     backend: Any = None
-    run: Run | None = None
+    run: Any = None
     tables: object = None
     backward: dict[Key, tuple[Any, BackwardRun]] = field(default_factory=dict)
 

@@ -6,7 +6,6 @@ Default dtype and default device are not here: every tensor that this package ma
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -20,7 +19,7 @@ flash_implementation: Callable[[], str | None] = getattr(
 # Looked up once, for every call asks: how many dispatch modes; the state of jit.trace; whether torch.func transforms.
 count_modes, tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 transforms_are_on = torch._C._are_functorch_transforms_active
-_is_any_on = torch._C._is_any_autocast_enabled
+is_any_autocast_on = torch._C._is_any_autocast_enabled  # of CPU, CUDA and some others
 _is_wrapped, _is_batched = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_batchedtensor
 _unwrapped, _mode_of = torch._C._functorch.get_unwrapped, torch._C._get_dispatch_mode
 _MODES = torch._C._TorchDispatchModeKey
@@ -60,8 +59,6 @@ def is_hidden(tensor: Tensor) -> bool:
 
 def autocasts(tensor: torch.Tensor) -> bool:
     """Whether autocast is on for a tensor's device: it would round fp32 products to half precision."""
-    if not _is_any_on() and (tensor.is_cuda or tensor.is_cpu):
-        return False  # the fastest test, which covers CPU and CUDA
     return _autocasts_on(tensor.device.type)
 
 
@@ -78,16 +75,7 @@ def set_aside(device: torch.device) -> Iterator[None]:
 
 
 def _autocasts_on(device_type: str) -> bool:
-    return _knows_autocast(device_type) and torch.is_autocast_enabled(device_type)
-
-
-@functools.cache
-def _knows_autocast(device_type: str) -> bool:
-    try:
-        torch.is_autocast_enabled(device_type)
-    except RuntimeError:
-        return False
-    return True
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _note_each(tensors: Sequence[Tensor]) -> None:

@@ -9,25 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, torch_state
+from flash_attn_compat.core.arguments import keyed
 from flash_attn_compat.core.call import (
     NEEDS_GRAD,
     RNG_STATE,
-    SHARES_DROPOUT_MASK,
     SLOPES_GRADIENT,
-    TRANSFORMED,
     AttentionCall,
     BackwardInputs,
     Gradients,
     Result,
 )
-from flash_attn_compat.core.prepared import Build, Prepared, Tensors
-from flash_attn_compat.core.torch_state import transforms_are_on
+from flash_attn_compat.core.prepared import Prepared, Tensors
 from flash_attn_compat.dispatch import at_exit, choice
-from flash_attn_compat.dispatch.op_derivatives import have_tangents
+from flash_attn_compat.dispatch.observers import are_transformed
 from flash_attn_compat.dispatch.serve import backward_tensors, dmask, find, gradients, run
 
 
@@ -65,28 +62,6 @@ def _check_packed(packed: Tensor, expected: int) -> None:
 Outputs = tuple[Tensor, Any, Any]
 
 
-def recording_flags(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> int:
-    """Return the flags of a call that autograd records, or that a transform or forward-mode AD differentiates, or 0."""
-    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
-        return TRANSFORMED
-    if torch.is_grad_enabled():
-        if slopes is not None and are_trained(slopes):
-            # The slopes' gradient comes from another backend's operators, which draw the same dropout mask.
-            return NEEDS_GRAD | SHARES_DROPOUT_MASK | SLOPES_GRADIENT
-        try:
-            for tensor in inputs:
-                if tensor.requires_grad:
-                    return NEEDS_GRAD
-        except AttributeError:  # an input is no tensor, and the checks will name it
-            pass
-    return 0
-
-
-def are_trained(slopes: object) -> bool:
-    """Whether ALiBi slopes want a gradient where autograd records."""
-    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
-
-
 def scale_queries(inputs: tuple[Any, ...], scale: Tensor) -> tuple[tuple[Any, ...], Tensor | None]:
     """Return inputs and softmax_scale, with a differentiable scale moved into the queries and None in its place.
 
@@ -105,16 +80,12 @@ def scale_queries(inputs: tuple[Any, ...], scale: Tensor) -> tuple[tuple[Any, ..
     return ((wide * (scale.reshape(()) * q.shape[-1] ** 0.5)).to(q.dtype), *others), None
 
 
-def are_transformed(inputs: tuple[object, ...]) -> bool:
-    """Whether a transform of torch.func or forward-mode AD differentiates the call, which no kernel can serve."""
-    return transforms_are_on() or have_tangents(inputs)
-
-
-def attend(inputs: tuple[Tensor, ...], build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int) -> Outputs:
+def attend(inputs: tuple[Tensor, ...], tensors: Tensors, scalars: tuple[Any, ...], flags: int) -> Outputs:
     """Return (out, softmax_lse, S_dmask) of a call over views of ``inputs``, recorded if the call needs gradients.
 
-    softmax_lse and S_dmask may be None where the call does not ask for them. The other arguments are those of ``find``.
+    softmax_lse and S_dmask may be None where the call does not ask for them. The others are the arguments of ``keyed``.
     """
+    build, tensors, scalars, flags = keyed(tensors, scalars, flags)
     prepared = find(build, tensors, scalars, flags)
     if flags & NEEDS_GRAD:
         slopes = unwrapped(tensors[3]) if flags & SLOPES_GRADIENT else None

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.prepared import PLAIN, Build, Key, Prepared, Tensors
-from flash_attn_compat.core.torch_state import transforms_are_on
+from flash_attn_compat.core.torch_state import is_any_autocast_on, transforms_are_on
 
 MOST = 4096
 
@@ -67,9 +67,9 @@ def look_up(
         return None, None
     try:
         key = build, scalars, flags, tensor_signatures(tensors), context_key(tensors[0])
-    except (AttributeError, RuntimeError):
-        return None, None  # q is no tensor, or a tensor has no address: the checks name the argument
-    return key, _current.calls.get(key)
+        return key, _current.calls.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return None, None  # q is no tensor, a tensor has no address, a scalar has no hash: the checks name it
 
 
 def backward_key(tensors: Tensors) -> Key | None:
@@ -87,19 +87,25 @@ def tensor_signatures(tensors: Iterable[Tensor | None]) -> Key:
     """
     return tuple(
         [
-            x if x is None else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+            None
+            if x is None
+            else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+            if type(x) is Tensor or type(x) in PLAIN
+            else _refuse_subclass(x)
             for x in tensors
-            if x is None or type(x) is Tensor or _is_plain(x)
         ]
     )
 
 
-def _is_plain(x: object) -> bool:
-    if type(x) not in PLAIN:
-        raise RuntimeError("a subclass may see shapes and memory its own way")
-    return True
+def _refuse_subclass(x: object) -> NoReturn:
+    raise RuntimeError(f"{type(x).__name__} may see shapes and memory its own way")
 
 
 def context_key(tensor: Tensor) -> Key:
     """Return the state outside of the arguments that decides how a call is computed."""
-    return settings.fingerprint(), torch_state.autocasts(tensor), torch_state.flash_implementation()
+    return (
+        settings.context(),
+        None if settings.are_unset() else settings.values(),
+        (is_any_autocast_on() or not (tensor.is_cuda or tensor.is_cpu)) and torch_state.autocasts(tensor),
+        torch_state.flash_implementation(),
+    )

@@ -16,7 +16,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, TENSORS
 from flash_attn_compat.core.prepared import Prepared, Tensors
 from flash_attn_compat.dispatch.autograd import differentiate, is_wrapped, unwrapped
-from flash_attn_compat.dispatch.serve import run, serve
+from flash_attn_compat.dispatch.serve import find, run
 
 _MASK = TENSORS.index("bias") - 3  # its place among the tensors behind q, k and v, the last one
 
@@ -99,4 +99,4 @@ def _again(ctx: Any, tensors: tuple[Any, ...], rng_state: Tensor | None) -> Tens
     """The forward's out once more: the caller has written to the first one. Hooks may have laid tensors elsewhere."""
     prepared, tensors = ctx.prepared, (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state)
     with settings.using_backend(ctx.used):
-        return serve(prepared.build, tensors, prepared.scalars, prepared.flags)[1].out
+        return run(find(prepared.build, tensors, prepared.scalars, prepared.flags), tensors)[1].out

@@ -11,69 +11,72 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.arguments import cache_call, hashable, integer, split_descales
+from flash_attn_compat.core.arguments import cache_call, integer, split_descales
 from flash_attn_compat.core.call import RETURN_LSE, AttentionCall, Scalars
 from flash_attn_compat.core.prepared import Check, Prepared, Tensors
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, ops
-from flash_attn_compat.dispatch.serve import find, run, serve
+from flash_attn_compat.dispatch.observers import must_be_one_operator, refuse_private
+from flash_attn_compat.dispatch.serve import find, run
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
 
 def attend(
-    given: tuple[Any, ...],
-    lengths: int | Tensor | None,
-    rows: Tensor | None,
-    leftpad: Tensor | None,
-    table: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int],
-    softcap: float,
-    rotary_interleaved: bool,
-    num_splits: int,
-    return_lse: bool,
-    k_descale: float | Tensor | None = None,
-    v_descale: float | Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, lengths: int | Tensor | None, rows: Tensor | None, leftpad: Tensor | None,
+    table: Tensor | None, slopes: Tensor | None, softmax_scale: float | None, causal: bool,
+    window_size: Sequence[int], softcap: float, rotary_interleaved: bool, num_splits: int,
+    k_descale: float | Tensor | None, v_descale: float | Tensor | None, return_lse: bool,
     within_operator: bool = False,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Any]:  # fmt: skip
     """Return (out, softmax_lse), softmax_lse None or without elements unless return_lse.
 
-    given: q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin, as in flash_attn_with_kvcache
-    lengths, rows, leftpad, table: its cache_seqlens, cache_batch_idx, cache_leftpad and block_table
-    k_descale, v_descale: of an 8-bit cache, as in flash_attn_with_kvcache
     within_operator: called by the custom operator, which has handled compilers and modes
+    The others are flash_attn_with_kvcache's; lengths, rows, leftpad and table are its cache_seqlens, cache_batch_idx,
+    cache_leftpad and block_table.
     """
-    q, k_cache, v_cache, slopes, k, v, cos, sin = given
     length = None  # an int length is in no cache key, for it differs in each step
     if lengths is not None and not isinstance(lengths, Tensor):
         lengths, length = None, integer("cache_seqlens", lengths)
-    descales, factors = split_descales(k_descale, v_descale)
-    if not within_operator and ops.must_be_one_operator_without_derivatives(q, k_cache, v_cache, k, v):
-        left, right = checks.two_bounds(window_size)
+    k_factor = v_factor = 1.0
+    if k_descale is not None or v_descale is not None:
+        (k_descale, v_descale), (k_factor, v_factor) = split_descales(k_descale, v_descale)
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        left, right = checks.two_bounds(window_size)  # raises an error that describes a window
+    read = (q, k_cache, v_cache) if k is None and v is None else (q, k_cache, v_cache, k, v)
+    if not within_operator and must_be_one_operator(read, False):
         arguments = (
             q, k_cache, v_cache, k, v, cos, sin, lengths, rows, leftpad, table, slopes, softmax_scale, causal, left,
-            right, softcap, rotary_interleaved, num_splits, *descales, *factors,
+            right, softcap, rotary_interleaved, num_splits, k_descale, v_descale, k_factor, v_factor,
         )  # fmt: skip
         if not torch.compiler.is_compiling():
             checks.are_dense(dict(zip(_Arguments._fields, arguments)))
         found: tuple[Tensor, Tensor] = _kvcache_op(*arguments, length, return_lse)
         return found
-    if rows is not None and table is not None:
-        raise RuntimeError("Paged KVcache does not support cache_batch_idx")
+    if rows is not None:
+        if table is not None:
+            raise RuntimeError("Paged KVcache does not support cache_batch_idx")
+        table = rows
     if type(num_splits) is not int:
         num_splits = integer("num_splits", num_splits)
-    cu_seqlens_q = cu_seqlens_k = bias = rng_state = None
-    tensors = (
-        q, k_cache, v_cache, slopes, cu_seqlens_q, cu_seqlens_k, lengths, leftpad, table if rows is None else rows,
-        *descales, bias, rng_state, k, v, cos, sin,
+    if k is v is cos is k_descale is v_descale is None:
+        tensors: Tensors = q, k_cache, v_cache, slopes, None, None, lengths, leftpad, table
+    else:
+        tensors = (
+            q, k_cache, v_cache, slopes, None, None, lengths, leftpad, table, k_descale, v_descale, None, None, k, v,
+            cos, sin,
+        )  # fmt: skip
+    if not type(left) is type(right) is int:  # 1.0 is no bound, and equals 1
+        left, right = integer("window_size_left", left), integer("window_size_right", right)
+    scalars = (
+        (0.0, softmax_scale, causal, left, right, softcap, False, 0, 0, k_factor, v_factor), bool(rotary_interleaved),
+        num_splits, rows is not None, length is not None, None if length is None else _side_of_rows(q, k, length),
     )  # fmt: skip
-    side = None if length is None else _side_of_rows(q, k, length)
-    left, right = checks.two_bounds(window_size)
-    scalars = hashable(0.0, softmax_scale, causal, left, right, softcap, False, 0, 0, *factors)
-    scalars = *scalars, bool(rotary_interleaved), num_splits, rows is not None, length is not None, side
-    prepared, result = serve(over_cache, tensors, scalars, RETURN_LSE if return_lse else 0, length)
+    prepared = find(over_cache, tensors, scalars, RETURN_LSE if return_lse else 0, length)
+    prepared, result = run(prepared, tensors, length)
     return result.out, result.lse.contiguous() if prepared.call.return_lse else None
 
 
@@ -98,7 +101,7 @@ def attend_into(
         q, k_cache, v_cache, slopes, None, None, lengths, None, table, k_descale, v_descale, None, None, k, v, None,
         None,
     )  # fmt: skip
-    flags, numbers = RETURN_LSE if return_lse else 0, (*hashable(*scalars), False, 0, False, False, None)
+    flags, numbers = RETURN_LSE if return_lse else 0, (scalars, False, 0, False, False, None)
     result = run(find(over_cache, tensors, numbers, flags), tensors, out=out)[1]
     return result.lse if return_lse else None
 
@@ -151,9 +154,10 @@ def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
 
 
 def _arguments(tensors: Tensors, scalars: tuple[Any, ...], length: int | None) -> _Arguments:
-    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, k_descale, v_descale, _, _, k, v, cos, sin = tensors
-    *given, interleaved, num_splits, has_rows, has_length, _ = scalars
-    x = Scalars(*given)
+    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, *others = tensors
+    k_descale, v_descale, _, _, k, v, cos, sin = others or (None,) * 8
+    numbers, interleaved, num_splits, has_rows, has_length, _ = scalars
+    x = Scalars(*numbers)
     rows, table = (pages, None) if has_rows else (None, pages)
     return _Arguments(
         q, k_cache, v_cache, k, v, cos, sin, length if has_length else lengths, rows, leftpad, table, slopes,
@@ -165,9 +169,9 @@ def _arguments(tensors: Tensors, scalars: tuple[Any, ...], length: int | None) -
 def over_cache(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
     """Check a call over a cache and return it without a backend.
 
-    tensors: in the order of TENSORS, then those of Append; lengths, and rows or pages, stand in seqused_k's and
-        block_table's places
-    scalars: the fields of Scalars, then rotary_interleaved, num_splits, and whether there are cache_batch_idx and an
+    tensors: in the order of TENSORS, then those of Append, or as far as block_table; lengths, and rows or pages, stand
+        in seqused_k's and block_table's places
+    scalars: a tuple of the fields of Scalars, rotary_interleaved, num_splits, whether there are cache_batch_idx and an
         int length, and the sign of keys - rows with such a length
     """
     given = _arguments(tensors, scalars, length)
@@ -184,7 +188,7 @@ def over_cache(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: i
 
 
 def _call(arguments: _Arguments, scalars: tuple[Any, ...], flags: int) -> AttentionCall:
-    x, numbers = arguments, scalars[: len(Scalars._fields)]
+    x, numbers = arguments, scalars[0]
     return cache_call(
         x.q, x.k_cache, x.v_cache, x.cache_seqlens, x.seqlen_new, x.cache_batch_idx, x.cache_leftpad, x.block_table,
         x.alibi_slopes, numbers, flags, x.k_descale, x.v_descale,
@@ -377,11 +381,11 @@ def _kvcache_op(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     *rest, cache_seqlen, return_softmax_lse = others
     x = _Arguments(q, *rest)
     out, lse = attend(
-        (q, x.k_cache, x.v_cache, x.alibi_slopes, x.k, x.v, x.rotary_cos, x.rotary_sin),
+        q, x.k_cache, x.v_cache, x.k, x.v, x.rotary_cos, x.rotary_sin,
         x.cache_seqlens if cache_seqlen is None else cache_seqlen, x.cache_batch_idx, x.cache_leftpad, x.block_table,
-        x.softmax_scale, x.causal, (x.window_size_left, x.window_size_right), x.softcap, x.rotary_interleaved,
-        x.num_splits, return_softmax_lse, x.k_factor if x.k_descale is None else x.k_descale,
-        x.v_factor if x.v_descale is None else x.v_descale, within_operator=True,
+        x.alibi_slopes, x.softmax_scale, x.causal, (x.window_size_left, x.window_size_right), x.softcap,
+        x.rotary_interleaved, x.num_splits, x.k_factor if x.k_descale is None else x.k_descale,
+        x.v_factor if x.v_descale is None else x.v_descale, return_softmax_lse, within_operator=True,
     )  # fmt: skip
     return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse
 
@@ -395,4 +399,4 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: object) -> tuple[
     return out, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
 
 
-op_derivatives.refuse_derivatives(_kvcache_op, op_derivatives.refuse_private)
+op_derivatives.refuse_derivatives(_kvcache_op, refuse_private)

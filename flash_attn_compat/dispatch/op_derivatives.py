@@ -15,6 +15,7 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
 from flash_attn_compat.core.torch_state import is_fake_mode_on, transforms_are_on
+from flash_attn_compat.dispatch.observers import have_tangents
 
 # Whether a graph was traced within a dual level. It may enter one by itself, which forward_ad does not hear of.
 _graphs_hold_levels = False
@@ -66,21 +67,3 @@ def _have_tangents(arguments: tuple[object, ...]) -> bool:
     elif not _graphs_hold_levels:
         return False
     return have_tangents(arguments)
-
-
-def have_tangents(values: tuple[object, ...]) -> bool:
-    """Whether a tensor is dual, at the one level there is: compiled graphs enter it unseen by PyTorch's Python."""
-    with torch._C._DisableTorchDispatch():  # looking is no operator that a mode or trace should see
-        return any(
-            isinstance(x, Tensor) and x.is_floating_point() and forward_ad.unpack_dual(x, level=0).tangent is not None
-            for x in values
-        )
-
-
-def refuse_private(*arguments: Any, **named: Any) -> NoReturn:
-    """Of functions outside autograd."""
-    raise RuntimeError(
-        "flash_attn_with_kvcache and the functions whose names begin with an underscore cannot be combined with "
-        "forward-mode derivatives or torch.func transforms, since no autograd formula was registered for them: "
-        "call flash_attn_func or another public function"
-    )

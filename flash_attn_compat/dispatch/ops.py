@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
@@ -35,59 +34,11 @@ from flash_attn_compat.core.call import (
 )
 from flash_attn_compat.core.prepared import PLAIN, Tensors
 from flash_attn_compat.core.scores import round_up
-from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on, with_autograd
+from flash_attn_compat.core.torch_state import tracing_state, with_autograd
 from flash_attn_compat.core.varlen import lse_dtype
-from flash_attn_compat.dispatch import flops, op_derivatives, serve, sharding
-from flash_attn_compat.dispatch.autograd import (
-    are_trained,
-    are_transformed,
-    differentiable_gradients,
-    gradient_of_lse,
-    gradient_of_slopes,
-)
-
-
-def must_be_one_operator(tensors: tuple[Any, ...]) -> bool:
-    """Whether a call must be one operator: under torch.compile, torch.jit.trace or a dispatch mode, or on a subclass.
-
-    Dispatch modes are fake tensors, selective checkpointing, counters and the like; a subclass may have no memory for a
-    kernel to read. Transforms of torch.func differentiate plain operators instead.
-    """
-    return is_compiling() or (_may_be_seen(tensors) and _are_seen(tensors))
-
-
-def must_be_one_operator_without_derivatives(*tensors: Any) -> bool:
-    """The same for functions that have no derivatives. Raises where a transform asks for one."""
-    if is_compiling():
-        return True
-    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
-        op_derivatives.refuse_private()
-    return _may_be_seen(tensors) and _are_seen(tensors)
-
-
-def _may_be_seen(tensors: tuple[object, ...]) -> bool:
-    """Whether a mode, a trace or a type that is not plain is there: the test that most calls end with."""
-    if count_modes() or tracing_state() is not None:
-        return True
-    for tensor in tensors:  # noqa: SIM110  a third of the time of any(), and of issuperset(map(type, tensors))
-        if type(tensor) is not Tensor and type(tensor) not in PLAIN:
-            return True
-    return False
-
-
-def _are_seen(tensors: tuple[object, ...]) -> bool:
-    """Whether operators are intercepted by a mode, a trace or a tensor's class; if not, tensors have memory."""
-    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
-        return False
-    if any([isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors]):
-        return False  # the checks refuse nested tensors by name; an operator would not
-    flops.register_if_needed()
-    sharding.register_if_needed()
-    return count_modes() > 0 or tracing_state() is not None or any(map(_has_dispatch, tensors))
-
-
-def _has_dispatch(tensor: object) -> bool:
-    return isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+from flash_attn_compat.dispatch import op_derivatives, serve, sharding
+from flash_attn_compat.dispatch.autograd import differentiable_gradients, gradient_of_lse, gradient_of_slopes
+from flash_attn_compat.dispatch.observers import are_trained
 
 
 def attend(

@@ -5,6 +5,7 @@ The backward accepts the ``out`` and ``softmax_lse`` of a longer sequence, and w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from flash_attn_compat.core.call import (
 from flash_attn_compat.core.prepared import Tensors
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
+from flash_attn_compat.dispatch.observers import must_be_one_operator, recording_flags
 from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run, whole
 
 # rng_state describes the mask, and any backend may draw it again.
@@ -47,17 +49,13 @@ def forward(tensors: Tensors, scalars: Scalars, return_softmax: bool) -> Results
     q, k, v, slopes, *_ = tensors
     if return_softmax and checks.dropout(scalars.dropout_p) <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
-    if ops.must_be_one_operator_without_derivatives(q, k, v):
+    if must_be_one_operator((q, k, v), False):
         return ops.forward(tensors, scalars, bool(return_softmax))
     flags = _FORWARD | RETURN_DMASK if return_softmax else _FORWARD
-
-    def compute() -> Results:
-        return whole(*keyed(tensors, scalars, flags))
-
-    inputs = q, k, v, slopes
-    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        return compute()
-    results: Results = _WithoutFormula.apply(compute, *inputs)
+    call = keyed(tensors, scalars, flags)
+    if not recording_flags((q, k, v), slopes):
+        return whole(*call)
+    results: Results = _WithoutFormula.apply(functools.partial(whole, *call), q, k, v, slopes)
     return results
 
 
@@ -121,12 +119,17 @@ def backward(tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, writt
     """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do."""
     dout, out, lse = upstream[:3]
     q, starts_q = tensors[0], (*tensors, None)[4]
-    if ops.must_be_one_operator_without_derivatives(dout, *tensors[:3], out, lse):
+    if must_be_one_operator((dout, *tensors[:3], out, lse), False):
         with torch.no_grad():
             _write(ops.backward(tensors, scalars, upstream), written)
         delta = None
     else:
-        delta = _backward(keyed(tensors, scalars, _BACKWARD), upstream, written)
+        was_recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad() costs nine Python calls
+        try:
+            delta = _backward(keyed(tensors, scalars, _BACKWARD), upstream, written)
+        finally:
+            torch._C._set_grad_enabled(was_recording)
     if delta is None:
         delta = (dout.detach().float() * out.detach()).sum(-1, dtype=torch.float32).transpose(-1, -2)
     dropout_p = checks.dropout(scalars.dropout_p)
@@ -136,15 +139,13 @@ def backward(tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, writt
         return _packed_softmax_d(delta, starts_q)
     seqlen_q = q.shape[1]
     behind = round_up(seqlen_q, 128) - seqlen_q
-    return torch.nn.functional.pad(delta, (0, behind)) if behind else delta.contiguous()
+    return torch.constant_pad_nd(delta, (0, behind)) if behind else delta.contiguous()
 
 
 def _backward(call: Keyed, upstream: BackwardInputs, written: Written) -> Tensor | None:
     """Write dq, dk and dv; return delta if the backend computed it, else None."""
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return _backward(call, upstream, written)
-    prepared, tensors = find(*call), call[1]
+    build, tensors, hashables, flags = call
+    prepared = find(build, tensors, hashables, flags)
     checks.upstream_memory(upstream, *written)
     dout, out, lse, given_state = upstream.dout, upstream.out, upstream.lse, upstream.rng_state
     upstream = BackwardInputs(dout.resolve_neg(), out.resolve_neg(), lse.resolve_neg(), given_state)

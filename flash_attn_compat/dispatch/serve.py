@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, NegatedView
 from flash_attn_compat.core import checks, cuda_capture, torch_state
 from flash_attn_compat.core.append import after_append, by_operators
+from flash_attn_compat.core.arguments import hashable
 from flash_attn_compat.core.call import (
     NO_TENSORS,
     RNG_STATE,
@@ -31,24 +32,21 @@ from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import at_exit, call_cache, choice
 
 
-def serve(
-    build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None = None
-) -> tuple[Prepared, Result]:
-    """Find or prepare a call and run it; the arguments are those of ``find``, the results those of ``run``."""
-    return run(find(build, tensors, scalars, flags, length), tensors, length)
-
-
 def find(
     build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None = None
 ) -> Prepared:  # fmt: skip
     """Return the prepared call of these arguments. The numbers in tensors pass their checks here.
 
     Args:
-        build, tensors, scalars, flags: as ``keyed`` in core/arguments.py returns them, or of a call over a cache
+        build, tensors, scalars, flags: as ``keyed`` in core/arguments.py returns them, or of a call over a cache; of
+            the scalars only bounds and longest lengths must be numbers already
         length: an int cache_seqlens for all sequences, which is in no key
     """
     key, prepared = call_cache.look_up(build, tensors, scalars, flags)
     if prepared is None:
+        values = hashable(scalars)
+        if values is not scalars:
+            return find(build, tensors, values, flags, length)
         prepared = build(tensors, scalars, flags, length)
         if prepared.check is not None:
             prepared.check(tensors, length)
@@ -66,9 +64,11 @@ def run(
     out: a tensor to write the result's ``out`` to, or None; no input shares its memory
     """
     while True:
-        assert prepared.run is not None  # a backward alone is never run forward
         try:
             result = prepared.run(tensors, length) if out is None else _run_into(prepared, tensors, out)
+        except NegatedView:
+            tensors = _without_negated_views(prepared, tensors)
+            prepared = find(prepared.build, tensors, prepared.scalars, prepared.flags, length)
         except KernelsFailed as failure:
             build, scalars, flags, backend = prepared.build, prepared.scalars, prepared.flags, prepared.backend
             again = build(tensors, scalars, flags, length)
@@ -78,9 +78,6 @@ def run(
                 _note(backend, again.call, failure)
                 tensors, length = after_append(tensors, length, failure.appended)
                 prepared = find(build, tensors, scalars, flags, length)
-        except NegatedView:
-            tensors = _without_negated_views(prepared, tensors)
-            prepared = find(prepared.build, tensors, prepared.scalars, prepared.flags, length)
         else:
             if prepared.backend is not None:
                 choice.served[prepared.backend.name] += 1
@@ -89,13 +86,12 @@ def run(
 
 def _run_into(prepared: Prepared, tensors: Tensors, out: Tensor) -> Result:
     """Run a prepared call and write its ``out`` to the caller's, by the kernel if it can, else by a copy."""
-    assert prepared.run is not None
     write: RunInto | None = None
     if prepared.backend is not None and out.is_contiguous():
         write = prepared.backend.run_into(prepared.run)
     if write is not None:
         return write(tensors, None, out)
-    result = prepared.run(tensors, None)
+    result: Result = prepared.run(tensors, None)
     checks.output(out, result.out.shape, result.out.dtype, result.out.device)
     return result._replace(out=out.copy_(result.out))
 
@@ -115,7 +111,7 @@ def whole(
     build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, softmax_lse, S_dmask, rng_state) outside autograd; outputs not asked for have no elements."""
-    prepared, result = serve(build, tensors, scalars, flags)
+    prepared, result = run(find(build, tensors, scalars, flags), tensors)
     out, rng_state = result.out, result.rng_state
     lse = result.lse.contiguous() if prepared.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
     if rng_state is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import private_interface, settings
-from flash_attn_compat.dispatch import op_derivatives, ops
+from flash_attn_compat.dispatch import observers, op_derivatives, ops
 from flash_attn_compat.dispatch.autograd import is_wrapped
 from flash_attn_compat.dispatch.ops import SPELLINGS
 from flash_attn_compat.dropin import installed_package
@@ -48,7 +48,7 @@ def register() -> None:
             **_DRAWS if name.endswith("forward") else {},
         )
         operator.register_fake(_make_fake(function))
-        op_derivatives.refuse_derivatives(operator, op_derivatives.refuse_private)
+        op_derivatives.refuse_derivatives(operator, observers.refuse_private)
         _ours[f"flash_attn::{name}"] = operator
     ops.under_flash_attns_name = _call_operators
 

@@ -1,6 +1,6 @@
 """Rotary position embeddings with gradients, and the module that keeps their tables.
 
-The rotation itself lives in `ops/triton/rotary.py`; here it gets its autograd Functions and the packed
+The rotation itself lives in `core/rotary.py`; here it gets its autograd Functions and the packed
 qkv and kv forms.
 """
 
@@ -12,7 +12,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from flash_attn_compat.ops.triton.rotary import apply_rotary
+from flash_attn_compat.core.rotary import apply_rotary
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:

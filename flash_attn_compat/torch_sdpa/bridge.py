@@ -17,7 +17,7 @@ from flash_attn_compat.core.call import (
     Scalars,
 )
 from flash_attn_compat.core.prepared import Prepared, Tensors
-from flash_attn_compat.dispatch import autograd, choice, heads_first, serve
+from flash_attn_compat.dispatch import choice, heads_first, observers, serve
 
 KERNELS, PYTORCH = "fused", "pytorch"
 as_own = heads_first.as_own
@@ -28,7 +28,7 @@ def attend(tensors: Tensors, scalars: Scalars) -> Tensor | None:
 
     Returns (batch, heads, rows, channels); the memory is contiguous as (batch, rows, heads, channels).
     """
-    flags = autograd.recording_flags(tensors[:3])
+    flags = observers.recording_flags(tensors[:3])
     call = keyed(tensors, scalars, _deciding_flags(flags, scalars))
     prepared = _find_fused(call)
     if prepared is None:
@@ -71,7 +71,7 @@ def backward(
 
 def decline_reasons(tensors: Tensors, scalars: Scalars) -> list[str]:
     """Return our kernels' reasons to decline the call. Shapes as in flash_attn_func."""
-    flags = _deciding_flags(autograd.recording_flags(tensors[:3]), scalars)
+    flags = _deciding_flags(observers.recording_flags(tensors[:3]), scalars)
     return choice.reasons_against(KERNELS, call_of(tensors, scalars, flags))
 
 

@@ -22,6 +22,7 @@ from flash_attn_compat.core.torch_state import note_written
 
 # The decode kernel appends at most so many new keys itself: each block that sees new keys writes all of them.
 _MAX_NEW_KEYS = 16
+_new_tuple = tuple.__new__
 # Functions that copy some of a call's tensors, by index.
 _Copies = dict[int, Callable[[Tensor], Tensor]]
 
@@ -114,7 +115,6 @@ class ForwardPlan:
     ) -> None:
         rows, group = launcher.max_rows(call), call.nheads // call.nheads_k
         self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout or kind.bias > 0)
-        self.seqlen_new = 0 if new is None else new.k.shape[1]
         self.appends, self.appends_first = new is not None, False
         self.needs_grad, self.drops = call.needs_grad, call.dropout_p > 0.0
         self.saved = masks.SAVED[: 3 if kind.bias == variants.BOOLEANS else 1]
@@ -122,7 +122,7 @@ class ForwardPlan:
         builder = PlanBuilder(call, kind, fields)
         if new is not None:
             fields |= launcher.append_fields(new)
-            self.appends_first = not (self.is_decode and self.seqlen_new <= _MAX_NEW_KEYS)
+            self.appends_first = not (self.is_decode and new.k.shape[1] <= _MAX_NEW_KEYS)
             if self.appends_first:
                 builder.add_append(new)
         builder.add_output("out", call.out_shape, call.q.dtype)
@@ -171,12 +171,12 @@ class ForwardPlan:
             rng_state = (*tensors, *NO_TENSORS)[RNG_STATE]
             rng_state = dropout.new_rng_state(self.plan.torch_device) if rng_state is None else rng_state
             tensors = (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state)
-        outputs = self.plan.run(tensors, None if length is None else length + self.seqlen_new, given_out)
+        outputs = self.plan.run(tensors, length, given_out)
         if self.appends:
             note_written(tensors[1:3])
+        if not self.needs_grad:  # Result() takes three times as long
+            return _new_tuple(Result, (outputs["out"], outputs.get("lse"), rng_state, ()))
         out, lse = outputs["out"], outputs.get("lse")
-        if not self.needs_grad:
-            return tuple.__new__(Result, (out, lse, rng_state, ()))  # Result() takes three times as long
         # The backward takes the unshifted LSE first, then the maxima, then the results of the pass over a boolean mask.
         true_lse, saved = outputs.get("lse_true"), [outputs[name] for name in self.saved if name in outputs]
         if saved:

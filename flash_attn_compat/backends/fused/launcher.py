@@ -7,9 +7,7 @@ calls with the same cache key. Each call only adds its addresses.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +15,9 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import NegatedView
-from flash_attn_compat.backends.fused import caches, graphs, grids, masks, nvrtc, params, tuned, variants
+from flash_attn_compat.backends.fused import caches, grids, masks, nvrtc, params, tuned, variants, workspaces
 from flash_attn_compat.backends.fused.variants import Kind, Variant
-from flash_attn_compat.core import checks, cuda_capture, dropout, kernel_layout
+from flash_attn_compat.core import checks, dropout, kernel_layout
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import TENSORS, AttentionCall
 from flash_attn_compat.core.torch_state import note_written
@@ -28,9 +26,6 @@ _MAX_INT = 2**31 - 1
 _MAX_BLOCKS = 2**31 - 1
 # Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
 _MAX_WINDOW = 2**29
-# A workspace starts with counters, one for each tile with splits. Partial results of splits begin at PARTS_OFFSET.
-_COUNTERS = 1024
-PARTS_OFFSET = 4 * _COUNTERS
 # Up to so many elements, loading them one by one costs less than an aligned copy.
 MAX_SCALAR_LOADS = 2**18
 
@@ -95,7 +90,7 @@ class Plan:
                 f"{max_keys(call)} keys"
             )
         self.torch_device, self.device = call.q.device, call.q.get_device()
-        self.seqlen_k = max_keys(call)
+        self.seqlen_k, self._seqlen_new = max_keys(call), 0 if new is None else new.k.shape[1]
         self._workspace = workspace
         self.variants = tuple(launch.variant for launch in launches)
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
@@ -116,8 +111,8 @@ class Plan:
             for name, size in sizes.items()
             if size
         ]
-        like_q = call.q.shape, call.q.dtype, call.q.is_contiguous()
-        self._outputs = [(*output, (output.shape, output.dtype, True) == like_q) for output in outputs]
+        self._outputs = [(x.name, _template(x.shape, x.dtype, self.torch_device)) for x in outputs]
+        self._zeroed = [output.name for output in outputs if output.starts_as_zero]
         names = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
         self._names = [*names, "counters", "parts"] if workspace else names
         self._tail_size, head = len(tail), self._names[len(tail) :]
@@ -136,13 +131,14 @@ class Plan:
         ]
 
     def run(
-        self, tensors: Sequence[Any], seqlen_k: int | None = None, given_out: Tensor | None = None
+        self, tensors: Sequence[Any], length: int | None = None, given_out: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Launch on the current stream of the plan's device; returns the outputs by name.
 
         tensors: in the plan's order: AttentionCall.tensors, then k to rotary_sin of an Append if there is one, then the
             ``others``; each may be None where the plan's was
-        seqlen_k: the keys of each sequence, which calls with the same cache key may vary; None for the plan's own
+        length: the keys of each sequence before the append, which calls with the same cache key may vary; None for
+            the plan's own number after it
         given_out: contiguous memory for the output "out" that no input shares; None for a new tensor
         Raises RuntimeError for a tensor without memory or with too little, NegatedView for a lazily negated view, and
         KernelError, with ``appended`` set where new keys are in the cache already.
@@ -150,27 +146,26 @@ class Plan:
         addresses: list[int] = []
         for index, itemsize, size in self._expected:
             tensor = tensors[index]
-            reaches_beyond = size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes()
-            if reaches_beyond or tensor.is_neg():
+            if (
+                size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes()
+            ) or tensor.is_neg():
                 raise self._input_error(tensor, len(addresses))
             addresses.append(tensor.data_ptr())
-        outputs, q = {}, tensors[0]
-        for name, shape, dtype, starts_as_zero, is_like_q in self._outputs:
-            if is_like_q and given_out is None and type(q) is Tensor:  # takes half the time
-                output = torch.empty_like(q)
-            elif given_out is not None and name == "out":
-                checks.output(given_out, shape, dtype, self.torch_device)
+        outputs = {}
+        for name, template in self._outputs:
+            if given_out is not None and name == "out":
+                checks.output(given_out, template.shape, template.dtype, self.torch_device)
                 output = given_out
             else:
-                output = torch.empty(shape, dtype=dtype, device=self.torch_device)
-            if starts_as_zero:
-                output.zero_()
+                output = torch.empty_like(template)
             outputs[name] = output
             addresses.append(output.data_ptr())
+        for name in self._zeroed:
+            outputs[name].zero_()
         if self._workspace:
-            workspace = acquire_workspace(self._workspace, self.device, self.torch_device)  # lives until the launches
+            workspace = workspaces.acquire(self._workspace, self.device, self.torch_device)  # lives until the launches
             start = workspace.data_ptr()
-            addresses += start, start + PARTS_OFFSET
+            addresses += start, start + workspaces.PARTS_OFFSET
         if 0 in addresses:  # a launch over a null address would break the GPU's context
             at = addresses.index(0)
             tensor = tensors[self._expected[at][0]] if at < len(self._expected) else outputs.get(self._names[at])
@@ -178,29 +173,29 @@ class Plan:
                 f"{self._names[at]} must be a tensor with memory of its own; got {type(tensor).__name__}: fake and "
                 "distributed tensors and pending collectives have none"
             )
-        length = self.seqlen_k if seqlen_k is None else seqlen_k
-        tail, count = None, self._tail_size
-        if count:
+        seqlen_k = self.seqlen_k if length is None else length + self._seqlen_new
+        tail = b""
+        if self._tail_size:
+            count = self._tail_size
             tail, addresses = self._tail.pack(*addresses[:count]), addresses[count:]
-        head = self._head.pack(*addresses, length)
+        head = self._head.pack(*addresses, seqlen_k)
         launched = 0
         try:
             for kernel, blocks, rest, redirects in self._launches:
+                packed = head
                 if redirects:
                     redirected = addresses.copy()
                     for index, output_at, offset in redirects:
                         redirected[index] = addresses[output_at] + offset
-                    packed = self._head.pack(*redirected, length) + rest
-                else:
-                    packed = head + rest
-                self._launch(kernel, blocks, self.device, packed if tail is None else packed + tail)
+                    packed = self._head.pack(*redirected, seqlen_k)
+                self._launch(kernel, blocks, self.device, packed + rest + tail)
                 launched += 1
         except nvrtc.ContextLost as error:
             raise nvrtc.ContextLost(f"launching {self.variants[launched].entry}: {error}") from None
         except nvrtc.KernelError as error:
             if launched and self._appends_first:
                 note_written(tensors[1:3])
-                error.appended = outputs.get("q_rotated", q)
+                error.appended = outputs.get("q_rotated", tensors[0])
             raise
         return outputs
 
@@ -214,6 +209,14 @@ class Plan:
                 f"offset {tensor.storage_offset()}"
             )
         return NegatedView(f"{name} must not be a lazily negated view")
+
+
+@functools.lru_cache(4096)
+def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a contiguous tensor without memory, for ``empty_like``, which takes half the time of ``empty``."""
+    template = torch.empty(shape, dtype=dtype, device=device)
+    template.untyped_storage().resize_(0)
+    return template
 
 
 def launch_without_inputs(variant: Variant, blocks: int, output: Tensor) -> None:
@@ -423,7 +426,7 @@ def max_keys(call: AttentionCall) -> int:
 
 def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
     """Return the number of blocks that share the keys of each of a call's ``tiles``."""
-    if tiles > _COUNTERS:  # enough tiles to fill any GPU
+    if tiles > workspaces.COUNTERS:  # enough tiles to fill any GPU
         return 1
     left, right = call.mask
     keys = max_keys(call)
@@ -434,7 +437,7 @@ def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
 
 def choose_head_splits(call: AttentionCall, variant: Variant, blocks: int) -> int:
     """Return the number of blocks that share the query heads of each of the ``blocks`` of a call's dkdv."""
-    if blocks > _COUNTERS:
+    if blocks > workspaces.COUNTERS:
         return 1
     group = call.nheads // call.nheads_k
     return grids.count_head_splits(variant, blocks, group, max_rows(call), find_gpu(call))
@@ -443,63 +446,6 @@ def choose_head_splits(call: AttentionCall, variant: Variant, blocks: int) -> in
 def find_gpu(call: AttentionCall) -> grids.Gpu:
     device = call.q.get_device()
     return grids.Gpu(count_multiprocessors(device), nvrtc.target(device).number)
-
-
-# Keys: device, stream, and the thread for the per-thread default stream, which is handle 2 in every thread.
-_workspaces: dict[tuple[int, int, int], Tensor] = {}
-# Before PyTorch 2.8 all threads allocate from a caller's memory pool.
-_POOLS_ARE_PER_THREAD = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
-
-
-def acquire_workspace(size: int, device: int, place: torch.device) -> Tensor:
-    """Return at least ``size`` bytes for a launch with splits; the counters are 0 before and after each launch.
-
-    Launches on one stream run in order and share it. Captured launches get their own: a graph runs on any stream,
-    unless the caller promised an order (graphs.py).
-    """
-    stream = nvrtc.stream(device)
-    key = device, stream, threading.get_ident() if stream == 2 else 0
-    workspace = _workspaces.get(key)
-    if cuda_capture.is_capturing(device):
-        shared = graphs.share(workspace, size)
-        return _allocate_cleared(size, place) if shared is None else shared
-    if workspace is None or workspace.numel() < size:
-        workspace = _allocate_in_thread(size, device, place)
-        if device < 0 or _POOLS_ARE_PER_THREAD or not _is_in_pool(workspace):
-            _workspaces[key] = workspace
-    return workspace
-
-
-def _allocate_in_thread(size: int, device: int, place: torch.device) -> Tensor:
-    """Allocate in a new thread, outside the caller's modes and pools (torch.cuda.use_mem_pool), which end earlier."""
-    stream = torch.cuda.current_stream(place) if device >= 0 else None
-
-    def make() -> Tensor:
-        with torch.cuda.stream(stream):
-            return _allocate_cleared(size, place)
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(make).result()
-
-
-def _allocate_cleared(size: int, place: torch.device) -> Tensor:
-    workspace = torch.empty(size, dtype=torch.uint8, device=place)
-    workspace[:PARTS_OFFSET].zero_()
-    return workspace
-
-
-def _is_in_pool(memory: Tensor) -> bool:
-    """Whether the tensor is in a memory pool of the caller or of a compiler."""
-    start = memory.data_ptr()
-    return any(
-        one["address"] <= start < one["address"] + one["total_size"] and tuple(one["segment_pool_id"]) != (0, 0)
-        for one in torch.cuda.memory_snapshot()
-    )
-
-
-def discard_workspaces() -> None:
-    """Discard all workspaces: a defective kernel may have left nonzero counters."""
-    _workspaces.clear()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flash_attn_compat.backends.fused import grids, launcher, masks, params, variants
+from flash_attn_compat.backends.fused import grids, launcher, masks, params, variants, workspaces
 from flash_attn_compat.backends.fused.grids import Grid
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind, Variant
@@ -112,7 +112,7 @@ class PlanBuilder:
         elif splits is None:
             splits = (launcher.choose_head_splits if of_keys else launcher.choose_splits)(call, variant, tiles)
         if splits > 1:
-            self.workspace = launcher.PARTS_OFFSET + tiles * splits * grids.split_bytes(variant)
+            self.workspace = workspaces.PARTS_OFFSET + tiles * splits * grids.split_bytes(variant)
         fields = {**self.fields, "tiles": grid.tiles, "splits": splits, "varlen_tiles": grid.varlen_tiles}
         if variant.entry != "delta":  # delta streams no operands
             fields["resident"] = launcher.find_gpu(call).resident_blocks(variant)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import cache, caches, faults, launcher, nvrtc, variants
+from flash_attn_compat.backends.fused import cache, caches, faults, nvrtc, variants, workspaces
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
@@ -67,7 +67,7 @@ def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callab
         with torch_state.set_aside(torch.device("cpu")):
             error = find_error(lambda: faults.watch_trial(name, kernels, lambda: driver.sticky_error(device)))
         if error is not None:
-            launcher.discard_workspaces()
+            workspaces.discard()
             raise _reject_kernels(variants, device, f"{kernels} computes wrong numbers on this GPU: {error}")
         cache.write(name, b"right")
     _passed.add(key)

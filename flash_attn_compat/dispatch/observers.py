@@ -1,0 +1,97 @@
+"""Who observes or differentiates a call: compilers, traces, dispatch modes, tensor classes, transforms and autograd.
+
+Every call asks before anything is converted or checked. The answers decide between an operator and an eager call, and
+set the flags of the latter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from flash_attn_compat.core.call import NEEDS_GRAD, SHARES_DROPOUT_MASK, SLOPES_GRADIENT, TRANSFORMED
+from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on
+from flash_attn_compat.dispatch import flops, sharding
+
+
+def must_be_one_operator(tensors: tuple[Any, ...], has_derivatives: bool = True) -> bool:
+    """Whether a call must be one operator: under torch.compile, torch.jit.trace or a dispatch mode, or on a subclass.
+
+    Dispatch modes are fake tensors, selective checkpointing, counters and the like; a subclass may have no memory for a
+    kernel to read. Transforms of torch.func differentiate plain operators instead; without derivatives they raise.
+    """
+    if is_dynamo_compiling():
+        return True
+    if not has_derivatives and (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
+        refuse_private()
+    if count_modes() or tracing_state() is not None:
+        return _are_seen(tensors)
+    for tensor in tensors:
+        if type(tensor) is not Tensor and type(tensor) not in PLAIN:
+            return _are_seen(tensors)
+    return False
+
+
+def _are_seen(tensors: tuple[object, ...]) -> bool:
+    """Whether operators are intercepted by a mode, a trace or a tensor's class; if not, tensors have memory."""
+    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
+        return False
+    if any([isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors]):
+        return False  # the checks refuse nested tensors by name; an operator would not
+    flops.register_if_needed()
+    sharding.register_if_needed()
+    return count_modes() > 0 or tracing_state() is not None or any(map(_has_dispatch, tensors))
+
+
+def _has_dispatch(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def recording_flags(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> int:
+    """Return the flags of a call that autograd records, or that a transform or forward-mode AD differentiates, or 0."""
+    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
+        return TRANSFORMED
+    if torch.is_grad_enabled():
+        if slopes is not None and are_trained(slopes):
+            # The slopes' gradient comes from another backend's operators, which draw the same dropout mask.
+            return NEEDS_GRAD | SHARES_DROPOUT_MASK | SLOPES_GRADIENT
+        try:
+            for tensor in inputs:
+                if tensor.requires_grad:
+                    return NEEDS_GRAD
+        except AttributeError:  # an input is no tensor, and the checks will name it
+            pass
+    return 0
+
+
+def are_trained(slopes: object) -> bool:
+    """Whether ALiBi slopes want a gradient where autograd records."""
+    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
+
+
+def are_transformed(inputs: tuple[object, ...]) -> bool:
+    """Whether a transform of torch.func or forward-mode AD differentiates the call, which no kernel can serve."""
+    return transforms_are_on() or have_tangents(inputs)
+
+
+def have_tangents(values: tuple[object, ...]) -> bool:
+    """Whether a tensor is dual, at the one level there is: compiled graphs enter it unseen by PyTorch's Python."""
+    with torch._C._DisableTorchDispatch():  # looking is no operator that a mode or trace should see
+        return any(
+            isinstance(x, Tensor) and x.is_floating_point() and forward_ad.unpack_dual(x, level=0).tangent is not None
+            for x in values
+        )
+
+
+def refuse_private(*arguments: Any, **named: Any) -> NoReturn:
+    """Of functions outside autograd."""
+    raise RuntimeError(
+        "flash_attn_with_kvcache and the functions whose names begin with an underscore cannot be combined with "
+        "forward-mode derivatives or torch.func transforms, since no autograd formula was registered for them: "
+        "call flash_attn_func or another public function"
+    )
