@@ -135,16 +135,25 @@ struct Block {
     copy.load(staged, p, streamed.of(x, s, head, zero), s, nullptr, tile * STREAMED_ROWS,
               streamed.rows - tile * STREAMED_ROWS, head_dim, target);
   }
-  // Loads this thread's element of a streamed tile's LSE and delta.
-  DEVICE float load_row_value(const Params &p, const StreamedTiles &streamed, int tile, int head, float slope,
-                              int thread, int zero) const {
+  // Loads this thread's element of a streamed tile's LSE and delta, as it lies in global memory.
+  DEVICE float load_row_value(const Params &p, const StreamedTiles &streamed, int tile, int head, int thread,
+                              int zero) const {
+    const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
+    if (!KEYS_STATIONARY || thread >= 2 * STREAMED_ROWS || row >= streamed.rows) return 0.f;
+    return global_load((thread < STREAMED_ROWS ? p.lse : p.delta) + streamed.row_values(p, head, zero) + row);
+  }
+  // Stores the loaded element in the units of the scores. What follows from the load stands here, where the load has
+  // arrived.
+  DEVICE void store_row_value(const Params &p, const StreamedTiles &streamed, float x, int tile, int head, float slope,
+                              int thread, int buffer) const {
     const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
     const bool is_lse = thread < STREAMED_ROWS;
-    if (!KEYS_STATIONARY || thread >= 2 * STREAMED_ROWS || row >= streamed.rows) return is_lse ? POS_INF : 0.f;
-    const i64 at = streamed.row_values(p, head, zero) + row;
-    return is_lse ? row_lse(p, global_load(p.lse + at) - bias_top(p, streamed.b, streamed.head + head, row), row,
-                            -streamed.shift, slope)
-                  : times_power_of_two(-global_load(p.delta + at), delta_exponent);
+    if (!KEYS_STATIONARY || thread >= 2 * STREAMED_ROWS) return;
+    if (row >= streamed.rows) x = is_lse ? POS_INF : 0.f;
+    else if (is_lse)
+      x = row_lse(p, x - bias_top(p, streamed.b, streamed.head + head, row), row, -streamed.shift, slope);
+    else x = times_power_of_two(-x, delta_exponent);
+    shared_store(shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + thread * 4, __float_as_int(x));
   }
 
   // Lines 6 to 15 of Algorithm 2: grad_qk += dS times the streamed QK operand; in dkdv also grad_vo += P times the
@@ -172,10 +181,9 @@ struct Block {
     if (steps) {
       load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
            shared + QK_TILES_AT, 0);
-      const float row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head), threadIdx.x, 0);
+      const float row_value = load_row_value(p, streamed, tile, this_head, threadIdx.x, 0);
       CopyStreamedQK(threadIdx.x).store(staged, shared + QK_TILES_AT, qk_scale);
-      if (KEYS_STATIONARY && threadIdx.x < 2 * STREAMED_ROWS)
-        shared_store(shared + ROW_VALUES_AT + threadIdx.x * 4, __float_as_int(row_value));
+      store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), threadIdx.x, 0);
     }
     __syncthreads();
 #pragma unroll 1
@@ -241,7 +249,7 @@ struct Block {
       if (!last) {
         load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(thread),
              shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, anew);
-        row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head + this_head), thread, anew);
+        row_value = load_row_value(p, streamed, tile, this_head, thread, anew);
       }
       if (active) {
         if (SPLIT_K) add_partial_scores(S, partials_at(shared, true, buffer, thread), side), recompute();
@@ -277,9 +285,8 @@ struct Block {
       }
       if (!last) {
         CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, qk_scale);
-        if (KEYS_STATIONARY && thread < 2 * STREAMED_ROWS)
-          shared_store(shared + ROW_VALUES_AT + (buffer ^ 1) * STREAMED_ROWS * 8 + thread * 4,
-                       __float_as_int(row_value));
+        store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), thread,
+                        buffer ^ 1);
       }
       __syncthreads();
     }
@@ -299,8 +306,10 @@ struct Block {
         factor[m][r] = scale * power_of_two(all - half);
       }
     const int first_row = group_of(threadIdx.x) * WARP_ROWS;
-    write_rows<SPLIT_WARPS>(c, factor, shared + first_row * larger(LayoutQK::ROW_BYTES, LayoutVO::ROW_BYTES), first_row,
-                            out, row_stride, rows, head_dim, side_of(threadIdx.x));
+    const int place = CHANNEL_WARPS < SPLIT_WARPS ? side_of(threadIdx.x) * STATIONARY_ROWS : 0;
+    write_rows<CHANNEL_WARPS>(c, factor,
+                              shared + (place + first_row) * larger(LayoutQK::ROW_BYTES, LayoutVO::ROW_BYTES), first_row,
+                              out, row_stride, rows, head_dim, side_of(threadIdx.x));
   }
 };
 

@@ -26,7 +26,7 @@ struct Roles {
   static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.q_s; }
   static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.dout_s; }
 };
-#include "backward.cuh"
+#include "two_stages.cuh"
 
 DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {
   const StationaryTile keys(p, blockIdx.x + p.zero);
@@ -67,6 +67,20 @@ DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   return true;
 }
 
+DEVICE bool add_splits(const Params &p, GradientQK &grad) {
+  if (p.splits == 1) return true;
+  const StationaryTile keys(p, blockIdx.x + p.zero);
+  constexpr int SIZE = sizeof(GradientQK) / 16 * THREADS;
+  const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
+  float4 *parts = (float4 *)p.parts + tile * p.splits * SIZE + threadIdx.x;
+  store_part(parts + keys.split * SIZE, grad);
+  if (!is_last(p, tile, p.splits)) return false;
+  set_zero(grad);
+#pragma unroll 1
+  for (int s = 0; s < p.splits; s++, parts += SIZE) add_part(grad, parts);
+  return true;
+}
+
 KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   SHARED_MEMORY
   const StationaryTile keys(p, blockIdx.x);
@@ -91,6 +105,17 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
       const int key = keys.first + group_of(threadIdx.x) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
       if (DROPOUT) block.stationary.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
     }
+#if SPLIT_R
+  u32 operand[D / 16][MMA_M][4];
+  TwoStages::keep(operand, block.shared, k, v, e.k, e.v);
+  GradientQK grad;   // dv of warps that compute P, dk of the others
+  set_zero(grad);
+  TwoStages::main_loop(block, p, keys, queries, operand, grad);
+  if (!add_splits(p, grad)) return;
+  if (side_of(threadIdx.x)) write_dk(p, block, grad);
+  else write_dv(p, block, grad);
+  return;
+#endif
   block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, k, e.k);
   block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, v, e.v);
 

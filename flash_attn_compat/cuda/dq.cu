@@ -22,7 +22,7 @@ struct Roles {
   static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.k_s; }
   static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.v_s; }
 };
-#include "backward.cuh"
+#include "two_stages.cuh"
 
 // The largest |dout| (scaled) of each stationary row: with a bound of its own a row keeps its digits, however small it
 // is beside other rows.
@@ -70,8 +70,13 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
     }
   Block block(p, SHARED_BASE, e);
   const StreamedTiles keys(p, queries);
+#if SPLIT_R
+  u32 operand[D / 16][MMA_M][4];
+  TwoStages::keep(operand, block.shared, q, dout, e.q, e.dout);
+#else
   block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, q, e.q);
   block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, dout, e.dout);
+#endif
   if (TYPE == 2) largest_of_rows(largest, block);
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
@@ -86,7 +91,11 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
   GradientQK dq;
   GradientVO unused;
   set_zero(dq);
+#if SPLIT_R
+  TwoStages::main_loop(block, p, queries, keys, operand, dq);
+#else
   block.main_loop(p, queries, keys, dq, unused);
+#endif
   const StationaryTile again(p, blockIdx.x + p.zero);
   const Exponents same(p, again.b, again.head_k(p));
   block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.of(p.dq, p.dq_s), p.dq_s.row,

@@ -9,7 +9,8 @@
 constexpr u32 STATIONARY_VO_AT = QK_IN_REGS ? 0 : STATIONARY_ROWS * LayoutQK::ROW_BYTES,
               QK_TILES_AT = STATIONARY_VO_AT + (VO_IN_REGS ? 0 : STATIONARY_ROWS * LayoutVO::ROW_BYTES);
 constexpr u32 QK_TILE_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, VO_TILE_AT = QK_TILES_AT + 2 * QK_TILE_BYTES;
-constexpr u32 ROW_VALUES_AT = VO_TILE_AT + STREAMED_ROWS * LayoutVO::ROW_BYTES;
+constexpr u32 ROW_VALUES_AT =
+    VO_TILE_AT + (TWO_STAGES ? 2 : 1) * STREAMED_ROWS * LayoutVO::ROW_BYTES;
 
 // Where a warp stores its half of a tile's P (`which` 0) or dS (`which` KEYS_STATIONARY) for its partner.
 constexpr u32 HALVES_AT = ROW_VALUES_AT + (KEYS_STATIONARY ? STREAMED_ROWS * 16 : 0), HALF_BYTES = MMA_N * MMA_M * 256;

@@ -18,6 +18,8 @@ constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, BLOCK_M = WARPS 
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
 constexpr int AHEAD = CACHE && !MMA_K16 && !PAGED;   // 8-bit tiles are converted while tensor cores multiply
+// Bytes from one stage of K and V to the other.
+constexpr u32 STAGE_BYTES = TWO_STAGES * BLOCK_N * (Layout<D>::ROW_BYTES + Layout<DV>::ROW_BYTES);
 constexpr bool CAN_SPLIT = D <= 192 || MMA_K16;   // Turing has no registers left to merge the widest heads
 typedef Layout<D> LayoutQK;   // of Q and K
 typedef Layout<DV> LayoutV;
@@ -189,7 +191,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       LayoutQK::along(q_tile + LayoutQK::a_operand_at(lane) + warp * WARP_ROWS * LayoutQK::ROW_BYTES, side * 2);
   const u32 k_at = LayoutQK::along(k_tile + LayoutQK::b_operand_at(lane), side * 2),
             v_at = LayoutV::along(v_tile + LayoutV::a_operand_at(lane), side * 2);
-  const u32 partials_at = v_tile + BLOCK_N * LayoutV::ROW_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
+  const u32 partials_at = v_tile + STAGE_BYTES + BLOCK_N * LayoutV::ROW_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
 
   copy_q.store_converted(q_staged, q_tile, q_scale);
   __syncthreads();
@@ -198,6 +200,10 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   if (!at_once && some) LOAD_KEYS(first_tile, true);
   if (AHEAD && some) LOAD_VALUES(first_tile, true);
   if (some) copy_k.store(staged[0], k_tile, k_scale);
+  if (TWO_STAGES && some) {
+    LOAD_VALUES(first_tile, true);
+    copy_v.store(staged[0], v_tile, v_scale);
+  }
   __syncthreads();
 
   float O[OUT_BLOCKS][MMA_M][4], m[MMA_M][2], l[MMA_M][2];
@@ -206,28 +212,37 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 
   // For row i and tile j: S_ij = Q_i K_j^T; m' = max(m, rowmax(S_ij)); P = exp(S_ij - m');
   // l' = exp(m - m') l + rowsum(P); O' = exp(m - m') O + P V_j. After the last tile, out = O / l and LSE = m + ln(l).
+  u32 stage = 0;
 #pragma unroll 1
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * BLOCK_N;
     next = mask.next<BLOCK_M, BLOCK_N>(p, first_row, j + 1, last_tile);
     const bool active = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
                              : !LOCAL || range.sees_some(key);   // of this warp's rows
-    if (AHEAD) LOAD_KEYS(next, next < last_tile);
-    else LOAD_VALUES(j, true);
+    const bool more = next < last_tile;
+    if (AHEAD) LOAD_KEYS(next, more);
+    else if (!TWO_STAGES) LOAD_VALUES(j, true);
+    else if (more) LOAD_KEYS(next, true);
     float S[MMA_N][MMA_M][4];
     if (active) {   // S = Q K^T
       set_zero(S);
-      product<QK_IN_REGS, D, MMA_N>(S, qf, q_at, k_at, 0, [&](int step) {
+      product<QK_IN_REGS, D, MMA_N>(S, qf, q_at, k_at + stage, 0, [&](int step) {
         if (AHEAD) copy_v.store_widened<D / 16 / SPLIT_WARPS>(staged[AHEAD], v_tile, step);
       });
       if (SPLIT_K)
         UNROLLED(i, MMA_N * MMA_M)
           store_partial(S[i / MMA_M][i % MMA_M], partials_at + (side * MMA_N * MMA_M + i) * 512);
     }
-    if (!AHEAD || !active) copy_v.store(staged[AHEAD], v_tile, v_scale);
-    __syncthreads();
-    if (AHEAD) LOAD_VALUES(next, next < last_tile);
-    else if (next < last_tile) LOAD_KEYS(next, true);
+    if (TWO_STAGES) {
+      if (more) copy_k.store(staged[0], k_tile + (stage ^ STAGE_BYTES), k_scale);
+      if (SPLIT_K) __syncthreads();
+      if (more) LOAD_VALUES(next, true);
+    } else {
+      if (!AHEAD || !active) copy_v.store(staged[AHEAD], v_tile, v_scale);
+      __syncthreads();
+      if (AHEAD) LOAD_VALUES(next, more);
+      else if (more) LOAD_KEYS(next, true);
+    }
     if (active) {
       if (SPLIT_K)
         UNROLLED(i, MMA_N * MMA_M)
@@ -239,11 +254,16 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #if DROPOUT
       apply_dropout(S, words, row_words, key, t, p.dropout_limit);
 #endif
-      accumulate(O, S, v_at, [&](int step) {
+      accumulate(O, S, v_at + stage, [&](int step) {
         if (AHEAD) copy_k.store_widened<MMA_N / 2>(staged[0], k_tile, step);
       });
     }
-    if (AHEAD ? !active : next < last_tile) copy_k.store(staged[0], k_tile, k_scale);
+    if (TWO_STAGES) {
+      if (more) copy_v.store(staged[0], v_tile + (stage ^ STAGE_BYTES), v_scale);
+      stage ^= STAGE_BYTES;
+    } else if (AHEAD ? !active : more) {
+      copy_k.store(staged[0], k_tile, k_scale);
+    }
     __syncthreads();
   }
 

@@ -38,7 +38,7 @@ _CONVERSIONS = 10
 
 
 # Macros that are 0 unless a variant sets them.
-_OFF = "SPLIT_N", "SPLIT_K", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
+_OFF = "SPLIT_N", "SPLIT_K", "SPLIT_R", "TWO_STAGES", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
 # Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS", "CACHE"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
@@ -143,11 +143,13 @@ class Tile(NamedTuple):
     cp_async: bool = False  # a backward loads by cp.async where the GPU has it
     split_n: int = 0  # 1: two warps of a backward share rows, and each computes half of the gradients' channels
     split_k: int = 0  # 2^split_k warps share rows; each multiplies a share of all channels, and they add up scores
+    roles: bool = False  # two warps of a backward share rows; one computes P, the other dP
+    stages: int = 1  # tiles of each streamed operand in shared memory
 
     @property
     def rows(self) -> int:
         """Stationary rows of a block."""
-        return (self.warps >> (self.split_n + self.split_k)) * self.mma_m * 16
+        return (self.warps >> (self.split_n + self.split_k + self.roles)) * self.mma_m * 16
 
     def macros(self) -> list[tuple[str, int]]:
         """Of every kernel with tiles."""
@@ -264,10 +266,12 @@ def forward(kind: Kind) -> Variant:
     macros = kind.macros(*_FEATURES)
     macros += tile.macros()
     macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + kind.newer()
+    stages = 1 if kind.cache else tile.stages
+    macros += [("TWO_STAGES", 1)] * (stages > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
     # Warps with the same rows exchange partial scores of a tile.
     partial_sums = tile.warps * tile.mma_m * 16 * tile.step * 4 * (tile.split_k > 0)
-    stationary, streamed = tile.rows * row, tile.step * (row + row_v) + partial_sums
+    stationary, streamed = tile.rows * row, stages * tile.step * (row + row_v) + partial_sums
     shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
@@ -399,6 +403,7 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
     macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
     macros += [("SPLIT_N", 1)] * tile.split_n + [("SPLIT_K", tile.split_k)] * (tile.split_k > 0)
+    macros += [("SPLIT_R", 1)] * tile.roles + [("TWO_STAGES", 1)] * (tile.stages > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
     stationary = tile.rows * ((not tile.qk_in_regs) * row + (not tile.vo_in_regs) * row_v)
     exchanges = tile.split_n or tile.split_k
@@ -406,8 +411,10 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     partial_sums = tile.warps * tile.split_k * tile.mma_m * 512
     # Partial sums of S lie in the next tile's place, if that has room.
     exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
-    streamed = tile.step * (2 * row + row_v) + row_values + exchanged
-    shared = stationary + max(streamed, tile.rows * max(row, row_v))
+    if tile.roles:
+        exchanged = tile.rows * tile.step * 4 * (1 if entry == "dkdv" else 2)
+    streamed = tile.step * (2 * row + tile.stages * row_v) + row_values + exchanged
+    shared = stationary + max(streamed, tile.rows * max(row, row_v) * (1 + tile.roles))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
 
