@@ -18,8 +18,6 @@ constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, BLOCK_M = WARPS 
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
 constexpr int AHEAD = CACHE && !MMA_K16 && !PAGED;   // 8-bit tiles are converted while tensor cores multiply
-// Bytes from one stage of K and V to the other.
-constexpr u32 STAGE_BYTES = TWO_STAGES * BLOCK_N * (Layout<D>::ROW_BYTES + Layout<DV>::ROW_BYTES);
 constexpr bool CAN_SPLIT = D <= 192 || MMA_K16;   // Turing has no registers left to merge the widest heads
 typedef Layout<D> LayoutQK;   // of Q and K
 typedef Layout<DV> LayoutV;
@@ -28,6 +26,10 @@ typedef TileCopy<THREADS, BLOCK_M, D> CopyQ;
 typedef TileCopy<THREADS, BLOCK_N, D> CopyK;
 typedef TileCopy<THREADS, BLOCK_N, DV> CopyV;
 
+#ifndef SKEWED
+#define SKEWED 1
+#endif
+constexpr u32 K_BYTES = BLOCK_N * LayoutQK::ROW_BYTES, V_BYTES = BLOCK_N * LayoutV::ROW_BYTES;   // of a tile
 typedef MaskRange<WARP_ROWS, BLOCK_N> WarpRange;
 
 // Softcap, ALiBi and biases. Scores are in units of log2 afterwards, with biases in natural units. Applies `scale` too.
@@ -148,7 +150,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const CopyV copy_v(thread);
   const u32 shared = SHARED_BASE, q_tile = shared,
             k_tile = QK_IN_REGS ? shared : shared + BLOCK_M * LayoutQK::ROW_BYTES,
-            v_tile = k_tile + BLOCK_N * LayoutQK::ROW_BYTES;
+            v_tile = k_tile + (1 + TWO_STAGES) * K_BYTES;
   const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
               v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
   // K and V take turns in `staged`. 8-bit tiles are half as large: there both have a place, for tiles that are loaded
@@ -191,7 +193,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       LayoutQK::along(q_tile + LayoutQK::a_operand_at(lane) + warp * WARP_ROWS * LayoutQK::ROW_BYTES, side * 2);
   const u32 k_at = LayoutQK::along(k_tile + LayoutQK::b_operand_at(lane), side * 2),
             v_at = LayoutV::along(v_tile + LayoutV::a_operand_at(lane), side * 2);
-  const u32 partials_at = v_tile + STAGE_BYTES + BLOCK_N * LayoutV::ROW_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
+  const u32 partials_at = v_tile + (1 + 2 * TWO_STAGES) * V_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
 
   copy_q.store_converted(q_staged, q_tile, q_scale);
   __syncthreads();
@@ -212,7 +214,8 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 
   // For row i and tile j: S_ij = Q_i K_j^T; m' = max(m, rowmax(S_ij)); P = exp(S_ij - m');
   // l' = exp(m - m') l + rowsum(P); O' = exp(m - m') O + P V_j. After the last tile, out = O / l and LSE = m + ln(l).
-  u32 stage = 0;
+  u32 k_stage = 0, v_stage = 0;
+  const bool lags = TWO_STAGES && SKEWED && thread >= THREADS / 2;
 #pragma unroll 1
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * BLOCK_N;
@@ -226,7 +229,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     float S[MMA_N][MMA_M][4];
     if (active) {   // S = Q K^T
       set_zero(S);
-      product<QK_IN_REGS, D, MMA_N>(S, qf, q_at, k_at + stage, 0, [&](int step) {
+      product<QK_IN_REGS, D, MMA_N>(S, qf, q_at, k_at + k_stage, 0, [&](int step) {
         if (AHEAD) copy_v.store_widened<D / 16 / SPLIT_WARPS>(staged[AHEAD], v_tile, step);
       });
       if (SPLIT_K)
@@ -234,7 +237,8 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
           store_partial(S[i / MMA_M][i % MMA_M], partials_at + (side * MMA_N * MMA_M + i) * 512);
     }
     if (TWO_STAGES) {
-      if (more) copy_k.store(staged[0], k_tile + (stage ^ STAGE_BYTES), k_scale);
+      k_stage ^= K_BYTES;
+      if (more) copy_k.store(staged[0], k_tile + k_stage, k_scale);
       if (SPLIT_K) __syncthreads();
       if (more) LOAD_VALUES(next, true);
     } else {
@@ -254,18 +258,27 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #if DROPOUT
       apply_dropout(S, words, row_words, key, t, p.dropout_limit);
 #endif
-      accumulate(O, S, v_at + stage, [&](int step) {
+      if (TWO_STAGES) {
+        if (more) copy_v.store(staged[0], v_tile + (v_stage == 2 * V_BYTES ? 0 : v_stage + V_BYTES), v_scale);
+        if (lags) __syncthreads();
+      }
+      accumulate(O, S, v_at + v_stage, [&](int step) {
         if (AHEAD) copy_k.store_widened<MMA_N / 2>(staged[0], k_tile, step);
       });
     }
     if (TWO_STAGES) {
-      if (more) copy_v.store(staged[0], v_tile + (stage ^ STAGE_BYTES), v_scale);
-      stage ^= STAGE_BYTES;
+      v_stage = v_stage == 2 * V_BYTES ? 0 : v_stage + V_BYTES;
+      if (!active) {
+        if (more) copy_v.store(staged[0], v_tile + v_stage, v_scale);
+        if (lags) __syncthreads();
+      }
+      if (lags) continue;
     } else if (AHEAD ? !active : more) {
       copy_k.store(staged[0], k_tile, k_scale);
     }
     __syncthreads();
   }
+  if (TWO_STAGES) __syncthreads();
 
   // out = O / l, LSE = m + ln(l); for rows that see no key 0 and +inf.
   UNROLLED(i, MMA_M)

@@ -271,7 +271,7 @@ def forward(kind: Kind) -> Variant:
     row, row_v = 2 * kind.D, 2 * kind.DV
     # Warps with the same rows exchange partial scores of a tile.
     partial_sums = tile.warps * tile.mma_m * 16 * tile.step * 4 * (tile.split_k > 0)
-    stationary, streamed = tile.rows * row, stages * tile.step * (row + row_v) + partial_sums
+    stationary, streamed = tile.rows * row, tile.step * (stages * row + (2 * stages - 1) * row_v) + partial_sums
     shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
