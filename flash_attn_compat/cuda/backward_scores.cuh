@@ -15,8 +15,12 @@ constexpr int PARTIAL_BLOCKS = SPLIT_K ? STREAMED_ROWS / 8 : MMA_N;
 static_assert(D % (16 * SPLIT_WARPS) == 0 && DV % (16 * SPLIT_WARPS) == 0 && SCORED_ROWS % (SPLIT_K ? 8 : 16) == 0,
               "warps share out channels in 16s");
 static_assert(!SPLIT_K || (!SPLIT_N && STREAMED_ROWS == 16), "warps share out 16 streamed rows");
-DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // of warps with the same stationary rows
-DEVICE int side_of(int thread) { return SPLIT_WARPS > 1 ? (thread >> 5) / GROUPS : 0; }
+// Warps 4 apart share a scheduler. In dq with SPLIT_R warps of one group take turns with another group's.
+constexpr bool NEIGHBOURS = SPLIT_R && !KEYS_STATIONARY;
+DEVICE int group_of(int thread) {   // of warps with the same stationary rows
+  return NEIGHBOURS ? thread >> 6 : (thread >> 5) % GROUPS;
+}
+DEVICE int side_of(int thread) { return NEIGHBOURS ? thread >> 5 & 1 : SPLIT_WARPS > 1 ? (thread >> 5) / GROUPS : 0; }
 static_assert(!KEYS_STATIONARY || 2 * STREAMED_ROWS <= THREADS, "a thread loads at most one LSE or delta of a tile");
 // Q and K have D channels, dout and V have DV.
 typedef Layout<D> LayoutQK;

@@ -28,10 +28,13 @@ struct Roles {
 // is beside other rows.
 DEVICE void largest_of_rows(float (&largest)[MMA_M][2], const Block &block) {
   // With SPLIT_K a warp holds some of the channels; the tile they came from has all.
-  const u32 stationary_at = block.shared + (SPLIT_K && VO_IN_REGS ? QK_TILES_AT : STATIONARY_VO_AT) +
+  const u32 stationary_at = block.shared +
+                            (SPLIT_R                 ? STATIONARY_ROWS * LayoutQK::ROW_BYTES
+                             : SPLIT_K && VO_IN_REGS ? QK_TILES_AT
+                                                     : STATIONARY_VO_AT) +
                             LayoutVO::a_operand_at(threadIdx.x) +
                             group_of(threadIdx.x) * WARP_ROWS * LayoutVO::ROW_BYTES;
-  constexpr bool KEPT = VO_IN_REGS && !SPLIT_K;
+  constexpr bool KEPT = VO_IN_REGS && !SPLIT_K && !SPLIT_R;
   UNROLLED(m, MMA_M) {
     u32 bits[2] = {0, 0};   // magnitudes of fp16 compare as integers do
     UNROLLED(k, DV / 16) {
@@ -44,7 +47,7 @@ DEVICE void largest_of_rows(float (&largest)[MMA_M][2], const Block &block) {
     }
     UNROLLED(r, 2) largest[m][r] = max_of<4>(half_to_float((u16)bits[r]));
   }
-  if (SPLIT_K) __syncthreads();
+  if (SPLIT_K || SPLIT_R) __syncthreads();
 }
 
 KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {

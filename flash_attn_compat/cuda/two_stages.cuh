@@ -11,9 +11,11 @@ constexpr u32 VO_TILE_BYTES = STREAMED_ROWS * LayoutVO::ROW_BYTES;
 static_assert(!SPLIT_R || D == DV, "both roles have the same code");
 
 // Scores of SPLIT_R for the partner.
-DEVICE u32 scores_at(u32 shared, int thread, int side) {
-  return shared + HALVES_AT + (group_of(thread) * (KEYS_STATIONARY ? 1 : 2) + (KEYS_STATIONARY ? 0 : side)) * MMA_N *
-         MMA_M * 512 + (thread & 31) * 16;
+DEVICE u32 scores_at(u32 shared, int thread, int side, int buffer) {
+  constexpr int SIDES = KEYS_STATIONARY ? 1 : 2;
+  return shared + HALVES_AT +
+         ((buffer * GROUPS + group_of(thread)) * SIDES + (KEYS_STATIONARY ? 0 : side)) * MMA_N * MMA_M * 512 +
+         (thread & 31) * 16;
 }
 
 #ifndef LOAD_AT
@@ -94,16 +96,19 @@ struct TwoStages {
       CopyStreamedVO(me).store(staged, shared + VO_TILE_AT, block.vo_scale);
     }
     __syncthreads();
+    int slot = 0;   // of the QK tile
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
       const int zero = step & p.zero;
       const u32 thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
       const int buffer = step & 1, side = side_of(thread), first = tile * STREAMED_ROWS, this_row_head = this_head;
-      const u32 next_qk = shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES,
+      const bool lags = KEYS_STATIONARY ? side : thread >= THREADS / 2;
+      const int next_slot = slot == 2 ? 0 : slot + 1;
+      const u32 next_qk = shared + QK_TILES_AT + next_slot * QK_TILE_BYTES,
                 next_vo = shared + VO_TILE_AT + (buffer ^ 1) * VO_TILE_BYTES;
-      const u32 qk_tile = shared + QK_TILES_AT + buffer * QK_TILE_BYTES,
+      const u32 qk_tile = shared + QK_TILES_AT + slot * QK_TILE_BYTES,
                 vo_tile = shared + VO_TILE_AT + buffer * VO_TILE_BYTES;
-      const u32 rows_at = shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + t * 8;
+      const u32 rows_at = shared + ROW_VALUES_AT + slot * STREAMED_ROWS * 8 + t * 8;
       const WarpRange range =
           warp_range(p, stationary_tile.first + group_of(thread) * WARP_ROWS, streamed.shift, streamed.rows, zero);
       const bool active = LOCAL ? range.sees_some(first) : ACTIVE;
@@ -117,17 +122,23 @@ struct TwoStages {
                             (MMA_K16 ? LayoutQK::a_operand_at(thread) : LayoutQK::b_operand_at(thread));
       float row_value = 0.f;
       const auto load_next = [&](int k) {
-        if (k != LOAD_AT) return;
-        load(qk_from, qk_strides.row, left, p.head_dim, thread);
-        row_value = load_value(left, thread);
+        if (k == 0) {
+          load(qk_from, qk_strides.row, left, p.head_dim, thread);
+          row_value = load_value(left, thread);
+        }
+        if (k == D / 32) {
+          CopyStreamedQK(thread).store(staged, next_qk, block.qk_scale);
+          load(vo_from, vo_strides.row, left, p.head_dim_v, thread);
+        }
       };
-      if (!LOCAL || active) {
+      if (active) {
         if (side) start_dp(X, block.stationary, rows_at);
         else set_zero(X);
         product<true, D, MMA_N>(X, operand, 0, first_at, 0, load_next);
-      } else load_next(LOAD_AT);
-      CopyStreamedQK(thread).store(staged, next_qk, block.qk_scale);
-      load(vo_from, vo_strides.row, left, p.head_dim_v, thread);
+      } else {
+        load_next(0), load_next(D / 32);
+      }
+      const u32 scores = scores_at(shared, thread, side, buffer);
       if (active) {
         const DenseMask mask(p, b, head + this_row_head);
         block.score_params.set_head(p, b, head + this_row_head);
@@ -141,24 +152,27 @@ struct TwoStages {
             recompute_probabilities<true>(X, packed, p, mask, block.score_params, range, block.stationary, rows_at,
                                           first, g, t);
         }
-        const u32 barrier = 1 + group_of(thread);
         if (!KEYS_STATIONARY || side == 0)
-          UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], scores_at(shared, thread, side) + i * 512);
-        if (KEYS_STATIONARY && side == 0) arrive_at(barrier, 32 * SPLIT_WARPS);
-        else {
-          wait_at(barrier, 32 * SPLIT_WARPS);
+          UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], scores + i * 512);
+      }
+      CopyStreamedVO(thread).store(staged, next_vo, block.vo_scale);
+      block.store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), thread,
+                            next_slot);
+      if (lags) __syncthreads();
+      if (active) {
+        if (!KEYS_STATIONARY) wait_at(1 + group_of(thread), 32 * SPLIT_WARPS);
+        if (!KEYS_STATIONARY || side) {
           Scores theirs;
           UNROLLED(i, MMA_N * MMA_M)
-            load_partial(theirs[i / MMA_M][i % MMA_M], scores_at(shared, thread, side ^ 1) + i * 512);
+            load_partial(theirs[i / MMA_M][i % MMA_M], (KEYS_STATIONARY ? scores : scores_at(shared, thread, side ^ 1, buffer)) + i * 512);
           if (side) compute_ds(packed, theirs, X, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
           else compute_ds(packed, X, theirs, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
         }
         accumulate<MMA_N>(grad, packed, KEYS_STATIONARY ? second_at : LayoutQK::along(second_at, side * 2));
       }
-      CopyStreamedVO(thread).store(staged, next_vo, block.vo_scale);
-      block.store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), thread,
-                            buffer ^ 1);
-      __syncthreads();
+      slot = next_slot;
+      if (!lags) __syncthreads();
     }
+    __syncthreads();
   }
 };

@@ -165,6 +165,7 @@ class Choice(NamedTuple):
 
 
 _SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
+_ROLES = Tile(16, 8, 1, 1, roles=True, stages=2)
 _SPLIT_K_2, _SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
 # For sm_75: among tiles that hardly spill the best by the model of benchmarks.kernel_report, or by the simulation of
 # benchmarks.turing_sm where that is clear (docs/kernels.md).
@@ -179,9 +180,9 @@ _TURING: dict[str, dict[int, Choice]] = {
         112: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         128: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         160: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        192: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        192: Choice(Tile(32, 8, 1, 1, stages=2), Tile(32, 4, 1, 2)),
         224: Choice(Tile(32, 8, 1, 1), Tile(16, 4, 1, 2)),
-        256: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+        256: Choice(Tile(16, 8, 1, 1, stages=2), Tile(16, 4, 1, 2)),
         512: Choice(_SPLIT_K_2, _SPLIT_K_2),
     },
     "dkdv": {
@@ -194,9 +195,9 @@ _TURING: dict[str, dict[int, Choice]] = {
         112: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False)),
         160: Choice(_SPLIT_N, _SPLIT_N),
-        192: Choice(_SPLIT_N, _SPLIT_N),
+        192: Choice(_ROLES, _SPLIT_N),
         224: Choice(_SPLIT_K_2, _SPLIT_K_2),
-        256: Choice(_SPLIT_K_2, _SPLIT_K_2),
+        256: Choice(_ROLES, _SPLIT_K_2),
         512: Choice(_SPLIT_K_4, _SPLIT_K_4),
     },
     "dq": {
@@ -209,9 +210,9 @@ _TURING: dict[str, dict[int, Choice]] = {
         112: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         128: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         160: Choice(Tile(16, 4, 1, 2), _SPLIT_N),
-        192: Choice(Tile(16, 8, 1, 1), _SPLIT_N),
+        192: Choice(_ROLES, _SPLIT_N),
         224: Choice(_SPLIT_N, _SPLIT_N),
-        256: Choice(_SPLIT_N, _SPLIT_N),
+        256: Choice(_ROLES, _SPLIT_N),
         512: Choice(_SPLIT_K_4, _SPLIT_K_4),
     },
 }
@@ -351,7 +352,8 @@ def _turings(entry: str, kind: Kind) -> Tile:
     choice = _TURING[entry][kind.size]
     if kind.short and kind.size <= _SHORT_SIZE:
         return _halved(choice.small)
-    return choice.small if _is_narrow(kind) or kind.few_rows else choice.usual
+    mixed = choice.usual.roles and kind.D != kind.DV  # both roles need operands of one size
+    return choice.small if _is_narrow(kind) or kind.few_rows or mixed else choice.usual
 
 
 def dkdv_tile(kind: Kind) -> Tile:
@@ -412,8 +414,9 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     # Partial sums of S lie in the next tile's place, if that has room.
     exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
     if tile.roles:
-        exchanged = tile.rows * tile.step * 4 * (1 if entry == "dkdv" else 2)
-    streamed = tile.step * (2 * row + tile.stages * row_v) + row_values + exchanged
+        exchanged = tile.rows * tile.step * 4 * (2 if entry == "dkdv" else 4)
+        row_values = row_values * 3 // 2
+    streamed = tile.step * ((1 + tile.stages) * row + tile.stages * row_v) + row_values + exchanged
     shared = stationary + max(streamed, tile.rows * max(row, row_v) * (1 + tile.roles))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
