@@ -98,6 +98,19 @@ struct StreamedTiles {
   }
 };
 
+// Moves on to the next tile of the same or a later head that a dense mask does not hide.
+DEVICE void skip_hidden(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed, int &tile,
+                        int &head) {
+  for (; BIAS && head < streamed.heads; tile = streamed.first, head++) {
+    const DenseMask mask(p, stationary.b, stationary.first_head(p) + head);
+    if (!KEYS_STATIONARY) tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary.first, tile, streamed.end);
+    while (KEYS_STATIONARY && tile < streamed.end &&
+           !mask.has<STREAMED_ROWS, STATIONARY_ROWS>(p, 0, tile * STREAMED_ROWS, stationary.first))
+      tile = tile / (BAND / STREAMED_ROWS) * (BAND / STREAMED_ROWS) + BAND / STREAMED_ROWS;
+    if (tile < streamed.end) return;
+  }
+}
+
 struct Block {
   u32 stationary_qk[QK_IN_REGS ? D / 16 >> SPLIT_K : 1][MMA_M][4],
       stationary_vo[VO_IN_REGS ? DV / 16 >> SPLIT_K : 1][MMA_M][4];
@@ -156,6 +169,16 @@ struct Block {
     shared_store(shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + thread * 4, __float_as_int(x));
   }
 
+  // P of a tile of streamed rows from `seen` on, with or without masked scores.
+  DEVICE void recompute(Scores &S, Packed &P, const Params &p, const DenseMask &mask, const WarpRange &range,
+                        u32 rows_at, int seen, int g, int t) const {
+    if (BIAS ? !(KEYS_STATIONARY ? mask.has<SCORED_ROWS, WARP_ROWS>(p, 1, seen, range.first)
+                                 : mask.has<WARP_ROWS, SCORED_ROWS>(p, 1, range.first, seen))
+             : range.sees_all(seen) && (!DISTANCE_IS_SUM || range.is_behind(seen) || range.is_ahead(seen)))
+      recompute_probabilities<false>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
+    else recompute_probabilities<true>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
+  }
+
   // Lines 6 to 15 of Algorithm 2: grad_qk += dS times the streamed QK operand; in dkdv also grad_vo += P times the
   // streamed VO operand.
   DEVICE void main_loop(const Params &p, const StationaryTile &stationary_tile, const StreamedTiles &streamed,
@@ -164,17 +187,7 @@ struct Block {
     const Strides &qk_strides = Roles::streamed_qk_strides(p), &vo_strides = Roles::streamed_vo_strides(p);
     const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
     int tile = streamed.first, this_head = 0;
-    const auto skip = [&] {   // tiles that a dense mask hides
-      for (; BIAS && this_head < streamed.heads; tile = streamed.first, this_head++) {
-        const DenseMask mask(p, b, head + this_head);
-        if (!KEYS_STATIONARY)
-          tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary_tile.first, tile, streamed.end);
-        while (KEYS_STATIONARY && tile < streamed.end &&
-               !mask.has<STREAMED_ROWS, STATIONARY_ROWS>(p, 0, tile * STREAMED_ROWS, stationary_tile.first))
-          tile = tile / (BAND / STREAMED_ROWS) * (BAND / STREAMED_ROWS) + BAND / STREAMED_ROWS;
-        if (tile < streamed.end) return;
-      }
-    };
+    const auto skip = [&] { skip_hidden(p, stationary_tile, streamed, tile, this_head); };
     skip();
     int steps = BIAS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
     uint4 staged[larger(CopyStreamedQK::N, CopyStreamedVO::N)];   // the QK and the VO tile take turns
@@ -226,11 +239,7 @@ struct Block {
       u32 dS[AT_ONCE][MMA_M][2];
       score_params.set_head(p, b, head + this_head);
       const auto recompute = [&] {
-        if (BIAS ? !(KEYS_STATIONARY ? mask.has<SCORED_ROWS, WARP_ROWS>(p, 1, seen, range.first)
-                                     : mask.has<WARP_ROWS, SCORED_ROWS>(p, 1, range.first, seen))
-                 : range.sees_all(seen) && (!DISTANCE_IS_SUM || range.is_behind(seen) || range.is_ahead(seen)))
-          recompute_probabilities<false>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
-        else recompute_probabilities<true>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
+        this->recompute(S, P, p, mask, range, rows_at, seen, g, t);
         if (EXCHANGES && KEYS_STATIONARY) store_half(P, exchange_at(shared, 0, thread, side));
       };
       if (active) {

@@ -106,11 +106,11 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
       if (DROPOUT) block.stationary.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
     }
 #if SPLIT_R
-  u32 operand[D / 16][MMA_M][4];
-  TwoStages::keep(operand, block.shared, k, v, e.k, e.v);
+  keep_role(block, k, v, e.k, e.v);
   GradientQK grad;   // dv of warps that compute P, dk of the others
+  GradientVO unused;
   set_zero(grad);
-  TwoStages::main_loop(block, p, keys, queries, operand, grad);
+  staged_loop(block, p, keys, queries, grad, unused);
   if (!add_splits(p, grad)) return;
   if (side_of(threadIdx.x)) write_dk(p, block, grad);
   else write_dv(p, block, grad);
@@ -123,7 +123,11 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   GradientVO dv;
   set_zero(dk);
   set_zero(dv);
+#if STAGES
+  staged_loop(block, p, keys, queries, dk, dv);
+#else
   block.main_loop(p, keys, queries, dk, dv);
+#endif
   if (!add_splits(p, dk, dv)) return;
   write_dv(p, block, dv);
   write_dk(p, block, dk);

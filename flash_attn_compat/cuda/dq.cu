@@ -74,8 +74,7 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
   Block block(p, SHARED_BASE, e);
   const StreamedTiles keys(p, queries);
 #if SPLIT_R
-  u32 operand[D / 16][MMA_M][4];
-  TwoStages::keep(operand, block.shared, q, dout, e.q, e.dout);
+  keep_role(block, q, dout, e.q, e.dout);
 #else
   block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, q, e.q);
   block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, dout, e.dout);
@@ -94,8 +93,8 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
   GradientQK dq;
   GradientVO unused;
   set_zero(dq);
-#if SPLIT_R
-  TwoStages::main_loop(block, p, queries, keys, operand, dq);
+#if STAGES
+  staged_loop(block, p, queries, keys, dq, unused);
 #else
   block.main_loop(p, queries, keys, dq, unused);
 #endif

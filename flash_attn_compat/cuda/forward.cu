@@ -26,9 +26,6 @@ typedef TileCopy<THREADS, BLOCK_M, D> CopyQ;
 typedef TileCopy<THREADS, BLOCK_N, D> CopyK;
 typedef TileCopy<THREADS, BLOCK_N, DV> CopyV;
 
-#ifndef SKEWED
-#define SKEWED 1
-#endif
 constexpr u32 K_BYTES = BLOCK_N * LayoutQK::ROW_BYTES, V_BYTES = BLOCK_N * LayoutV::ROW_BYTES;   // of a tile
 typedef MaskRange<WARP_ROWS, BLOCK_N> WarpRange;
 
@@ -150,7 +147,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const CopyV copy_v(thread);
   const u32 shared = SHARED_BASE, q_tile = shared,
             k_tile = QK_IN_REGS ? shared : shared + BLOCK_M * LayoutQK::ROW_BYTES,
-            v_tile = k_tile + (1 + TWO_STAGES) * K_BYTES;
+            v_tile = k_tile + larger(1, STAGES > 1 ? 2 : 1) * K_BYTES;
   const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
               v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
   // K and V take turns in `staged`. 8-bit tiles are half as large: there both have a place, for tiles that are loaded
@@ -193,7 +190,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       LayoutQK::along(q_tile + LayoutQK::a_operand_at(lane) + warp * WARP_ROWS * LayoutQK::ROW_BYTES, side * 2);
   const u32 k_at = LayoutQK::along(k_tile + LayoutQK::b_operand_at(lane), side * 2),
             v_at = LayoutV::along(v_tile + LayoutV::a_operand_at(lane), side * 2);
-  const u32 partials_at = v_tile + (1 + 2 * TWO_STAGES) * V_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
+  const u32 partials_at = v_tile + larger(1, STAGES) * V_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
 
   copy_q.store_converted(q_staged, q_tile, q_scale);
   __syncthreads();
@@ -202,7 +199,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   if (!at_once && some) LOAD_KEYS(first_tile, true);
   if (AHEAD && some) LOAD_VALUES(first_tile, true);
   if (some) copy_k.store(staged[0], k_tile, k_scale);
-  if (TWO_STAGES && some) {
+  if (STAGES && some) {
     LOAD_VALUES(first_tile, true);
     copy_v.store(staged[0], v_tile, v_scale);
   }
@@ -215,7 +212,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   // For row i and tile j: S_ij = Q_i K_j^T; m' = max(m, rowmax(S_ij)); P = exp(S_ij - m');
   // l' = exp(m - m') l + rowsum(P); O' = exp(m - m') O + P V_j. After the last tile, out = O / l and LSE = m + ln(l).
   u32 k_stage = 0, v_stage = 0;
-  const bool lags = TWO_STAGES && SKEWED && thread >= THREADS / 2;
+  const bool lags = STAGES == 3 && thread >= THREADS / 2;
 #pragma unroll 1
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * BLOCK_N;
@@ -224,7 +221,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
                              : !LOCAL || range.sees_some(key);   // of this warp's rows
     const bool more = next < last_tile;
     if (AHEAD) LOAD_KEYS(next, more);
-    else if (!TWO_STAGES) LOAD_VALUES(j, true);
+    else if (!STAGES) LOAD_VALUES(j, true);
     else if (more) LOAD_KEYS(next, true);
     float S[MMA_N][MMA_M][4];
     if (active) {   // S = Q K^T
@@ -236,7 +233,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
         UNROLLED(i, MMA_N * MMA_M)
           store_partial(S[i / MMA_M][i % MMA_M], partials_at + (side * MMA_N * MMA_M + i) * 512);
     }
-    if (TWO_STAGES) {
+    if (STAGES) {
       k_stage ^= K_BYTES;
       if (more) copy_k.store(staged[0], k_tile + k_stage, k_scale);
       if (SPLIT_K) __syncthreads();
@@ -258,16 +255,16 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #if DROPOUT
       apply_dropout(S, words, row_words, key, t, p.dropout_limit);
 #endif
-      if (TWO_STAGES) {
-        if (more) copy_v.store(staged[0], v_tile + (v_stage == 2 * V_BYTES ? 0 : v_stage + V_BYTES), v_scale);
+      if (STAGES) {
+        if (more) copy_v.store(staged[0], v_tile + (v_stage == (STAGES - 1) * V_BYTES ? 0 : v_stage + V_BYTES), v_scale);
         if (lags) __syncthreads();
       }
       accumulate(O, S, v_at + v_stage, [&](int step) {
         if (AHEAD) copy_k.store_widened<MMA_N / 2>(staged[0], k_tile, step);
       });
     }
-    if (TWO_STAGES) {
-      v_stage = v_stage == 2 * V_BYTES ? 0 : v_stage + V_BYTES;
+    if (STAGES) {
+      v_stage = v_stage == (STAGES - 1) * V_BYTES ? 0 : v_stage + V_BYTES;
       if (!active) {
         if (more) copy_v.store(staged[0], v_tile + v_stage, v_scale);
         if (lags) __syncthreads();
@@ -278,7 +275,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     }
     __syncthreads();
   }
-  if (TWO_STAGES) __syncthreads();
+  if (STAGES) __syncthreads();
 
   // out = O / l, LSE = m + ln(l); for rows that see no key 0 and +inf.
   UNROLLED(i, MMA_M)

@@ -1,178 +1,173 @@
-// The backward's main loop where shared memory holds two stages of streamed tiles (TWO_STAGES): a turn loads the tiles
-// of the next turn, so warps wait for each other only once a turn, and once more where they exchange results.
+// The backward's main loop with several stages of streamed tiles in shared memory (STAGES): a turn loads the tiles of
+// the next turn, so warps wait for each other once a turn.
+//
+// Two stages: all warps are in the same turn. Three stages: half of the warps lag by half a turn, so one of two warps of
+// a scheduler multiplies while the other one exponentiates. Lagging warps pass the turn's barrier in the middle of
+// their own turn; they read the QK tile once more when the next one is in use.
 //
 // SPLIT_R: two warps share their stationary rows and take a role each. Warp 0 holds the stationary QK operand and
 // computes P, warp 1 holds the VO operand and computes dP. In dkdv warp 0 then adds up dv, and warp 1 gets P and adds up
-// dk. In dq each gets the other's scores and adds up every other 16 channels of dq.
+// dk; with three stages warp 1 lags. In dq each gets the other's scores and adds up every other 16 channels of dq.
 #pragma once
 #include "backward.cuh"
 
-constexpr u32 VO_TILE_BYTES = STREAMED_ROWS * LayoutVO::ROW_BYTES;
-static_assert(!SPLIT_R || D == DV, "both roles have the same code");
+#if STAGES
+constexpr bool LAGS = STAGES == 3;
+static_assert(STAGES == 2 || STAGES == 3, "warps are at most half a turn apart");
+static_assert(!SPLIT_R || (D == DV && QK_IN_REGS), "both roles have the same code");
+static_assert(!SPLIT_N && !SPLIT_K && !CP_ASYNC, "left to Block::main_loop");
 
 // Scores of SPLIT_R for the partner.
 DEVICE u32 scores_at(u32 shared, int thread, int side, int buffer) {
   constexpr int SIDES = KEYS_STATIONARY ? 1 : 2;
   return shared + HALVES_AT +
-         ((buffer * GROUPS + group_of(thread)) * SIDES + (KEYS_STATIONARY ? 0 : side)) * MMA_N * MMA_M * 512 +
+         ((LAGS * buffer * GROUPS + group_of(thread)) * SIDES + (KEYS_STATIONARY ? 0 : side)) * MMA_N * MMA_M * 512 +
          (thread & 31) * 16;
 }
 
-#ifndef LOAD_AT
-#define LOAD_AT 2
-#endif
-#ifndef ACTIVE
-#define ACTIVE true
-#endif
-struct TwoStages {
-  // Stationary rows of both operands lie in shared memory before a warp takes those of its role.
-  static DEVICE void keep(u32 (&operand)[D / 16][MMA_M][4], u32 shared, const uint4 *qk, const uint4 *vo, int qk_exponent,
-                          int vo_exponent) {
-    TileCopy<THREADS, STATIONARY_ROWS, D> copy(threadIdx.x);
-    copy.store_converted(qk, shared, power_of_two(qk_exponent));
-    copy.store_converted(vo, shared + STATIONARY_ROWS * LayoutQK::ROW_BYTES, power_of_two(vo_exponent));
-    __syncthreads();
-    load_operand<D>(operand, shared + side_of(threadIdx.x) * STATIONARY_ROWS * LayoutQK::ROW_BYTES +
-                                 Block::stationary_at<LayoutQK>(threadIdx.x));
+// This thread's share of a streamed tensor: its first chunk of the next tile.
+template <class Copy> struct StreamedRows {
+  const u16 *from;
+  const Strides &strides;
+  DEVICE StreamedRows(const Params &p, const u16 *x, const Strides &s, const StreamedTiles &streamed, int tile, int head)
+        : strides(s) {
+    const Copy copy((u32)threadIdx.x);
+    from = streamed.of(x, s, head, 0) + (i64)(tile * STREAMED_ROWS + copy.row) * s.row + copy.chunk * 8;
   }
-
-  template <class G> static DEVICE void main_loop(Block &block, const Params &p, const StationaryTile &stationary_tile,
-                                                  const StreamedTiles &streamed, const u32 (&operand)[D / 16][MMA_M][4],
-                                                  G &grad) {
-    const u32 shared = block.shared;
-    const int b = stationary_tile.b, head = stationary_tile.first_head(p);
-    const Strides &qk_strides = Roles::streamed_qk_strides(p), &vo_strides = Roles::streamed_vo_strides(p);
-    const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
-    int tile = streamed.first, this_head = 0;
-    const auto skip = [&] {   // tiles that a dense mask hides
-      for (; BIAS && this_head < streamed.heads; tile = streamed.first, this_head++) {
-        const DenseMask mask(p, b, head + this_head);
-        if (!KEYS_STATIONARY)
-          tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary_tile.first, tile, streamed.end);
-        while (KEYS_STATIONARY && tile < streamed.end &&
-               !mask.has<STREAMED_ROWS, STATIONARY_ROWS>(p, 0, tile * STREAMED_ROWS, stationary_tile.first))
-          tile = tile / (BAND / STREAMED_ROWS) * (BAND / STREAMED_ROWS) + BAND / STREAMED_ROWS;
-        if (tile < streamed.end) return;
-      }
-    };
-    skip();
-    int steps = BIAS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
-    // This thread's first chunk of the next QK and VO tile, and the next element of LSE or delta.
-    const u32 me = threadIdx.x;
-    const u16 *qk_from = streamed.of(streamed_qk, qk_strides, this_head, 0), *vo_from = streamed.of(streamed_vo, vo_strides, this_head, 0);
-    {
-      const CopyStreamedQK copy(me);
-      qk_from += (i64)(tile * STREAMED_ROWS + copy.row) * qk_strides.row + copy.chunk * 8;
-      vo_from += (i64)(tile * STREAMED_ROWS + copy.row) * vo_strides.row + copy.chunk * 8;
-    }
-    const bool is_lse = me < STREAMED_ROWS;
-    const float *value_from = (is_lse ? p.lse : p.delta) + streamed.row_values(p, this_head, 0) + tile * STREAMED_ROWS + me % STREAMED_ROWS;
-    uint4 staged[CopyStreamedQK::N];   // the QK and the VO tile take turns
-    const auto load = [&](const u16 *from, int stride, int left, int head_dim, u32 thread) {
-      const CopyStreamedQK copy(thread);
-      UNROLLED(i, CopyStreamedQK::N)
-        staged[i] = load_chunk_if(copy.row_step(i) < left - copy.row, from + (i64)copy.row_step(i) * stride + copy.chunk_step(i) * 8,
-                      head_dim - (copy.chunk + copy.chunk_step(i)) * 8);
-    };
-    const auto load_value = [&](int left, u32 thread) {
-      return global_load_if(KEYS_STATIONARY && thread < 2 * STREAMED_ROWS && (int)(thread % STREAMED_ROWS) < left, value_from, 0.f);
-    };
-    const auto advance = [&] {   // to the next tile
-      const int before = tile, before_head = this_head;
-      if (++tile == streamed.end) tile = streamed.first, this_head++;
-      skip();
-      const int rows = (tile - before) * STREAMED_ROWS, heads = this_head - before_head;
-      qk_from += (i64)rows * qk_strides.row + (i64)heads * qk_strides.head;
-      vo_from += (i64)rows * vo_strides.row + (i64)heads * vo_strides.head;
-      value_from += rows + heads * p.lse_head;
-    };
-    int left = steps ? streamed.rows - tile * STREAMED_ROWS : 0;
-    if (steps) {
-      load(qk_from, qk_strides.row, left, p.head_dim, me);
-      const float row_value = load_value(left, me);
-      CopyStreamedQK(me).store(staged, shared + QK_TILES_AT, block.qk_scale);
-      block.store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), me, 0);
-      load(vo_from, vo_strides.row, left, p.head_dim_v, me);
-      CopyStreamedVO(me).store(staged, shared + VO_TILE_AT, block.vo_scale);
-    }
-    __syncthreads();
-    int slot = 0;   // of the QK tile
-#pragma unroll 1
-    for (int step = 0; step < steps; step++) {
-      const int zero = step & p.zero;
-      const u32 thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
-      const int buffer = step & 1, side = side_of(thread), first = tile * STREAMED_ROWS, this_row_head = this_head;
-      const bool lags = KEYS_STATIONARY ? side : thread >= THREADS / 2;
-      const int next_slot = slot == 2 ? 0 : slot + 1;
-      const u32 next_qk = shared + QK_TILES_AT + next_slot * QK_TILE_BYTES,
-                next_vo = shared + VO_TILE_AT + (buffer ^ 1) * VO_TILE_BYTES;
-      const u32 qk_tile = shared + QK_TILES_AT + slot * QK_TILE_BYTES,
-                vo_tile = shared + VO_TILE_AT + buffer * VO_TILE_BYTES;
-      const u32 rows_at = shared + ROW_VALUES_AT + slot * STREAMED_ROWS * 8 + t * 8;
-      const WarpRange range =
-          warp_range(p, stationary_tile.first + group_of(thread) * WARP_ROWS, streamed.shift, streamed.rows, zero);
-      const bool active = LOCAL ? range.sees_some(first) : ACTIVE;
-      advance();
-      if (BIAS) steps = step + 1 + (this_head < streamed.heads);
-      left = step + 1 == steps ? 0 : streamed.rows - tile * STREAMED_ROWS;
-      Scores X;
-      Packed packed;
-      const u32 first_at = (side ? vo_tile : qk_tile) + LayoutQK::b_operand_at(thread),
-                second_at = (KEYS_STATIONARY && side == 0 ? vo_tile : qk_tile) +
-                            (MMA_K16 ? LayoutQK::a_operand_at(thread) : LayoutQK::b_operand_at(thread));
-      float row_value = 0.f;
-      const auto load_next = [&](int k) {
-        if (k == 0) {
-          load(qk_from, qk_strides.row, left, p.head_dim, thread);
-          row_value = load_value(left, thread);
-        }
-        if (k == D / 32) {
-          CopyStreamedQK(thread).store(staged, next_qk, block.qk_scale);
-          load(vo_from, vo_strides.row, left, p.head_dim_v, thread);
-        }
-      };
-      if (active) {
-        if (side) start_dp(X, block.stationary, rows_at);
-        else set_zero(X);
-        product<true, D, MMA_N>(X, operand, 0, first_at, 0, load_next);
-      } else {
-        load_next(0), load_next(D / 32);
-      }
-      const u32 scores = scores_at(shared, thread, side, buffer);
-      if (active) {
-        const DenseMask mask(p, b, head + this_row_head);
-        block.score_params.set_head(p, b, head + this_row_head);
-        if (side == 0) {
-          if (BIAS ? !(KEYS_STATIONARY ? mask.has<SCORED_ROWS, WARP_ROWS>(p, 1, first, range.first)
-                                       : mask.has<WARP_ROWS, SCORED_ROWS>(p, 1, range.first, first))
-                   : range.sees_all(first) && (!DISTANCE_IS_SUM || range.is_behind(first) || range.is_ahead(first)))
-            recompute_probabilities<false>(X, packed, p, mask, block.score_params, range, block.stationary, rows_at,
-                                           first, g, t);
-          else
-            recompute_probabilities<true>(X, packed, p, mask, block.score_params, range, block.stationary, rows_at,
-                                          first, g, t);
-        }
-        if (!KEYS_STATIONARY || side == 0)
-          UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], scores + i * 512);
-      }
-      CopyStreamedVO(thread).store(staged, next_vo, block.vo_scale);
-      block.store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), thread,
-                            next_slot);
-      if (lags) __syncthreads();
-      if (active) {
-        if (!KEYS_STATIONARY) wait_at(1 + group_of(thread), 32 * SPLIT_WARPS);
-        if (!KEYS_STATIONARY || side) {
-          Scores theirs;
-          UNROLLED(i, MMA_N * MMA_M)
-            load_partial(theirs[i / MMA_M][i % MMA_M], (KEYS_STATIONARY ? scores : scores_at(shared, thread, side ^ 1, buffer)) + i * 512);
-          if (side) compute_ds(packed, theirs, X, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
-          else compute_ds(packed, X, theirs, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
-        }
-        accumulate<MMA_N>(grad, packed, KEYS_STATIONARY ? second_at : LayoutQK::along(second_at, side * 2));
-      }
-      slot = next_slot;
-      if (!lags) __syncthreads();
-    }
-    __syncthreads();
+  DEVICE void advance(int rows, int heads) { from += (i64)rows * strides.row + (i64)heads * strides.head; }
+  // Without a branch, so that it can stand among products. left: rows of the tile that exist
+  DEVICE void load(uint4 *staged, int left, int head_dim, u32 thread) const {
+    const Copy copy(thread);
+    UNROLLED(i, Copy::N)
+      staged[i] = load_chunk_if(copy.row_step(i) < left - copy.row,
+                                from + (i64)copy.row_step(i) * strides.row + copy.chunk_step(i) * 8,
+                                head_dim - (copy.chunk + copy.chunk_step(i)) * 8);
   }
 };
+
+// Takes a role's stationary rows to registers: both operands pass through shared memory.
+DEVICE void keep_role(Block &block, const uint4 *qk, const uint4 *vo, int qk_exponent, int vo_exponent) {
+  const CopyStationaryQK copy((u32)threadIdx.x);
+  copy.store_converted(qk, block.shared, power_of_two(qk_exponent));
+  copy.store_converted(vo, block.shared + STATIONARY_ROWS * LayoutQK::ROW_BYTES, power_of_two(vo_exponent));
+  __syncthreads();
+  load_operand<D>(block.stationary_qk, block.shared + side_of(threadIdx.x) * STATIONARY_ROWS * LayoutQK::ROW_BYTES +
+                                           Block::stationary_at<LayoutQK>(threadIdx.x));
+}
+
+// As Block::main_loop. SPLIT_R in dkdv: grad_qk is dv of warps that compute P, and dk of the others.
+DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &stationary_tile,
+                        const StreamedTiles &streamed, GradientQK &grad_qk, GradientVO &grad_vo) {
+  const u32 shared = block.shared;
+  const int b = stationary_tile.b, head = stationary_tile.first_head(p);
+  int tile = streamed.first, this_head = 0;
+  const auto skip = [&] { skip_hidden(p, stationary_tile, streamed, tile, this_head); };
+  skip();
+  int steps = BIAS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
+  StreamedRows<CopyStreamedQK> qk(p, Roles::streamed_qk(p), Roles::streamed_qk_strides(p), streamed, tile, this_head);
+  StreamedRows<CopyStreamedVO> vo(p, Roles::streamed_vo(p), Roles::streamed_vo_strides(p), streamed, tile, this_head);
+  const float *value_from = (threadIdx.x < STREAMED_ROWS ? p.lse : p.delta) + streamed.row_values(p, this_head, 0) +
+                            tile * STREAMED_ROWS + threadIdx.x % STREAMED_ROWS;
+  const auto load_value = [&](int left, u32 thread) {
+    return global_load_if(
+        KEYS_STATIONARY && thread < 2 * STREAMED_ROWS && (int)(thread % STREAMED_ROWS) < left, value_from, 0.f);
+  };
+  uint4 staged[larger(CopyStreamedQK::N, CopyStreamedVO::N)];   // the QK and the VO tile take turns
+  if (steps) {
+    const u32 thread = threadIdx.x;
+    const int left = streamed.rows - tile * STREAMED_ROWS;
+    qk.load(staged, left, p.head_dim, thread);
+    const float value = load_value(left, thread);
+    CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT, block.qk_scale);
+    block.store_row_value(p, streamed, value, tile, this_head, position_slope(p, b, head + this_head), thread, 0);
+    vo.load(staged, left, p.head_dim_v, thread);
+    CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT, block.vo_scale);
+  }
+  __syncthreads();
+  int slot = 0, vo_slot = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; step++) {
+    // Compiler steering: as in Block::main_loop.
+    const int zero = step & p.zero;
+    const u32 thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
+    const int side = side_of(thread), first = tile * STREAMED_ROWS, head_now = head + this_head;
+    const bool lags = LAGS && (NEIGHBOURS || !SPLIT_R ? thread >= THREADS / 2 : side);
+    const int next_slot = slot + 1 == STAGES ? 0 : slot + 1, next_vo_slot = vo_slot + 1 == VO_SLOTS ? 0 : vo_slot + 1;
+    const u32 qk_tile = shared + QK_TILES_AT + slot * QK_TILE_BYTES,
+              vo_tile = shared + VO_TILE_AT + vo_slot * VO_TILE_BYTES;
+    const u32 rows_at = shared + ROW_VALUES_AT + slot * STREAMED_ROWS * 8 + t * 8;
+    const WarpRange range =
+        warp_range(p, stationary_tile.first + group_of(thread) * WARP_ROWS, streamed.shift, streamed.rows, zero);
+    const bool active = !LOCAL || range.sees_some(first);
+    const int before = tile, head_before = this_head;
+    if (++tile == streamed.end) tile = streamed.first, this_head++;
+    skip();
+    const int rows = (tile - before) * STREAMED_ROWS, heads = this_head - head_before;
+    qk.advance(rows, heads), vo.advance(rows, heads), value_from += rows + (i64)heads * p.lse_head;
+    if (BIAS) steps = step + 1 + (this_head < streamed.heads);
+    const int left = step + 1 == steps ? 0 : streamed.rows - tile * STREAMED_ROWS;
+    float value = 0.f;
+    const auto load_next = [&](int k) {   // after 16 k channels of the first product
+      if (k == 0) qk.load(staged, left, p.head_dim, thread), value = load_value(left, thread);
+      if (k != D / 32) return;
+      CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + next_slot * QK_TILE_BYTES, block.qk_scale);
+      vo.load(staged, left, p.head_dim_v, thread);
+    };
+    Scores X;   // S and P, of the other role dP
+    Packed packed;
+    if (active) {
+      if (SPLIT_R && side) start_dp(X, block.stationary, rows_at);
+      else set_zero(X);
+      product<QK_IN_REGS, D, MMA_N>(X, block.stationary_qk, shared + Block::stationary_at<LayoutQK>(thread),
+                                    (SPLIT_R && side ? vo_tile : qk_tile) + LayoutQK::b_operand_at(thread), 0, load_next);
+    } else {
+      load_next(0), load_next(D / 32);
+    }
+    const u32 mine = scores_at(shared, thread, side, step & 1);
+    const u32 theirs_at = KEYS_STATIONARY ? mine : scores_at(shared, thread, side ^ 1, step & 1);
+    const u32 barrier = 1 + group_of(thread);
+    if (active) {
+      const DenseMask mask(p, b, head_now);
+      block.score_params.set_head(p, b, head_now);
+      if (!SPLIT_R || side == 0)
+        block.recompute(X, packed, p, mask, range, rows_at, first, g, t);
+      if (SPLIT_R && (!KEYS_STATIONARY || side == 0))
+        UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], mine + i * 512);
+      if (SPLIT_R && KEYS_STATIONARY && !LAGS && side == 0) arrive_at(barrier, 64);
+    }
+    CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT + next_vo_slot * VO_TILE_BYTES, block.vo_scale);
+    block.store_row_value(p, streamed, value, tile, this_head, position_slope(p, b, head + this_head), thread,
+                          next_slot);
+    if (lags) __syncthreads();
+    if (active && SPLIT_R) {
+      if (!KEYS_STATIONARY || side) {
+        if (!KEYS_STATIONARY || !LAGS) wait_at(barrier, 64);
+        Scores theirs;
+        UNROLLED(i, MMA_N * MMA_M) load_partial(theirs[i / MMA_M][i % MMA_M], theirs_at + i * 512);
+        if (side) compute_ds(packed, theirs, X, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
+        else compute_ds(packed, X, theirs, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
+      }
+      accumulate<MMA_N>(grad_qk, packed,
+                        LayoutQK::along((KEYS_STATIONARY && side == 0 ? vo_tile : qk_tile) + LayoutQK::b_operand_at(thread),
+                                        KEYS_STATIONARY ? 0 : side * 2));
+    }
+    if (active && !SPLIT_R) {
+      if (KEYS_STATIONARY) accumulate<MMA_N>(grad_vo, packed, vo_tile + LayoutVO::b_operand_at(thread));
+#pragma unroll
+      for (int n = 0; n < MMA_N; n += AT_ONCE) {
+        float dP[AT_ONCE][MMA_M][4];
+        u32 dS[AT_ONCE][MMA_M][2];
+        start_dp(dP, block.stationary, rows_at + n * 32);
+        product<VO_IN_REGS, DV, AT_ONCE>(dP, block.stationary_vo,
+                                         shared + STATIONARY_VO_AT + Block::stationary_at<LayoutVO>(thread),
+                                         vo_tile + LayoutVO::b_operand_at(thread), n);
+        compute_ds(dS, X + n, dP, block.stationary, rows_at + n * 32, p.dropout_scale, block.ds_exponent);
+        accumulate<AT_ONCE>(grad_qk, dS, qk_tile + LayoutQK::b_operand_at(thread), n);
+      }
+    }
+    slot = next_slot, vo_slot = next_vo_slot;
+    if (!lags) __syncthreads();
+  }
+  if (LAGS) __syncthreads();
+}
+#endif

@@ -38,7 +38,7 @@ _CONVERSIONS = 10
 
 
 # Macros that are 0 unless a variant sets them.
-_OFF = "SPLIT_N", "SPLIT_K", "SPLIT_R", "TWO_STAGES", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
+_OFF = "SPLIT_N", "SPLIT_K", "SPLIT_R", "STAGES", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
 # Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS", "CACHE"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
@@ -165,7 +165,7 @@ class Choice(NamedTuple):
 
 
 _SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
-_ROLES = Tile(16, 8, 1, 1, roles=True, stages=2)
+_ROLES = Tile(16, 8, 1, 1, roles=True, stages=3)
 _SPLIT_K_2, _SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
 # For sm_75: among tiles that hardly spill the best by the model of benchmarks.kernel_report, or by the simulation of
 # benchmarks.turing_sm where that is clear (docs/kernels.md).
@@ -180,9 +180,9 @@ _TURING: dict[str, dict[int, Choice]] = {
         112: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         128: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         160: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        192: Choice(Tile(32, 8, 1, 1, stages=2), Tile(32, 4, 1, 2)),
+        192: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
         224: Choice(Tile(32, 8, 1, 1), Tile(16, 4, 1, 2)),
-        256: Choice(Tile(16, 8, 1, 1, stages=2), Tile(16, 4, 1, 2)),
+        256: Choice(Tile(16, 8, 1, 1, stages=3), Tile(16, 4, 1, 2)),
         512: Choice(_SPLIT_K_2, _SPLIT_K_2),
     },
     "dkdv": {
@@ -268,11 +268,11 @@ def forward(kind: Kind) -> Variant:
     macros += tile.macros()
     macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + kind.newer()
     stages = 1 if kind.cache else tile.stages
-    macros += [("TWO_STAGES", 1)] * (stages > 1)
+    macros += [("STAGES", stages)] * (stages > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
     # Warps with the same rows exchange partial scores of a tile.
     partial_sums = tile.warps * tile.mma_m * 16 * tile.step * 4 * (tile.split_k > 0)
-    stationary, streamed = tile.rows * row, tile.step * (stages * row + (2 * stages - 1) * row_v) + partial_sums
+    stationary, streamed = tile.rows * row, tile.step * (min(stages, 2) * row + stages * row_v) + partial_sums
     shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
@@ -392,7 +392,7 @@ def dq_tile(kind: Kind) -> Tile:
 def dkdv(kind: Kind) -> Variant:
     tile = _tile("dkdv", kind, dkdv_tile)
     # A lane holds neighbouring queries, not keys: no pairs of biases.
-    return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 16)
+    return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 8)
 
 
 def dq(kind: Kind) -> Variant:
@@ -400,12 +400,12 @@ def dq(kind: Kind) -> Variant:
 
 
 def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
-    """row_values: bytes of shared memory for LSE and delta of streamed rows"""
+    """row_values: bytes of shared memory for LSE and delta of a streamed tile"""
     kind = _rounded(kind._replace(paged=False, cache=0), tile)
     macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
     macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
     macros += [("SPLIT_N", 1)] * tile.split_n + [("SPLIT_K", tile.split_k)] * (tile.split_k > 0)
-    macros += [("SPLIT_R", 1)] * tile.roles + [("TWO_STAGES", 1)] * (tile.stages > 1)
+    macros += [("SPLIT_R", 1)] * tile.roles + [("STAGES", tile.stages)] * (tile.stages > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
     stationary = tile.rows * ((not tile.qk_in_regs) * row + (not tile.vo_in_regs) * row_v)
     exchanges = tile.split_n or tile.split_k
@@ -414,9 +414,9 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     # Partial sums of S lie in the next tile's place, if that has room.
     exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
     if tile.roles:
-        exchanged = tile.rows * tile.step * 4 * (2 if entry == "dkdv" else 4)
-        row_values = row_values * 3 // 2
-    streamed = tile.step * ((1 + tile.stages) * row + tile.stages * row_v) + row_values + exchanged
+        exchanged = tile.rows * tile.step * 4 * (tile.stages - 1) * (1 if entry == "dkdv" else 2)
+    slots, slots_v = max(tile.stages, 2), 2 if tile.roles else tile.stages
+    streamed = tile.step * (slots * row + slots_v * row_v) + row_values * slots + exchanged
     shared = stationary + max(streamed, tile.rows * max(row, row_v) * (1 + tile.roles))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
