@@ -217,8 +217,12 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * BLOCK_N;
     next = mask.next<BLOCK_M, BLOCK_N>(p, first_row, j + 1, last_tile);
-    const bool active = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
-                             : !LOCAL || range.sees_some(key);   // of this warp's rows
+    // Whether this warp's rows see a key of the tile. With STAGES masks hide all scores of a tile that they do not see:
+    // a branch here costs more. Compiler steering: at 256 channels always true without a mask, but the compiler then
+    // moves fewer operands across the loop.
+    const bool active = BIAS              ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
+                        : LOCAL           ? STAGES || range.sees_some(key)
+                                          : D != 256 || p.zero == 0;
     const bool more = next < last_tile;
     if (AHEAD) LOAD_KEYS(next, more);
     else if (!STAGES) LOAD_VALUES(j, true);
@@ -244,7 +248,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       if (AHEAD) LOAD_VALUES(next, more);
       else if (more) LOAD_KEYS(next, true);
     }
-    if (active) {
+    const auto exponentiate = [&] {
       if (SPLIT_K)
         UNROLLED(i, MMA_N * MMA_M)
           add_partial(S[i / MMA_M][i % MMA_M], partials_at + ((side ^ 1) * MMA_N * MMA_M + i) * 512);
@@ -255,25 +259,25 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #if DROPOUT
       apply_dropout(S, words, row_words, key, t, p.dropout_limit);
 #endif
-      if (STAGES) {
-        if (more) copy_v.store(staged[0], v_tile + (v_stage == (STAGES - 1) * V_BYTES ? 0 : v_stage + V_BYTES), v_scale);
-        if (lags) __syncthreads();
-      }
-      accumulate(O, S, v_at + v_stage, [&](int step) {
+    };
+#if STAGES
+    if (active) exponentiate();
+    const u32 next_v = v_stage == (STAGES - 1) * V_BYTES ? 0 : v_stage + V_BYTES;
+    if (more) copy_v.store(staged[0], v_tile + next_v, v_scale);
+    if (lags) __syncthreads();
+    if (active) accumulate(O, S, v_at + v_stage, Nothing());
+    v_stage = next_v;
+    if (!lags) __syncthreads();
+#else
+    if (active) {
+      exponentiate();
+      accumulate(O, S, v_at, [&](int step) {
         if (AHEAD) copy_k.store_widened<MMA_N / 2>(staged[0], k_tile, step);
       });
     }
-    if (STAGES) {
-      v_stage = v_stage == (STAGES - 1) * V_BYTES ? 0 : v_stage + V_BYTES;
-      if (!active) {
-        if (more) copy_v.store(staged[0], v_tile + v_stage, v_scale);
-        if (lags) __syncthreads();
-      }
-      if (lags) continue;
-    } else if (AHEAD ? !active : more) {
-      copy_k.store(staged[0], k_tile, k_scale);
-    }
+    if (AHEAD ? !active : more) copy_k.store(staged[0], k_tile, k_scale);
     __syncthreads();
+#endif
   }
   if (STAGES) __syncthreads();
 
