@@ -100,7 +100,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
     256: {
         "forward": (Tile(16, 8, 1, 1, stages=3), Tile(32, 4, 1, 1, qk_in_regs=False), Tile(16, 8, 1, 1)),
         "dkdv": (Tile(16, 8, 1, 1, roles=True, stages=3), Tile(16, 8, 1, 1, split_k=1)),
-        "dq": (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, roles=True, stages=3)),
+        "dq": (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),
     },
 }  # fmt: skip
 

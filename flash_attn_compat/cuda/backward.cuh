@@ -315,7 +315,7 @@ struct Block {
         factor[m][r] = scale * power_of_two(all - half);
       }
     const int first_row = group_of(threadIdx.x) * WARP_ROWS;
-    const int place = CHANNEL_WARPS < SPLIT_WARPS ? side_of(threadIdx.x) * STATIONARY_ROWS : 0;
+    const int place = SPLIT_R ? side_of(threadIdx.x) * STATIONARY_ROWS : 0;
     write_rows<CHANNEL_WARPS>(c, factor,
                               shared + (place + first_row) * larger(LayoutQK::ROW_BYTES, LayoutVO::ROW_BYTES), first_row,
                               out, row_stride, rows, head_dim, CHANNEL_WARPS > 1 ? side_of(threadIdx.x) : 0);

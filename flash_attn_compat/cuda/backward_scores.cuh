@@ -7,7 +7,7 @@ constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_N + SPLIT_K + SPLIT
               STATIONARY_ROWS = GROUPS * MMA_M * 16, WARP_ROWS = MMA_M * 16;
 constexpr bool EXCHANGES = SPLIT_N || SPLIT_K;
 // Warps that share out the channels of a gradient.
-constexpr int CHANNEL_WARPS = SPLIT_R && KEYS_STATIONARY ? 1 : SPLIT_WARPS;
+constexpr int CHANNEL_WARPS = SPLIT_R ? 1 : SPLIT_WARPS;
 // Streamed rows of a tile for which a warp computes P and dS, and blocks of 8 of them.
 constexpr int SCORED_ROWS = EXCHANGES ? STREAMED_ROWS / 2 : STREAMED_ROWS, MMA_N = SCORED_ROWS / 8;
 // Blocks of 8 streamed rows whose products a warp sums up; the warp's own half comes first.
@@ -15,12 +15,8 @@ constexpr int PARTIAL_BLOCKS = SPLIT_K ? STREAMED_ROWS / 8 : MMA_N;
 static_assert(D % (16 * SPLIT_WARPS) == 0 && DV % (16 * SPLIT_WARPS) == 0 && SCORED_ROWS % (SPLIT_K ? 8 : 16) == 0,
               "warps share out channels in 16s");
 static_assert(!SPLIT_K || (!SPLIT_N && STREAMED_ROWS == 16), "warps share out 16 streamed rows");
-// Warps 4 apart share a scheduler. In dq with SPLIT_R warps of one group take turns with another group's.
-constexpr bool NEIGHBOURS = SPLIT_R && !KEYS_STATIONARY;
-DEVICE int group_of(int thread) {   // of warps with the same stationary rows
-  return NEIGHBOURS ? thread >> 6 : (thread >> 5) % GROUPS;
-}
-DEVICE int side_of(int thread) { return NEIGHBOURS ? thread >> 5 & 1 : SPLIT_WARPS > 1 ? (thread >> 5) / GROUPS : 0; }
+DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // of warps with the same stationary rows
+DEVICE int side_of(int thread) { return SPLIT_WARPS > 1 ? (thread >> 5) / GROUPS : 0; }
 static_assert(!KEYS_STATIONARY || 2 * STREAMED_ROWS <= THREADS, "a thread loads at most one LSE or delta of a tile");
 // Q and K have D channels, dout and V have DV.
 typedef Layout<D> LayoutQK;

@@ -26,7 +26,7 @@ struct Roles {
   static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.q_s; }
   static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.dout_s; }
 };
-#include "two_stages.cuh"
+#include "stages.cuh"
 
 DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {
   const StationaryTile keys(p, blockIdx.x + p.zero);

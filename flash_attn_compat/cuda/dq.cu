@@ -22,19 +22,16 @@ struct Roles {
   static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.k_s; }
   static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.v_s; }
 };
-#include "two_stages.cuh"
+#include "stages.cuh"
 
 // The largest |dout| (scaled) of each stationary row: with a bound of its own a row keeps its digits, however small it
 // is beside other rows.
 DEVICE void largest_of_rows(float (&largest)[MMA_M][2], const Block &block) {
   // With SPLIT_K a warp holds some of the channels; the tile they came from has all.
-  const u32 stationary_at = block.shared +
-                            (SPLIT_R                 ? STATIONARY_ROWS * LayoutQK::ROW_BYTES
-                             : SPLIT_K && VO_IN_REGS ? QK_TILES_AT
-                                                     : STATIONARY_VO_AT) +
+  const u32 stationary_at = block.shared + (SPLIT_K && VO_IN_REGS ? QK_TILES_AT : STATIONARY_VO_AT) +
                             LayoutVO::a_operand_at(threadIdx.x) +
                             group_of(threadIdx.x) * WARP_ROWS * LayoutVO::ROW_BYTES;
-  constexpr bool KEPT = VO_IN_REGS && !SPLIT_K && !SPLIT_R;
+  constexpr bool KEPT = VO_IN_REGS && !SPLIT_K;
   UNROLLED(m, MMA_M) {
     u32 bits[2] = {0, 0};   // magnitudes of fp16 compare as integers do
     UNROLLED(k, DV / 16) {
@@ -47,7 +44,7 @@ DEVICE void largest_of_rows(float (&largest)[MMA_M][2], const Block &block) {
     }
     UNROLLED(r, 2) largest[m][r] = max_of<4>(half_to_float((u16)bits[r]));
   }
-  if (SPLIT_K || SPLIT_R) __syncthreads();
+  if (SPLIT_K) __syncthreads();
 }
 
 KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
@@ -73,12 +70,8 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
     }
   Block block(p, SHARED_BASE, e);
   const StreamedTiles keys(p, queries);
-#if SPLIT_R
-  keep_role(block, q, dout, e.q, e.dout);
-#else
   block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, q, e.q);
   block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, dout, e.dout);
-#endif
   if (TYPE == 2) largest_of_rows(largest, block);
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {

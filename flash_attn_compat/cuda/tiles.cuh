@@ -144,41 +144,6 @@ template <bool REG, int W, int N, int M, class F = Nothing>
 DEVICE void product(float (*c)[M][4], const u32 (*stationary)[M][4], u32 stationary_at, u32 tile_at, int first = 0,
                     const F &meanwhile = F()) {
   typedef Layout<W> L;
-#ifdef PREF
-  if (REG && N == 2) {
-    u32 b[2][4];
-    ldmatrix(b[0], L::along(tile_at, 0) + first * 8 * L::ROW_BYTES);
-    UNROLLED(k, W / 16 >> SPLIT_K) {
-      u32 a[M][4];
-      UNROLLED(m, M)
-        UNROLLED(i, 4) a[m][i] = stationary[k][m][i];
-      if (k + 1 < W / 16 >> SPLIT_K) ldmatrix(b[k + 1 & 1], L::along(tile_at, 2 * (k + 1) << SPLIT_K) + first * 8 * L::ROW_BYTES);
-      multiply<M>(c[0], c[1], a, b[k & 1]);
-      meanwhile(k);
-    }
-    return;
-  }
-#endif
-#ifdef CHAINS
-  if (REG && N == 2 && M == 1 && (W / 16 >> SPLIT_K) % 2 == 0) {
-    float other[2][M][4];
-    set_zero(other);
-    UNROLLED(k2, W / 32 >> SPLIT_K) {
-      u32 a[2][M][4], b[2][4];
-      UNROLLED(h, 2) {
-        UNROLLED(i, 4) a[h][0][i] = stationary[2 * k2 + h][0][i];
-        ldmatrix(b[h], L::along(tile_at, 4 * k2 + 2 * h << SPLIT_K) + first * 8 * L::ROW_BYTES);
-      }
-      UNROLLED(step, 2) {
-        UNROLLED(n, 2) mma_k8(c[n][0], a[0][0][2 * step], a[0][0][2 * step + 1], b[0][2 * n + step]);
-        UNROLLED(n, 2) mma_k8(other[n][0], a[1][0][2 * step], a[1][0][2 * step + 1], b[1][2 * n + step]);
-      }
-      meanwhile(2 * k2), meanwhile(2 * k2 + 1);
-    }
-    UNROLLED(n, 2) UNROLLED(e, 4) c[n][0][e] += other[n][0][e];
-    return;
-  }
-#endif
   UNROLLED(k, W / 16 >> SPLIT_K) {
     u32 a[M][4];
     UNROLLED(m, M) {

@@ -414,7 +414,7 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     # Partial sums of S lie in the next tile's place, if that has room.
     exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
     if tile.roles:
-        exchanged = tile.rows * tile.step * 4 * (tile.stages - 1) * (1 if entry == "dkdv" else 2)
+        exchanged = tile.rows * tile.step * 4 * (tile.stages - 1)
     slots, slots_v = max(tile.stages, 2), 2 if tile.roles else tile.stages
     streamed = tile.step * (slots * row + slots_v * row_v) + row_values * slots + exchanged
     shared = stationary + max(streamed, tile.rows * max(row, row_v) * (1 + tile.roles))

@@ -5,24 +5,21 @@
 // a scheduler multiplies while the other one exponentiates. Lagging warps pass the turn's barrier in the middle of
 // their own turn; they read the QK tile once more when the next one is in use.
 //
-// SPLIT_R: two warps share their stationary rows and take a role each. Warp 0 holds the stationary QK operand and
-// computes P, warp 1 holds the VO operand and computes dP. In dkdv warp 0 then adds up dv, and warp 1 gets P and adds up
-// dk; with three stages warp 1 lags. In dq each gets the other's scores and adds up every other 16 channels of dq.
+// SPLIT_R, in dkdv: two warps share their keys and take a role each. Warp 0 holds K, computes P and adds up dv; warp 1
+// holds V, computes dP, gets P from warp 0 through shared memory, and adds up dk. With three stages warp 1 lags.
 #pragma once
 #include "backward.cuh"
 
 #if STAGES
 constexpr bool LAGS = STAGES == 3;
 static_assert(STAGES == 2 || STAGES == 3, "warps are at most half a turn apart");
-static_assert(!SPLIT_R || (D == DV && QK_IN_REGS), "both roles have the same code");
+static_assert(!SPLIT_R || (KEYS_STATIONARY && D == DV && QK_IN_REGS), "both roles have the same code");
 static_assert(!SPLIT_N && !SPLIT_K && !CP_ASYNC, "left to Block::main_loop");
 
-// Scores of SPLIT_R for the partner.
-DEVICE u32 scores_at(u32 shared, int thread, int side, int buffer) {
-  constexpr int SIDES = KEYS_STATIONARY ? 1 : 2;
-  return shared + HALVES_AT +
-         ((LAGS * buffer * GROUPS + group_of(thread)) * SIDES + (KEYS_STATIONARY ? 0 : side)) * MMA_N * MMA_M * 512 +
-         (thread & 31) * 16;
+// Where SPLIT_R's warp 0 stores P of a turn.
+DEVICE u32 exchanged_at(u32 shared, int thread, int step) {
+  const int buffer = LAGS ? step & 1 : 0;
+  return shared + HALVES_AT + (buffer * GROUPS + group_of(thread)) * MMA_N * MMA_M * 512 + (thread & 31) * 16;
 }
 
 // This thread's share of a streamed tensor: its first chunk of the next tile.
@@ -55,7 +52,7 @@ DEVICE void keep_role(Block &block, const uint4 *qk, const uint4 *vo, int qk_exp
                                            Block::stationary_at<LayoutQK>(threadIdx.x));
 }
 
-// As Block::main_loop. SPLIT_R in dkdv: grad_qk is dv of warps that compute P, and dk of the others.
+// As Block::main_loop. SPLIT_R: grad_qk is dv of warps that compute P, and dk of the others.
 DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &stationary_tile,
                         const StreamedTiles &streamed, GradientQK &grad_qk, GradientVO &grad_vo) {
   const u32 shared = block.shared;
@@ -91,7 +88,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     const int zero = step & p.zero;
     const u32 thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
     const int side = side_of(thread), first = tile * STREAMED_ROWS, head_now = head + this_head;
-    const bool lags = LAGS && (NEIGHBOURS || !SPLIT_R ? thread >= THREADS / 2 : side);
+    const bool lags = LAGS && thread >= THREADS / 2;
     const int next_slot = slot + 1 == STAGES ? 0 : slot + 1, next_vo_slot = vo_slot + 1 == VO_SLOTS ? 0 : vo_slot + 1;
     const u32 qk_tile = shared + QK_TILES_AT + slot * QK_TILE_BYTES,
               vo_tile = shared + VO_TILE_AT + vo_slot * VO_TILE_BYTES;
@@ -123,33 +120,28 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     } else {
       load_next(0), load_next(D / 32);
     }
-    const u32 mine = scores_at(shared, thread, side, step & 1);
-    const u32 theirs_at = KEYS_STATIONARY ? mine : scores_at(shared, thread, side ^ 1, step & 1);
-    const u32 barrier = 1 + group_of(thread);
+    const u32 exchanged = exchanged_at(shared, thread, step), barrier = 1 + group_of(thread);
     if (active) {
       const DenseMask mask(p, b, head_now);
       block.score_params.set_head(p, b, head_now);
-      if (!SPLIT_R || side == 0)
-        block.recompute(X, packed, p, mask, range, rows_at, first, g, t);
-      if (SPLIT_R && (!KEYS_STATIONARY || side == 0))
-        UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], mine + i * 512);
-      if (SPLIT_R && KEYS_STATIONARY && !LAGS && side == 0) arrive_at(barrier, 64);
+      if (!SPLIT_R || side == 0) block.recompute(X, packed, p, mask, range, rows_at, first, g, t);
+      if (SPLIT_R && side == 0) {
+        UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], exchanged + i * 512);
+        if (!LAGS) arrive_at(barrier, 64);
+      }
     }
     CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT + next_vo_slot * VO_TILE_BYTES, block.vo_scale);
     block.store_row_value(p, streamed, value, tile, this_head, position_slope(p, b, head + this_head), thread,
                           next_slot);
     if (lags) __syncthreads();
     if (active && SPLIT_R) {
-      if (!KEYS_STATIONARY || side) {
-        if (!KEYS_STATIONARY || !LAGS) wait_at(barrier, 64);
-        Scores theirs;
-        UNROLLED(i, MMA_N * MMA_M) load_partial(theirs[i / MMA_M][i % MMA_M], theirs_at + i * 512);
-        if (side) compute_ds(packed, theirs, X, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
-        else compute_ds(packed, X, theirs, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
+      if (side) {
+        if (!LAGS) wait_at(barrier, 64);
+        Scores P;
+        UNROLLED(i, MMA_N * MMA_M) load_partial(P[i / MMA_M][i % MMA_M], exchanged + i * 512);
+        compute_ds(packed, P, X, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
       }
-      accumulate<MMA_N>(grad_qk, packed,
-                        LayoutQK::along((KEYS_STATIONARY && side == 0 ? vo_tile : qk_tile) + LayoutQK::b_operand_at(thread),
-                                        KEYS_STATIONARY ? 0 : side * 2));
+      accumulate<MMA_N>(grad_qk, packed, (side ? qk_tile : vo_tile) + LayoutQK::b_operand_at(thread));
     }
     if (active && !SPLIT_R) {
       if (KEYS_STATIONARY) accumulate<MMA_N>(grad_vo, packed, vo_tile + LayoutVO::b_operand_at(thread));
