@@ -255,7 +255,7 @@ def use_tiles(card: Card) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Discard the prepared calls and the failures of other tiles."""
+    """Discard prepared calls, which keep the tiles of their time, and the failures of kernels with such tiles."""
     call_cache.forget()
     for backend in BACKENDS:
         backend.clear_failures()

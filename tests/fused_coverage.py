@@ -43,6 +43,7 @@ def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]
     for kind in kinds(number):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
         names += " narrow" * is_narrow(kind) + " few rows" * kind.few_rows + " short" * kind.short
+        names += f" {kind.few_keys} keys" * (kind.few_keys > 0)
         label = f"d{kind.D}/{kind.DV} type {kind.type} vec {kind.vec}{names}"
         for entry, problem in problems(kind).items():
             yield f"{entry} {label}", kind, partial(_check, problem, place)
@@ -85,6 +86,10 @@ def kinds(number: int) -> Iterator[Kind]:
             yield plain._replace(few_rows=True)
             if number < 80 and D <= 64:
                 yield plain._replace(few_rows=True, short=True)
+            if number < 80 and type == FP16:
+                for keys in (keys for keys, widest in variants.ONE_TILE.items() if widest >= D):
+                    yield plain._replace(few_keys=keys)
+                    yield plain._replace(few_keys=keys, local=True, alibi=True, softcap=True, dropout=True, window=24)
             yield plain._replace(local=True, alibi=True, softcap=True, paged=True, vec=1, window=104)
 
 
@@ -158,6 +163,8 @@ def problems(kind: Kind) -> dict[str, Problem]:
     rows, keys, nheads_k = ((19, 150), (45, 171), 2) if kind.vec == 8 else ((9, 70), (21, 50), 1)
     if kind.few_rows:
         rows = 19, 60
+    if kind.few_keys:
+        keys = kind.few_keys - 13, kind.few_keys - 1
     if kind.short:
         rows = keys = 19, 30
     if kind.copied:  # which takes many

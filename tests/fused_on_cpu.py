@@ -98,11 +98,12 @@ def record(
     number: int = 75,
     tried: bool = False,
     compute: Callable[[Launch, bytes], None] = lambda launch, content: None,
+    one_tile: bool = False,
 ) -> LaunchRecord:
     """Let the backend serve CPU tensors from now on; every launch is written down.
 
     number: the architecture's; tried: whether kernels are tried before their first call; compute: gets every launch and
-    the bytes of its struct
+    the bytes of its struct; one_tile: whether one kernel finds all gradients of few keys
     """
     found = LaunchRecord()
 
@@ -134,6 +135,8 @@ def record(
     monkeypatch.setattr(faults, "marks_folder", lambda: Path(os.devnull))
     monkeypatch.setattr(tuned, "_cards", {})
     monkeypatch.setattr(self_test, "_passed", set())
+    if not one_tile:
+        monkeypatch.setattr(grids, "choose_one_tile", lambda *sizes: 0)
     if not tried:
         monkeypatch.setattr(self_test, "check_kernels", lambda *what: None)
     monkeypatch.setattr(call_cache, "_current", call_cache.empty_tables())
@@ -149,11 +152,12 @@ def emulate(
     seed: int = 1,
     truncates: bool = False,
     held: float = torch.nan,
+    one_tile: bool = False,
 ) -> LaunchRecord:
     """As ``record``, and the emulator computes every launch; it allows no access outside of the call's tensors.
 
     Memory comes filled with ``held`` and other rubbish. sources: the folder of the kernels' sources; seed: orders a
-    launch's blocks and warps; truncates: whether tensor cores do as Turing's do
+    launch's blocks and warps; truncates: whether tensor cores do as Turing's do; one_tile: as in ``record``
     """
     from tests.kernels import emulate as emulator
 
@@ -192,7 +196,7 @@ def emulate(
         memory = by_thread[threading.get_ident()][-64:]
         found.conflicts.append(compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory, rules))
 
-    found = record(monkeypatch, number, tried, compute)
+    found = record(monkeypatch, number, tried, compute, one_tile)
     monkeypatch.setattr(launcher.Plan, "run", known_run)
     monkeypatch.setattr(launcher, "acquire_workspace", known_workspace)
     monkeypatch.setattr(torch, "empty", known_empty)

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from flash_attn_compat import (
     BackendNotSupported,
     backend_counts,
+    backends,
     explain,
     flash_attn_func,
     flash_attn_varlen_func,
@@ -26,8 +28,9 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
+from flash_attn_compat.core import features
 from flash_attn_compat.core.arguments import call_of
-from flash_attn_compat.core.features import Feature, Traits, split
+from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.dispatch import call_cache
 from tests.support import cumulative, qkv
 
@@ -276,6 +279,16 @@ def test_only_listed_backends_declare_properties_that_one_answer_cannot_show() -
 
     assert serving(Feature.TRANSFORMS) == ["reference"]
     assert serving(Feature.DETERMINISTIC) == ["official", "fused", "sdpa", "chunked", "reference"]
+
+
+def test_a_feature_declared_later_is_in_no_table_that_does_not_name_it() -> None:
+    source, last = Path(features.__file__).read_text(), '    EIGHT_BIT_CACHE = "keys and values of 8-bit floats"\n'
+    later: dict[str, Any] = {"__name__": "later"}
+    exec(source.replace(last, f'{last}    LATER = "a mask of tomorrow"\n'), later)
+    table = later["all_but"](later["Feature"].SOFTCAP)
+    assert split(table) == split(all_but(Feature.SOFTCAP)) and not table & later["Feature"].LATER
+    tables = [path for path in Path(backends.__file__).parent.rglob("*.py") if "features=~" in path.read_text()]
+    assert tables == [], "a complement lists every feature to come: use all_but"
 
 
 NARROW, WIDE = {"head_dim": 64, "head_dim_v": 64}, {"head_dim": 128, "head_dim_v": 128}

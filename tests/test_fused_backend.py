@@ -265,6 +265,29 @@ def test_a_wrong_kernel_is_caught_before_its_first_real_call(
         call()
 
 
+ALL_GRADIENTS = {
+    "as they are": ("dkdv.cu", "clear_dq(p, keys);", "clear_dq(p, keys);", True),
+    "dq without the last keys": (
+        "backward.cuh", "UNROLLED(k, STATIONARY_ROWS / 16) {", "UNROLLED(k, STATIONARY_ROWS / 16 - 1) {", False
+    ),
+    "no delta": ("backward.cuh", "(STREAMED_ROWS + step) * 4, -sum)", "(STREAMED_ROWS + step) * 4, 0.f)", False),
+    "dq left as it was outside": ("dkdv.cu", "clear_dq(p, keys);", ";", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL_GRADIENTS)
+def test_the_kernel_that_finds_all_gradients_is_tried_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, before, after, is_right = ALL_GRADIENTS[name]
+    fused_on_cpu.emulate(monkeypatch, tried=True, sources=mutated(tmp_path, file, before, after), one_tile=True)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train()()
+    assert [str(one.message) for one in found if "computes wrong" in str(one.message)] == [] or not is_right
+    assert is_right or any("computes wrong numbers on this GPU" in str(one.message) for one in found)
+
+
 def test_a_passed_self_test_is_remembered_by_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.record(monkeypatch)
     monkeypatch.setattr(self_test, "check_kernels", _check)

@@ -87,6 +87,7 @@ def test_a_kernel_is_loaded_into_the_gpus_context_and_asks_for_the_shared_memory
     kernel = stub.driver.load(variant, b"code", 0)
     assert (kernel.threads, kernel.shared) == (variant.threads, variant.shared)
     assert stub.told() == [
+        "cuDeviceGet 0",  # for its attribute
         "cuDeviceGet 0",
         "cuDevicePrimaryCtxRetain 1000",
         "cuCtxPushCurrent 1000",

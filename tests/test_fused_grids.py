@@ -209,6 +209,36 @@ def test_answers_and_gradients_are_right_where_sequences_share_a_grid(
     assert ("dq" in launches.entries) == SEATS[name].has_gradients and have_shared_grids(launches)
 
 
+@pytest.mark.parametrize("name", ["causal", "far outside"])
+def test_one_kernel_for_few_keys_is_right_where_sequences_share_a_grid(
+    name: str, shared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, one_tile=True)
+    check(replace(SEATS[name], seqlens_k=tuple(min(keys, 100) for keys in SKEWED.seqlens_k)))
+    assert launches.entries == ["forward", "dkdv"] and have_shared_grids(launches)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "head_dim", "heads", "tile"),
+    [
+        (64, 32, 64, 1, 32),
+        (64, 33, 64, 1, 64),
+        (64, 128, 64, 1, 128),
+        (64, 129, 64, 1, 0),
+        (64, 64, 128, 1, 64),
+        (64, 65, 65, 1, 0),
+        (64, 64, 129, 1, 0),
+        (64, 0, 64, 1, 0),
+        (257, 64, 64, 159, 0),
+        (257, 64, 64, 160, 64),
+    ],
+)
+def test_one_tile_takes_few_keys_of_rows_that_are_few_or_of_many_heads(
+    rows: int, keys: int, head_dim: int, heads: int, tile: int
+) -> None:
+    assert grids.choose_one_tile(rows, keys, head_dim, heads, processors=40) == tile
+
+
 def test_sequences_share_a_grid_unasked_where_one_of_many_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, 75)
     lengths = (1, 0, 0, 2) * 30 + (300,)

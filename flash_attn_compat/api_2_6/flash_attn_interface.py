@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_attn_compat.api_2_6 import flash_attn_2_cuda as flash_attn_cuda
-from flash_attn_compat.flash_attn_interface import (
+from flash_attn_compat.flash_attn_interface import (  # noqa: F401  2.6 has them too
     FlashAttnFunc,
     FlashAttnKVPackedFunc,
     FlashAttnQKVPackedFunc,
@@ -28,29 +28,6 @@ from flash_attn_compat.flash_attn_interface import (
     flash_attn_with_kvcache,
     maybe_contiguous,
 )
-
-__all__ = [
-    "FlashAttnFunc",
-    "FlashAttnKVPackedFunc",
-    "FlashAttnQKVPackedFunc",
-    "FlashAttnVarlenFunc",
-    "FlashAttnVarlenKVPackedFunc",
-    "FlashAttnVarlenQKVPackedFunc",
-    "_flash_attn_backward",
-    "_flash_attn_forward",
-    "_flash_attn_varlen_backward",
-    "_flash_attn_varlen_forward",
-    "_get_block_size_n",
-    "flash_attn_cuda",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "maybe_contiguous",
-]
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 

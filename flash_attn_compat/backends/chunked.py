@@ -20,7 +20,7 @@ from flash_attn_compat.core import alibi
 from flash_attn_compat.core.arithmetic import lacks_tensor_cores
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.compilation import OptionallyCompiled
-from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.features import Feature, all_but
 from flash_attn_compat.core.kernel_layout import ready
 from flash_attn_compat.core.mask import ByDistance, Range
 from flash_attn_compat.core.varlen import Block, lse_dtype
@@ -30,7 +30,7 @@ _BMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
 
 class Chunked(BlockwiseBackend):
     name = "chunked"
-    capabilities = Capabilities(features=~(Feature.TRANSFORMS | Feature.BIAS))
+    capabilities = Capabilities(features=all_but(Feature.TRANSFORMS | Feature.BIAS))
 
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None

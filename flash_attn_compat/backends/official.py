@@ -22,13 +22,13 @@ from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
 from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, LaunchResult, window_arguments
 from flash_attn_compat.core.call import AttentionCall, Gradients
-from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.core.features import Feature, Traits, all_but
 
 
 class Official(FlashBackend):
     name = "official"
     capabilities = Capabilities(
-        features=~FLASH_UNSUPPORTED,
+        features=all_but(FLASH_UNSUPPORTED),
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(8, 0),

@@ -23,7 +23,7 @@ from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, argu
 from flash_attn_compat.core import alibi, cuda_capture, kernel_layout
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Result
 from flash_attn_compat.core.eight_bit import is_eight_bit
-from flash_attn_compat.core.features import Feature, Traits, split
+from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.core.mask import ByDistance, Mask, Range
 from flash_attn_compat.core.varlen import Block, lse_dtype
 
@@ -45,7 +45,7 @@ _MAX_MASKED_ROWS = 256
 
 class Sdpa(BlockwiseBackend):
     name = "sdpa"
-    capabilities = Capabilities(features=~_UNSUPPORTED, devices=frozenset({"cpu", "cuda", "mps", "xpu"}))
+    capabilities = Capabilities(features=all_but(_UNSUPPORTED), devices=frozenset({"cpu", "cuda", "mps", "xpu"}))
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         if traits.device_type == "cuda":

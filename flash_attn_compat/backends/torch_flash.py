@@ -15,7 +15,7 @@ from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, aten_oper
 from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, LaunchResult, window_arguments
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.call import AttentionCall, Gradients
-from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.features import Feature, all_but
 from flash_attn_compat.core.unwritten import packed_lse, padded_lse
 
 # PyTorch builds its kernels without ALiBi slopes, though the operator's schema has them. Deterministic gradients depend
@@ -31,7 +31,7 @@ _NEEDED_ARGUMENTS = {
 class TorchFlash(FlashBackend):
     name = "torch_flash"
     capabilities = Capabilities(
-        features=~_UNSUPPORTED,
+        features=all_but(_UNSUPPORTED),
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(8, 0),

@@ -48,6 +48,14 @@ class Feature(enum.IntFlag):
     EIGHT_BIT_CACHE = "keys and values of 8-bit floats"
 
 
+def all_but(refused: Feature) -> Feature:
+    """Return every feature up to EIGHT_BIT_CACHE except ``refused``. Backends that compute a later one add it by name.
+
+    A complement alone would list each new feature for backends that ignore it, and so compute wrong results.
+    """
+    return Feature((Feature.EIGHT_BIT_CACHE << 1) - 1) & ~refused
+
+
 def split(features: int) -> list[Feature]:
     """The single features in a combination, in declaration order."""
     return [feature for feature in Feature if features & feature]

@@ -22,13 +22,13 @@ def token_places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    """(batch, nheads, rows) as (nheads, total)."""
+    """Return a padded LSE (batch, nheads, rows) as a packed one (nheads, total)."""
     sequence, row = token_places(cu_seqlens, total)
     return lse[sequence, :, row.clamp_(max=lse.shape[2] - 1)].t()
 
 
 def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
-    """(nheads, total) as (batch, nheads, rows), contiguous; +inf behind the end of a sequence."""
+    """Return a packed LSE (nheads, total) as a padded one (batch, nheads, rows), contiguous; +inf after sequences."""
     tokens = cu_seqlens[:-1, None] + torch.arange(rows, device=lse.device)
     inside = tokens < cu_seqlens[1:, None]
     gathered = lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1)

@@ -73,6 +73,9 @@ struct StationaryTile {
   DEVICE i64 row_values(const Params &p) const { return b * p.lse_batch + first_head(p) * p.lse_head + seq.first_q; }
 };
 
+// Tiles that a dense mask hides are skipped, unless they need a dq of 0.
+constexpr bool SKIPS = BIAS && !WITH_DQ;
+
 // The streamed tiles [first, end) of a sequence, for each of `heads` heads.
 struct StreamedTiles {
   int b, row, head;   // the sequence, its first row, the first head
@@ -88,6 +91,7 @@ struct StreamedTiles {
         visible_keys(tile.first, min(tile.first + STATIONARY_ROWS, tile.rows), shift, rows, range.before, range.after);
     first = seen.first / STREAMED_ROWS;
     end = (seen.end + STREAMED_ROWS - 1) / STREAMED_ROWS;
+    if (WITH_DQ) first = 0, end = (rows + STREAMED_ROWS - 1) / STREAMED_ROWS;   // each row has a dq
   }
   // Address of a head's streamed rows; offset of their LSE and delta.
   DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const {
@@ -101,7 +105,7 @@ struct StreamedTiles {
 // Moves on to the next tile of the same or a later head that a dense mask does not hide.
 DEVICE void skip_hidden(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed, int &tile,
                         int &head) {
-  for (; BIAS && head < streamed.heads; tile = streamed.first, head++) {
+  for (; SKIPS && head < streamed.heads; tile = streamed.first, head++) {
     const DenseMask mask(p, stationary.b, stationary.first_head(p) + head);
     if (!KEYS_STATIONARY) tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary.first, tile, streamed.end);
     while (KEYS_STATIONARY && tile < streamed.end &&
@@ -110,6 +114,14 @@ DEVICE void skip_hidden(const Params &p, const StationaryTile &stationary, const
     if (tile < streamed.end) return;
   }
 }
+
+// Streamed operands on their way to shared memory. The QK and the VO tile take turns in `qk`, unless all are loaded at
+// once (WITH_DQ).
+struct StreamedLoads {
+  uint4 qk[larger(CopyStreamedQK::N, CopyStreamedVO::N)], vo[WITH_DQ ? CopyStreamedVO::N : 1],
+      out[WITH_DQ ? CopyStreamedVO::N : 1];
+  float row_value;   // of LSE or delta
+};
 
 struct Block {
   u32 stationary_qk[QK_IN_REGS ? D / 16 >> SPLIT_K : 1][MMA_M][4],
@@ -152,7 +164,7 @@ struct Block {
   DEVICE float load_row_value(const Params &p, const StreamedTiles &streamed, int tile, int head, int thread,
                               int zero) const {
     const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
-    if (!KEYS_STATIONARY || thread >= 2 * STREAMED_ROWS || row >= streamed.rows) return 0.f;
+    if (!KEYS_STATIONARY || thread >= LOADED_ROW_VALUES || row >= streamed.rows) return 0.f;
     return global_load((thread < STREAMED_ROWS ? p.lse : p.delta) + streamed.row_values(p, head, zero) + row);
   }
   // Stores the loaded element in the units of the scores. What follows from the load stands here, where the load has
@@ -161,7 +173,7 @@ struct Block {
                               int thread, int buffer) const {
     const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
     const bool is_lse = thread < STREAMED_ROWS;
-    if (!KEYS_STATIONARY || thread >= 2 * STREAMED_ROWS) return;
+    if (!KEYS_STATIONARY || thread >= LOADED_ROW_VALUES) return;
     if (row >= streamed.rows) x = is_lse ? POS_INF : 0.f;
     else if (is_lse)
       x = row_lse(p, x - bias_top(p, streamed.b, streamed.head + head, row), row, -streamed.shift, slope);
@@ -179,22 +191,35 @@ struct Block {
     else recompute_probabilities<true>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
   }
 
+  // WITH_DQ: starts to load the operands of a tile. So a block waits for memory once: for its first tile while it loads
+  // its own rows, for others while it computes.
+  DEVICE void load_all(const Params &p, StreamedLoads &loads, const StreamedTiles &streamed, int tile, int head,
+                       int thread, int zero) const {
+    load(p, loads.qk, p.q, p.q_s, streamed, tile, head, p.head_dim, CopyStreamedQK(thread), 0, zero);
+    load(p, loads.vo, p.dout, p.dout_s, streamed, tile, head, p.head_dim_v, CopyStreamedVO(thread), 0, zero);
+    load(p, loads.out, p.out, p.out_s, streamed, tile, head, p.head_dim_v, CopyStreamedVO(thread), 0, zero);
+    loads.row_value = load_row_value(p, streamed, tile, head, thread, zero);
+  }
+
   // Lines 6 to 15 of Algorithm 2: grad_qk += dS times the streamed QK operand; in dkdv also grad_vo += P times the
   // streamed VO operand.
   DEVICE void main_loop(const Params &p, const StationaryTile &stationary_tile, const StreamedTiles &streamed,
-                        GradientQK &grad_qk, GradientVO &grad_vo) {
+                        StreamedLoads &loads, GradientQK &grad_qk, GradientVO &grad_vo) {
     const int b = stationary_tile.b, head = stationary_tile.first_head(p);
     const Strides &qk_strides = Roles::streamed_qk_strides(p), &vo_strides = Roles::streamed_vo_strides(p);
     const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
     int tile = streamed.first, this_head = 0;
     const auto skip = [&] { skip_hidden(p, stationary_tile, streamed, tile, this_head); };
     skip();
-    int steps = BIAS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
-    uint4 staged[larger(CopyStreamedQK::N, CopyStreamedVO::N)];   // the QK and the VO tile take turns
+    int steps = SKIPS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
+    uint4 *const staged = loads.qk, *const staged_vo = WITH_DQ ? loads.vo : loads.qk;
+    float &row_value = loads.row_value;
     if (steps) {
-      load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
-           shared + QK_TILES_AT, 0);
-      const float row_value = load_row_value(p, streamed, tile, this_head, threadIdx.x, 0);
+      if (!WITH_DQ) {
+        load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
+             shared + QK_TILES_AT, 0);
+        row_value = load_row_value(p, streamed, tile, this_head, threadIdx.x, 0);
+      }
       CopyStreamedQK(threadIdx.x).store(staged, shared + QK_TILES_AT, qk_scale);
       store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), threadIdx.x, 0);
     }
@@ -207,7 +232,7 @@ struct Block {
       // Compiler steering: streamed addresses are recomputed where they would take too many registers.
       const int anew = D > 64 && D < 128 ? zero : 0;
       const int buffer = step & 1, side = side_of(thread), half = EXCHANGES ? side & 1 : 0,
-                first = tile * STREAMED_ROWS, seen = first + half * SCORED_ROWS;
+                first = tile * STREAMED_ROWS, seen = first + half * SCORED_ROWS, scored_head = this_head;
       const u32 qk_tile = shared + QK_TILES_AT + buffer * QK_TILE_BYTES +
                           half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutQK::ROW_BYTES,
                 vo_tile = shared + VO_TILE_AT + half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutVO::ROW_BYTES;
@@ -231,8 +256,9 @@ struct Block {
       const bool sees = !LOCAL || range.sees_some(first) || (EXCHANGES && range.sees_some(first + SCORED_ROWS));
       const bool active = !LOCAL && (KEYS_STATIONARY || D > 128) ? zero == 0 : sees;
       const DenseMask mask(p, b, head + this_head);
-      load(p, staged, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
-           shared + VO_TILE_AT, anew);
+      if (!WITH_DQ)
+        load(p, staged_vo, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
+             shared + VO_TILE_AT, anew);
       Scores S;
       Packed P;
       float dP[AT_ONCE][MMA_M][4];
@@ -248,14 +274,15 @@ struct Block {
         if (SPLIT_K) store_partial_scores(S, partials_at(shared, true, buffer, thread), side);
         else recompute();
       }
-      CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT, vo_scale);
+      CopyStreamedVO(thread).store(staged_vo, shared + VO_TILE_AT, vo_scale);
+      if (WITH_DQ) store_delta(p, streamed, first, this_head, loads, buffer, thread);
       __syncthreads();
       if (++tile == streamed.end) tile = streamed.first, this_head++;
       skip();
-      if (BIAS) steps = step + 1 + (this_head < streamed.heads);
+      if (SKIPS) steps = step + 1 + (this_head < streamed.heads);
       const bool last = step + 1 == steps;
-      float row_value;
-      if (!last) {
+      if (!last && WITH_DQ) load_all(p, loads, streamed, tile, this_head, thread, anew);
+      if (!last && !WITH_DQ) {
         load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(thread),
              shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, anew);
         row_value = load_row_value(p, streamed, tile, this_head, thread, anew);
@@ -273,8 +300,12 @@ struct Block {
           if (SPLIT_K) store_partial_scores(dP, partials_at(shared, false, buffer, thread), side);
           else compute_ds(dS, S + n, dP, stationary, rows_at + n * 32, p.dropout_scale, ds_exponent);
           if (SPLIT_N) store_half(dS, exchange_at(shared, KEYS_STATIONARY, thread, side));
+          if (WITH_DQ) store_ds(dS, shared, thread, n);
           if (!SPLIT_K) accumulate<AT_ONCE>(grad_qk, dS, qk_transposed, n);
         }
+      } else if (WITH_DQ) {
+        const u32 none[MMA_N][MMA_M][2] = {};
+        store_ds(none, shared, thread, 0);
       }
       if (SPLIT_K) {
         __syncthreads();
@@ -298,7 +329,55 @@ struct Block {
                         buffer ^ 1);
       }
       __syncthreads();
+      if (WITH_DQ) {
+        u16 *const out = row_at(p.dq, p.dq_s, b, streamed.row + first, streamed.head + scored_head);
+        write_dq(p, out, streamed.rows - first, stationary_tile.rows, QK_TILES_AT + buffer * QK_TILE_BYTES, thread);
+      }
     }
+  }
+
+  // WITH_DQ: finds delta of a tile of queries, from `first` on, as delta.cu does. Neighbouring threads share a row.
+  DEVICE void store_delta(const Params &p, const StreamedTiles &queries, int first, int head,
+                          const StreamedLoads &loads, int buffer, int thread) const {
+    typedef CopyStreamedVO Copy;
+    static_assert(!WITH_DQ || Copy::SIDES == 1, "a row's threads are neighbours");
+    const Copy copy(thread);
+    const u32 row_values = shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + copy.row * 4;
+    UNROLLED(i, WITH_DQ ? Copy::N / Copy::PASSES : 0) {
+      float sum = 0.f;
+      UNROLLED(j, Copy::PASSES)
+        sum += product_of_chunks(loads.out[i * Copy::PASSES + j], loads.vo[i * Copy::PASSES + j]);
+      sum = sum_of<Copy::LANES>(sum);
+      const int step = Copy::row_step(i * Copy::PASSES), row = first + copy.row + step;
+      if (copy.chunk) continue;
+      if (row < queries.rows) {
+        const i64 at = queries.row_values(p, head, 0) + row;
+        if (p.dlse) sum -= global_load(p.dlse + at);
+        if (shared_load_float(row_values + step * 4) == POS_INF) sum = 0.f;   // the row sees no key
+        global_store(p.delta + at, sum);
+      }
+      shared_store_float(row_values + (STREAMED_ROWS + step) * 4, -sum);
+    }
+  }
+
+  // WITH_DQ: writes dq of a tile of `rows` queries from dS and K, through `place` in shared memory. NaN if the caller's
+  // max_seqlen_k was too small, so that the block lacks some of `keys`.
+  DEVICE void write_dq(const Params &p, u16 *out, int rows, int keys, u32 place, int thread) const {
+    const int warp = thread >> 5, first_row = warp % ROW_WARPS * 16, side = warp / ROW_WARPS;
+    if (side >= COLUMN_WARPS) return;
+    const u32 ds_at = LayoutDS::along(shared + DS_AT + LayoutDS::b_operand_at(thread), first_row / 8),
+              keys_at = LayoutQK::along(shared + LayoutQK::b_operand_at(thread), side * 2);
+    float dq[D / 8 / COLUMN_WARPS][1][4];
+    set_zero(dq);
+    UNROLLED(k, STATIONARY_ROWS / 16) {
+      u32 ds[1][4];
+      ldmatrix_transposed(ds[0], ds_at + k * 16 * LayoutDS::ROW_BYTES);
+      accumulate_16<COLUMN_WARPS>(dq, ds, keys_at, k * 16);
+    }
+    const float scale = keys <= STATIONARY_ROWS ? p.softmax_scale : __int_as_float(0x7fffffff);
+    const float factor[1][2] = {{scale, scale}};
+    write_rows<COLUMN_WARPS>(dq, factor, shared + place + first_row * LayoutQK::ROW_BYTES, first_row, out, p.dq_s.row,
+                             rows, p.head_dim, side);
   }
 
   // Writes a gradient times `scale` and 2^exponent to its rows, through shared memory. In two factors, since 2^exponent

@@ -110,20 +110,25 @@ struct ScoreParams {
 // ---- c += P or dS times a streamed tile. On Turing the addresses are those of product(), so that registers hold them
 // once: transposed, blocks and steps swap places. m16n8k16 wants its two steps in neighbouring registers, which another
 // order of addresses gives for free.
+// accumulate_16 takes 16 rows of the tile, from `row` on; SPLIT warps share its channels.
+template <int SPLIT, int C, int M>
+DEVICE void accumulate_16(float (&c)[C][M][4], const u32 (&a)[M][4], u32 tile_at, int row) {
+  typedef Layout<C * 8 * SPLIT> L;
+#pragma unroll
+  for (int n = 0; n < C; n += 2) {
+    u32 b[4];
+    ldmatrix_transposed(b, L::along(tile_at, n * SPLIT) + row * L::ROW_BYTES);
+    const u32 swapped[4] = {b[0], b[MMA_K16 ? 1 : 2], b[MMA_K16 ? 2 : 1], b[3]};
+    multiply<M>(c[n], c[n + 1], a, swapped);
+  }
+}
 template <int N, int C>
 DEVICE void accumulate(float (&c)[C][MMA_M][4], const u32 (*a)[MMA_M][2], u32 tile_at, int first = 0) {
-  typedef Layout<C * 8 * CHANNEL_WARPS> L;
   UNROLLED(k, N / 2) {
     u32 both[MMA_M][4];
     UNROLLED(m, MMA_M)
       UNROLLED(i, 4) both[m][i] = a[2 * k + i / 2][m][i % 2];
-#pragma unroll
-    for (int n = 0; n < C; n += 2) {
-      u32 b[4];
-      ldmatrix_transposed(b, L::along(tile_at, n * CHANNEL_WARPS) + (first + 2 * k) * 8 * L::ROW_BYTES);
-      const u32 swapped[4] = {b[0], b[MMA_K16 ? 1 : 2], b[MMA_K16 ? 2 : 1], b[3]};
-      multiply<MMA_M>(c[n], c[n + 1], both, swapped);
-    }
+    accumulate_16<CHANNEL_WARPS>(c, both, tile_at, (first + 2 * k) * 8);
   }
 }
 

@@ -28,6 +28,16 @@ DEVICE float bits_to_float(u16 x) {
   return TYPE == 0 ? half_to_float(x) : __int_as_float((u32)x << 16);
 }   // of the caller's dtype
 
+// out * dout, summed over 8 channels.
+DEVICE float product_of_pairs(u32 a, u32 b) {
+  return fmaf(bits_to_float((u16)a), bits_to_float((u16)b),
+              bits_to_float((u16)(a >> 16)) * bits_to_float((u16)(b >> 16)));
+}
+DEVICE float product_of_chunks(const uint4 &a, const uint4 &b) {
+  return product_of_pairs(a.x, b.x) + product_of_pairs(a.y, b.y) + product_of_pairs(a.z, b.z) +
+         product_of_pairs(a.w, b.w);
+}
+
 // Rounds two floats to the caller's dtype.
 DEVICE u32 pack_out(float a, float b) {
   if (TYPE != 2) return pack(a, b);

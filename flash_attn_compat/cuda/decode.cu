@@ -21,8 +21,9 @@ constexpr bool Q_IN_REGISTERS = W == 64 || (W == 128 && !CONVERTS);
 
 // ---- Loads of keys and values
 
-// New keys are read where they come from, unless they are rotated or quantised: then from the cache, once written.
-constexpr bool READS_NEW = APPEND && !CACHE;
+// New keys are read where they come from, unless they are rotated or quantised: then from the cache, once written. So
+// are those of the widest heads, for which the kernel has no registers left.
+constexpr bool READS_NEW = APPEND && !CACHE && D <= 256;
 DEVICE bool reads_new(const Params &p) { return READS_NEW && !p.rotary_dim; }
 
 // The keys or the values of one head of a sequence: of its cache, and for new slots those that come with the call.

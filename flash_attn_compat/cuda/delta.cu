@@ -8,11 +8,6 @@
 constexpr int THREADS = 256, LANES = D > 256 ? 32 : D / 8, SHARES = D / 8 / LANES, PASSES = 4 / SHARES,
               ROWS = PASSES * THREADS / LANES;   // SHARES: chunks of a row for each lane
 
-DEVICE float product_of_pairs(u32 a, u32 b) {
-  return fmaf(bits_to_float((u16)a), bits_to_float((u16)b),
-              bits_to_float((u16)(a >> 16)) * bits_to_float((u16)(b >> 16)));
-}
-
 // Maxima over all rows of a lane.
 struct Largest {
   int of_dout;
@@ -39,8 +34,7 @@ DEVICE void find(const Params &p, const Sequence &seq, int b, int head, int tile
     float share = 0.f;
     UNROLLED(j, SHARES) {
       const uint4 &a = x[i][j], &b = y[i][j];
-      share += product_of_pairs(a.x, b.x) + product_of_pairs(a.y, b.y) + product_of_pairs(a.z, b.z) +
-               product_of_pairs(a.w, b.w);
+      share += product_of_chunks(a, b);
       largest.of_dout = finite_magnitude(largest.of_dout, b);
     }
     const float of_lse = p.dlse && row < seq.seqlen_q ? global_load(p.dlse + values + row) : 0.f;

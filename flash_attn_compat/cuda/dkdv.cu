@@ -1,5 +1,5 @@
 // dk and dv of one tile of keys, summed over the query heads of its group: Algorithm 2, whose outer loop over keys is
-// the grid.
+// the grid. WITH_DQ: the tile has all keys of its sequence, and the kernel finds delta and dq, too.
 //
 // Where key heads are few, p.splits blocks share the heads of a group; the last block adds up their gradients in order.
 //
@@ -67,6 +67,7 @@ DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   return true;
 }
 
+// SPLIT_R: a warp has one of the two.
 DEVICE bool add_splits(const Params &p, GradientQK &grad) {
   if (p.splits == 1) return true;
   const StationaryTile keys(p, blockIdx.x + p.zero);
@@ -81,6 +82,24 @@ DEVICE bool add_splits(const Params &p, GradientQK &grad) {
   return true;
 }
 
+// WITH_DQ: the rows of dq that no tile of keys writes become 0: tokens outside of all sequences (b = batch), and the
+// queries of a sequence without keys, whose delta is 0.
+DEVICE void clear_dq(const Params &p, const StationaryTile &keys) {
+  int first = keys.seq.first_q, end = first + keys.seq.seqlen_q, behind = 0, last = 0;
+  if (keys.b == p.batch) {
+    first = 0, end = clamp(global_load(p.cu_seqlens_q), 0, p.total_q), last = p.total_q;
+    behind = clamp(global_load(p.cu_seqlens_q + p.batch), end, last);
+  }
+  const i64 batch = keys.b == p.batch ? 0 : keys.b * p.dq_s.batch;
+  for (int i = keys.tile; i < end - first + last - behind; i += keys.tiles) {
+    u16 *row = p.dq + batch + (i64)(i < end - first ? first + i : behind + i - (end - first)) * p.dq_s.row;
+    for (int c = threadIdx.x; c < p.head_dim * keys.heads(p); c += THREADS)
+      global_store2(row + (i64)(keys.first_head(p) + c / p.head_dim) * p.dq_s.head + c % p.head_dim, 0);
+    for (int head = threadIdx.x; keys.b < p.batch && head < keys.heads(p); head += THREADS)
+      global_store(p.delta + keys.row_values(p) + head * p.lse_head + i, 0.f);
+  }
+}
+
 KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   SHARED_MEMORY
   const StationaryTile keys(p, blockIdx.x);
@@ -88,6 +107,7 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
     mark_missing(p, p.dk, p.dk_s, p.head_dim, keys), mark_missing(p, p.dv, p.dv_s, p.head_dim_v, keys);
   clear_unused(p, p.dk, p.dk_s, p.head_dim, keys);
   clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
+  if (WITH_DQ && (keys.b == p.batch || keys.rows == 0)) clear_dq(p, keys);
   if (keys.b == p.batch || keys.left <= 0) return;
 
   const Exponents e(p, keys.b, keys.head);
@@ -97,6 +117,8 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   CopyStationaryVO(threadIdx.x).load_stationary(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
   Block block(p, SHARED_BASE, e);
   const StreamedTiles queries(p, keys);
+  StreamedLoads loads;
+  if (WITH_DQ) block.load_all(p, loads, queries, 0, 0, threadIdx.x, 0);
   const int exponent = exponent_of_ds(p, e, 32768.f, delta);
   block.delta_exponent = e.v + e.dout + exponent;
   UNROLLED(m, MMA_M)
@@ -114,8 +136,7 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   if (!add_splits(p, grad)) return;
   if (side_of(threadIdx.x)) write_dk(p, block, grad);
   else write_dv(p, block, grad);
-  return;
-#endif
+#else
   block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, k, e.k);
   block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, v, e.v);
 
@@ -126,9 +147,11 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
 #if STAGES
   staged_loop(block, p, keys, queries, dk, dv);
 #else
-  block.main_loop(p, keys, queries, dk, dv);
+  block.main_loop(p, keys, queries, loads, dk, dv);
 #endif
+  if (WITH_DQ) __syncthreads();   // K is no longer read
   if (!add_splits(p, dk, dv)) return;
   write_dv(p, block, dv);
   write_dk(p, block, dk);
+#endif
 }

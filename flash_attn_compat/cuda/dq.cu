@@ -89,7 +89,8 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
 #if STAGES
   staged_loop(block, p, queries, keys, dq, unused);
 #else
-  block.main_loop(p, queries, keys, dq, unused);
+  StreamedLoads loads;
+  block.main_loop(p, queries, keys, loads, dq, unused);
 #endif
   const StationaryTile again(p, blockIdx.x + p.zero);
   const Exponents same(p, again.b, again.head_k(p));

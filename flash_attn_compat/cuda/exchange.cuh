@@ -5,16 +5,18 @@
 #include "backward_scores.cuh"
 
 // Layout of shared memory in bytes: stationary operands that are not in registers; two tiles of the streamed QK operand
-// and one of the VO operand; LSE and delta of streamed queries, twice; exchanged halves; partial sums.
+// and one of the VO operand (STAGES: QK_SLOTS and VO_SLOTS); LSE and delta of each QK tile; exchanged halves, or P of
+// SPLIT_R; partial sums.
 constexpr u32 STATIONARY_VO_AT = QK_IN_REGS ? 0 : STATIONARY_ROWS * LayoutQK::ROW_BYTES,
               QK_TILES_AT = STATIONARY_VO_AT + (VO_IN_REGS ? 0 : STATIONARY_ROWS * LayoutVO::ROW_BYTES);
-constexpr u32 QK_TILE_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, VO_TILE_AT = QK_TILES_AT + larger(STAGES, 2) * QK_TILE_BYTES;
-constexpr int VO_SLOTS = !STAGES ? 1 : SPLIT_R ? 2 : STAGES;
-constexpr u32 VO_TILE_BYTES = STREAMED_ROWS * LayoutVO::ROW_BYTES;
+constexpr int QK_SLOTS = larger(STAGES, 2), VO_SLOTS = !STAGES ? 1 : SPLIT_R ? 2 : STAGES;
+constexpr u32 QK_TILE_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, VO_TILE_BYTES = STREAMED_ROWS * LayoutVO::ROW_BYTES,
+              VO_TILE_AT = QK_TILES_AT + QK_SLOTS * QK_TILE_BYTES;
 constexpr u32 ROW_VALUES_AT = VO_TILE_AT + VO_SLOTS * VO_TILE_BYTES;
 
 // Where a warp stores its half of a tile's P (`which` 0) or dS (`which` KEYS_STATIONARY) for its partner.
-constexpr u32 HALVES_AT = ROW_VALUES_AT + (KEYS_STATIONARY ? STREAMED_ROWS * 8 * larger(STAGES, 2) : 0), HALF_BYTES = MMA_N * MMA_M * 256;
+constexpr u32 HALVES_AT = ROW_VALUES_AT + (KEYS_STATIONARY ? STREAMED_ROWS * 8 * QK_SLOTS : 0),
+              HALF_BYTES = MMA_N * MMA_M * 256;
 DEVICE u32 exchange_at(u32 shared, int which, int thread, int side) {
   return shared + HALVES_AT + ((which * GROUPS + group_of(thread)) * SPLIT_WARPS + side) * HALF_BYTES +
          (thread & 31) * 4;
@@ -58,4 +60,25 @@ DEVICE void add_partial_scores(float (*c)[MMA_M][4], u32 at, int side) {
     add_partial(others, at + (((side ^ 3) * SPLIT_K + 1) * MMA_M + m) * 512);
     UNROLLED(e, 4) c[0][m][e] += others[e];
   }
+}
+
+// ---- WITH_DQ: a block of dkdv holds all keys of its sequence, and so finds dq too: its warps store dS^T of a tile, a
+// row for each key, and multiply it by K, 16 queries each. COLUMN_WARPS of them share queries, and take every
+// COLUMN_WARPS-th 16 channels each.
+// Before, they find delta. So no other kernel has a part in the backward.
+typedef Layout<STREAMED_ROWS> LayoutDS;
+// Of a tile's LSE and delta, those that are loaded.
+constexpr int LOADED_ROW_VALUES = (WITH_DQ ? 1 : 2) * STREAMED_ROWS;
+constexpr u32 DS_AT = HALVES_AT;
+constexpr int ROW_WARPS = STREAMED_ROWS / 16,
+              COLUMN_WARPS = WARPS / ROW_WARPS <= LayoutQK::SPREAD / 2 ? WARPS / ROW_WARPS : 1;
+static_assert(!WITH_DQ || (KEYS_STATIONARY && TYPE == 0 && !EXCHANGES && !MMA_K16 && !QK_IN_REGS), "dq needs K");
+static_assert(!WITH_DQ || WARPS % ROW_WARPS == 0, "warps share out 16 queries each");
+
+// Stores blocks of dS from `first` on.
+template <int N> DEVICE void store_ds(const u32 (&dS)[N][MMA_M][2], u32 shared, int thread, int first) {
+  const u32 at = shared + DS_AT + LayoutDS::at(group_of(thread) * WARP_ROWS + (thread >> 2 & 7), 0) + (thread & 3) * 4;
+  UNROLLED(n, N)
+    UNROLLED(m, MMA_M)
+      UNROLLED(r, 2) shared_store(LayoutDS::along(at, first + n) + (m * 16 + r * 8) * LayoutDS::ROW_BYTES, dS[n][m][r]);
 }

@@ -26,6 +26,8 @@ typedef TileCopy<THREADS, BLOCK_M, D> CopyQ;
 typedef TileCopy<THREADS, BLOCK_N, D> CopyK;
 typedef TileCopy<THREADS, BLOCK_N, DV> CopyV;
 
+// Tiles of K and V in shared memory. STAGES: as in stages.cuh; V is read once more by warps that lag.
+constexpr int K_SLOTS = STAGES ? 2 : 1, V_SLOTS = larger(STAGES, 1);
 constexpr u32 K_BYTES = BLOCK_N * LayoutQK::ROW_BYTES, V_BYTES = BLOCK_N * LayoutV::ROW_BYTES;   // of a tile
 typedef MaskRange<WARP_ROWS, BLOCK_N> WarpRange;
 
@@ -147,7 +149,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const CopyV copy_v(thread);
   const u32 shared = SHARED_BASE, q_tile = shared,
             k_tile = QK_IN_REGS ? shared : shared + BLOCK_M * LayoutQK::ROW_BYTES,
-            v_tile = k_tile + larger(1, STAGES > 1 ? 2 : 1) * K_BYTES;
+            v_tile = k_tile + K_SLOTS * K_BYTES;
   const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
               v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
   // K and V take turns in `staged`. 8-bit tiles are half as large: there both have a place, for tiles that are loaded
@@ -190,7 +192,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       LayoutQK::along(q_tile + LayoutQK::a_operand_at(lane) + warp * WARP_ROWS * LayoutQK::ROW_BYTES, side * 2);
   const u32 k_at = LayoutQK::along(k_tile + LayoutQK::b_operand_at(lane), side * 2),
             v_at = LayoutV::along(v_tile + LayoutV::a_operand_at(lane), side * 2);
-  const u32 partials_at = v_tile + larger(1, STAGES) * V_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
+  const u32 partials_at = v_tile + V_SLOTS * V_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
 
   copy_q.store_converted(q_staged, q_tile, q_scale);
   __syncthreads();

@@ -123,9 +123,9 @@ def choose_fallback(refusing: Backend, call: AttentionCall, refusal: CallRefused
 
 
 def choose_unforced(call: AttentionCall) -> Backend:
-    """As ``choose_backend``, without regard to a forced backend.
+    """Return the first backend that can compute a call, even if the user forces another one.
 
-    For gradients of softmax_lse and gradients to differentiate again, which the backend of the forward may lack.
+    Backwards need it whose features the forced backend may lack: gradients of softmax_lse, and of gradients.
     """
     return _decide(call, heeds_name=False)
 

@@ -50,8 +50,9 @@ def attention(
     if attention_mask is not None:
         return _padded(q, k, v, attention_mask, options), None
     lengths: Any = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if cu_seq_lens_q is None and position_ids is not None:
-        lengths = _find_lengths(position_ids, q, k)
+    if cu_seq_lens_q is None and position_ids is not None and _may_be_packed(position_ids, q, k):
+        _, cu_seqlens, longest = _find_sequences(position_ids)
+        lengths = cu_seqlens, cu_seqlens, longest, longest
     if lengths[0] is not None:
         packed: Any = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *lengths, **options)
         return packed.unflatten(0, q.shape[:2]), None
@@ -108,12 +109,9 @@ class _Packed(NamedTuple):
 _cache = WeakTensorKeyDictionary()  # by position_ids: (key, _Packed)
 
 
-def _find_lengths(position_ids: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Return cu_seqlens and longest lengths, of queries and keys, or None and 0 if the row is one sequence."""
-    if q.shape[0] != 1 or q.shape[1] != k.shape[1] or position_ids.shape != q.shape[:2] or q.shape[1] == 1:
-        return None, None, 0, 0
-    packed = _find_sequences(position_ids)
-    return packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest
+def _may_be_packed(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Whether several sequences may share one row: there is one, of all queries and keys, not a step over a cache."""
+    return q.shape[0] == 1 and q.shape[1] == k.shape[1] > 1 and position_ids.shape == q.shape[:2]
 
 
 def _find_sequences(position_ids: Tensor) -> _Packed:

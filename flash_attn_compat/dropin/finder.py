@@ -40,13 +40,10 @@ class MirrorFinder(importlib.abc.MetaPathFinder):
         source = importlib.util.find_spec(source_name(below, stand_in_api()))
         if source is None:
             return None
-        folders = source.submodule_search_locations
-        loader = MirrorLoader(source.name)
-        spec = importlib.machinery.ModuleSpec(fullname, loader, origin=source.origin, is_package=folders is not None)
-        spec.has_location = source.has_location
-        if folders is not None:
-            spec.submodule_search_locations = list(folders)
-        return spec
+        return importlib.util.spec_from_file_location(
+            fullname, source.origin, loader=MirrorLoader(source.name),
+            submodule_search_locations=source.submodule_search_locations,
+        )  # fmt: skip
 
 
 class MirrorLoader(importlib.abc.Loader):

@@ -162,11 +162,8 @@ def _local_device(count: int) -> int:
 
 
 def _replace_raw_functions(ours: ModuleType, undo: ExitStack) -> None:
-    loaded = sys.modules.get(EXTENSION)
-    if loaded is None:
-        sys.modules[EXTENSION] = ours
-        return
-    for name in RAW_FUNCTIONS:
+    loaded = sys.modules.setdefault(EXTENSION, ours)
+    for name in RAW_FUNCTIONS if loaded is not ours else ():
         set_attribute(loaded, name, getattr(ours, name), undo)
 
 

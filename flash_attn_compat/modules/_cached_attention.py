@@ -87,7 +87,7 @@ class CachedAttention(nn.Module):
         return rotates and self.use_flash_attn
 
     def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
-        """kv (batch, seqlen, 2, nheads_k, headdim) into this layer's cache; see the function of the same name."""
+        """Write kv (batch, seqlen, 2, nheads_k, headdim) into this layer's cache; returns the cache's tokens so far."""
         assert self.layer_idx is not None, "Generation requires layer_idx in the constructor"
         return _update_kv_cache(kv, inference_params, self.layer_idx)
 

@@ -7,15 +7,15 @@ transforms see PyTorch's operators; efficient.py serves the efficient ones that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn_compat.core.call import Scalars
-from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.prepared import PLAIN, Tensors
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on
 from flash_attn_compat.dispatch.choice import served
@@ -29,13 +29,14 @@ from flash_attn_compat.torch_sdpa.policy import (
     check_size,
     check_tensors,
     dtype_reason,
+    has_flash,
 )
 
 NAME = "scaled_dot_product_attention"
 # The kernels round the probability to keep a key to 1/256, but not the factor 1 / (1 - dropout_p): at 0.9, answers are
 # 1.6 % too large on average, at 0.999 four times as large as they should be.
 MOST_DROPOUT = 0.9
-BROADCAST = "batches or heads are broadcast"
+BROADCAST = "batches or heads are broadcast"  # no reason to decline: see decline_reason
 _is_deterministic = torch._C._get_deterministic_algorithms
 _has_efficient, _has_flash = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_flash_sdp_enabled
 _has_formula = torch._C._get_math_sdp_enabled
@@ -46,6 +47,19 @@ _FORMULA, _FLASH, _EFFICIENT = (
 _order: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", lambda: [_FLASH, _EFFICIENT, _FORMULA])
 
 
+class SdpaCall(NamedTuple):
+    """The operator's arguments, by its names. query, key, value: (batch, heads, rows or keys, channels)"""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
 def make_operator(override: Override) -> Callable[..., Tensor]:
     """Return the operator for the override's device. PyTorch's dispatcher leaves out arguments with default values."""
 
@@ -53,24 +67,26 @@ def make_operator(override: Override) -> Callable[..., Tensor]:
         policy = override.policy
         if policy is None:
             return graphs.trace(*arguments, **named)
-        q, k, v = arguments[:3]
+        call = SdpaCall(*arguments, **named)
         if (  # a tensor subclass, a dispatch mode, a trace or a transform must see PyTorch's own operators
-            type(q) not in PLAIN
-            or type(k) not in PLAIN
-            or type(v) not in PLAIN
+            type(call.query) not in PLAIN
+            or type(call.key) not in PLAIN
+            or type(call.value) not in PLAIN
             or count_modes()
             or tracing_state() is not None
             or transforms_are_on()
             or forward_ad._current_level >= 0
         ):
-            return graphs.trace(*_repeat_keys_in_graphs(policy, *arguments, **named), **named)
-        reason, expanded = decline_reason(policy, *arguments, **named), arguments
+            k, v = _repeat_keys_in_graphs(policy, call)
+            return graphs.trace(call.query, k, v, *arguments[3:], **named)
+        reason = decline_reason(policy, call)
         if reason is BROADCAST:
-            reason, expanded = None, (*_broadcast(q, k, v, **named), *arguments[3:])
-        if reason is None or is_explaining():
-            out = _run_fused(reason, *expanded, **named)
-            if out is not None:
-                return out
+            reason, call = None, _broadcast(call)
+        if is_explaining():
+            bridge.explain([reason] if reason else bridge.decline_reasons(*_as_flash(call)))
+        out = None if reason else _run_fused(call)
+        if out is not None:
+            return out
         served[bridge.PYTORCH] += 1
         before, DECIDED.yet = DECIDED.yet, True  # as_decided, inlined to save the time of its frame
         try:
@@ -81,17 +97,15 @@ def make_operator(override: Override) -> Callable[..., Tensor]:
     return attention
 
 
-def decline_reason(
-    policy: Policy, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> str | None:  # fmt: skip
-    """Return the reason to leave a call to PyTorch, or None; the kernels' own reasons come later. Shapes as PyTorch's.
+def decline_reason(policy: Policy, call: SdpaCall) -> str | None:
+    """Return the reason to leave a call to PyTorch, or None; the kernels' own reasons come later.
 
     BROADCAST means: to be served once ``_broadcast`` has expanded its tensors.
 
     A declined call pays for every check, so the checks that decide most calls come first. With dropout, every call
     counts as recorded: its recomputation under a checkpoint must drop the same.
     """
+    q, k, v, attn_mask, dropout_p, is_causal, _, enable_gqa = call
     dtype = q.dtype
     if dtype not in HALF:
         return dtype_reason(dtype)
@@ -100,7 +114,7 @@ def decline_reason(
     (batch, heads, rows, width), (batch_k, heads_k, keys, width_k) = q.shape, k.shape
     # PyTorch has no fused kernel for these before 8.0, so ours is faster at any size.
     goes_to_formula = heads != heads_k or batch != batch_k or dtype is torch.bfloat16
-    is_always_faster = goes_to_formula and not (policy.always and bridge.has_flash(q.device))
+    is_always_faster = goes_to_formula and not (policy.always and has_flash(q.device))
     drops = dropout_p != 0.0
     is_recorded = drops or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
     reason = check_size(policy, q, rows, keys, batch * heads * width, attn_mask, is_recorded, is_always_faster)
@@ -121,9 +135,10 @@ def decline_reason(
     is_grouped = enable_gqa and heads_k > 0 and heads % heads_k == 0
     fits = batch == batch_k == batch_v and heads_k == heads_v and (heads == heads_k or is_grouped)
     if not fits:
-        if not _can_broadcast(q, k, v, enable_gqa):
+        sizes = _broadcast_sizes(call)
+        if sizes is None:
             return "batch sizes or numbers of heads do not broadcast"
-        batch, heads = max(batch, batch_k, batch_v), heads if enable_gqa else max(heads, heads_k, heads_v)
+        batch, heads = sizes
     if attn_mask is not None:
         reason = check_mask(attn_mask, q, (batch, heads, rows, keys), drops)
     return reason or (None if fits else BROADCAST)
@@ -141,89 +156,76 @@ def _allows_fused() -> bool:
     return False
 
 
-def _can_broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
-    """Whether the plain formula would broadcast the tensors: sizes are equal or 1, or heads are grouped."""
-    batches, heads = {x.shape[0] for x in (q, k, v)} - {1}, {x.shape[1] for x in (q, k, v)} - {1}
-    if enable_gqa:
-        heads_k = k.shape[1]
-        return len(batches) < 2 and heads_k == v.shape[1] > 0 and q.shape[1] % heads_k == 0
-    return len(batches) < 2 and len(heads) < 2
+def _broadcast_sizes(call: SdpaCall) -> tuple[int, int] | None:
+    """Return the batch size and query heads to which the plain formula broadcasts a call; None if it refuses it."""
+    batches, all_heads = zip(*(x.shape[:2] for x in call[:3]))
+    batch, heads = _broadcast_size(batches), _broadcast_size(all_heads)
+    if call.enable_gqa:
+        given, heads_k, heads_v = all_heads
+        heads = given if heads_k == heads_v > 0 and given % heads_k == 0 else None
+    return None if batch is None or heads is None else (batch, heads)
 
 
-def _broadcast(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, enable_gqa: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def _broadcast_size(sizes: Collection[int]) -> int | None:
+    """Return the size to which axes of these sizes are broadcast; None if they differ or one of them is empty."""
+    largest = max(sizes)
+    return largest if {*sizes} <= {1, largest} else None
+
+
+def _broadcast(call: SdpaCall) -> SdpaCall:
     """Expand q, k and v to one batch size, k and v to the same heads, and q to a multiple of these."""
-    batch = max(x.shape[0] for x in (q, k, v))
-    heads = q.shape[1] if enable_gqa else max(x.shape[1] for x in (q, k, v))
-    heads_k = k.shape[1] if enable_gqa or k.shape[1] == v.shape[1] else heads
-    return q.expand(batch, heads, -1, -1), k.expand(batch, heads_k, -1, -1), v.expand(batch, heads_k, -1, -1)
+    sizes, (q, k, v, *_) = _broadcast_sizes(call), call
+    assert sizes is not None  # decline_reason has asked
+    (batch, heads), heads_k = sizes, k.shape[1] if k.shape[1] == v.shape[1] else sizes[1]
+    k, v = (x.expand(batch, heads_k, -1, -1) for x in (k, v))
+    return call._replace(query=q.expand(batch, heads, -1, -1), key=k, value=v)
 
 
-def _run_fused(
-    reason: str | None, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor | None:  # fmt: skip
-    """Compute the call by our kernels; None if another backend would serve it. Under ``explain``, explain it instead.
-
-    reason: to decline the call; given under ``explain`` only
-    """
-    if reason is not None:
-        bridge.explain([reason])
-    bias = None
-    if attn_mask is not None:
-        (batch, heads, rows, _), keys = q.shape, k.shape[2]
-        bias = attn_mask.expand(batch, heads, rows, keys)
-    call = _as_flash(q, k, v, dropout_p, is_causal, scale)
-    if is_explaining():
-        q, k, v, scalars = call
-        tensors = bridge.dense_tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias)
-        bridge.explain(bridge.decline_reasons(tensors, scalars))
-    return _attend(*call, bias)
-
-
-def _as_flash(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, Scalars]:
-    """Return the call's tensors and scalars in flash-attn's terms, which align a causal mask with the last key."""
+def _as_flash(call: SdpaCall) -> tuple[Tensors, Scalars]:
+    """Return the call in flash-attn's arguments, which align a causal mask with the last key."""
+    q, k, v, attn_mask, dropout_p, is_causal, scale, _ = call
+    bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
     right = -1
     if is_causal:
         k, v, is_causal, right = bridge.align_with_last_key(q, k, v, 2)
-    return q, k, v, Scalars(dropout_p, scale, is_causal, -1, right, 0.0, _is_deterministic())
+    tensors = bridge.dense_tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias)
+    return tensors, Scalars(dropout_p, scale, is_causal, -1, right, 0.0, _is_deterministic())
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scalars: Scalars, bias: Tensor | None) -> Tensor | None:
-    """Run bridge.attend. A group's heads of one row under one mask become rows, so that their keys are read once.
+def _run_fused(call: SdpaCall) -> Tensor | None:
+    """Compute a call by our kernels; None if another backend would serve it.
 
-    Not with dropout or gradients: a forward and its recomputation must drop the same.
+    A group's heads of one row under one mask become rows, so that their keys are read once. Not with dropout or
+    gradients: a forward and its recomputation must drop the same.
     """
-    if bias is None or scalars.dropout_p:
-        return bridge.attend(q, k, v, scalars, bias)
-    (_, heads, rows, _), heads_k = q.shape, k.shape[1]
-    if rows > 1 or heads == heads_k or bias.stride(1):
-        return bridge.attend(q, k, v, scalars, bias)
+    q, k, v, mask, dropout_p, *_ = call
+    heads, heads_k = q.shape[1], k.shape[1]
+    if mask is None or dropout_p or q.shape[2] > 1 or heads == heads_k:
+        return bridge.attend(*_as_flash(call))
+    if mask.dim() > 2:
+        if mask.shape[-3] > 1 and mask.stride(-3):
+            return bridge.attend(*_as_flash(call))
+        mask = mask.narrow(-3, 0, 1)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return bridge.attend(q, k, v, scalars, bias)
-    grouped = q[:, :, 0].unflatten(1, (heads_k, -1))
-    out = bridge.attend(grouped, k, v, scalars, bias[:, :heads_k].expand(-1, -1, heads // heads_k, -1))
+        return bridge.attend(*_as_flash(call))
+    rows = call._replace(query=q[:, :, 0].unflatten(1, (heads_k, -1)), attn_mask=mask)
+    out = bridge.attend(*_as_flash(rows))
     return None if out is None else bridge.as_own(out.flatten(1, 2)[:, None])
 
 
-def _repeat_keys_in_graphs(
-    policy: Policy, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
-) -> tuple[Any, ...]:
-    """Return the arguments by position; in a compiled graph of grouped heads, with k and v repeated for each group.
+def _repeat_keys_in_graphs(policy: Policy, call: SdpaCall) -> tuple[Tensor, Tensor]:
+    """Return k and v; in a compiled graph of grouped heads, repeated for each group.
 
     The graph then holds an operator that efficient.py serves, instead of the plain formula.
     """
-    arguments = q, k, v, attn_mask, *rest
-    if attn_mask is not None or not named.get("enable_gqa") or not q.dim() == k.dim() == v.dim() == 4:
-        return arguments
+    q, k, v = call[:3]
+    if call.attn_mask is not None or not call.enable_gqa or not q.dim() == k.dim() == v.dim() == 4:
+        return k, v
     heads, heads_k = q.shape[1], k.shape[1]
     if q.dtype is not torch.float16 or heads == heads_k or heads_k != v.shape[1] or not heads_k or heads % heads_k:
-        return arguments
-    if q.device.type != policy.device or bridge.has_flash(q.device) or not _allows_fused():
-        return arguments
+        return k, v
+    if q.device.type != policy.device or has_flash(q.device) or not _allows_fused():
+        return k, v
     if torch._guards.TracingContext.try_get() is None:
-        return arguments
-    return q, *(x.repeat_interleave(heads // heads_k, 1) for x in (k, v)), attn_mask, *rest
+        return k, v
+    return k.repeat_interleave(heads // heads_k, 1), v.repeat_interleave(heads // heads_k, 1)

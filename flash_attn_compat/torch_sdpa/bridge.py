@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
-from flash_attn_compat import settings
 from flash_attn_compat.core.arguments import Keyed, call_of, keyed
 from flash_attn_compat.core.call import (
     GIVEN_LSE,
@@ -25,24 +23,23 @@ KERNELS, PYTORCH = "fused", "pytorch"
 as_own = heads_first.as_own
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scalars: Scalars, bias: Tensor | None = None) -> Tensor | None:
+def attend(tensors: Tensors, scalars: Scalars) -> Tensor | None:
     """Compute dense attention, recorded by autograd; None if another backend would serve the call.
 
-    q, k, v and out: (batch, heads, rows, channels); out's memory is contiguous as (batch, rows, heads, channels)
+    Returns (batch, heads, rows, channels); the memory is contiguous as (batch, rows, heads, channels).
     """
-    flags = autograd.recording_flags((q, k, v))
-    rows_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    call = keyed(dense_tensors(*rows_first, bias), scalars, _deciding_flags(flags, scalars))
+    flags = autograd.recording_flags(tensors[:3])
+    call = keyed(tensors, scalars, _deciding_flags(flags, scalars))
     prepared = _find_fused(call)
     if prepared is None:
         return None
     if flags & NEEDS_GRAD:
         return heads_first.record(prepared, call[1])
-    return heads_first.as_own(serve.run(prepared, call[1])[1].out)
+    return as_own(serve.run(prepared, call[1])[1].out)
 
 
 def dense_tensors(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensors:
-    """Return the tensors of a dense call in the order of TENSORS."""
+    """Return the tensors of a dense call in the order of TENSORS. q, k, v: as flash_attn_func's"""
     return (q, k, v, None) if bias is None else (q, k, v, *(None,) * 8, bias)
 
 
@@ -102,8 +99,3 @@ def align_with_last_key(q: Tensor, k: Tensor, v: Tensor, axis: int) -> tuple[Ten
     if rows < keys:
         k, v = k.narrow(axis, 0, rows), v.narrow(axis, 0, rows)
     return (k, v, False, rows - keys) if rows > keys else (k, v, True, -1)
-
-
-def has_flash(device: torch.device) -> bool:
-    """Whether PyTorch has flash kernels of its own for this GPU."""
-    return device.type == "cuda" and settings.capability(device) >= (8, 0)

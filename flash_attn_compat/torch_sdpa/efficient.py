@@ -82,16 +82,6 @@ class Problem(NamedTuple):
     def sequences(self) -> int:
         return self.query.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
-    @property
-    def expanded_bias(self) -> Tensor | None:
-        batch, rows, heads, _ = self.query.shape
-        return None if self.bias is None else self.bias.expand(batch, heads, rows, self.key.shape[1])
-
-    @property
-    def may_have_rows_without_keys(self) -> bool:
-        has_more_rows = self.custom_mask_type == BOTTOM_RIGHT and self.query.shape[1] > self.key.shape[1]
-        return self.bias is not None or (not self.has_equal_lengths if self.is_packed else has_more_rows)
-
 
 def make_operator(override: Override, name: str) -> Callable[..., Any]:
     """Return an operator for PyTorch's dispatcher, which passes its keys first: declined calls go on to lower keys."""
@@ -119,14 +109,21 @@ def forward(
     arguments: the first ten fields of ``Problem``, then compute_log_sumexp unless it is False
     """
     problem = Problem._make((*arguments[:10], scale, seqlen_k, window_size))
-    return_lse = arguments[10] if len(arguments) > 10 else False
+    return_lse, q = arguments[10] if len(arguments) > 10 else False, problem.query
     reason = decline_reason(policy, problem, return_lse)
     if settings.is_explaining():
         bridge.explain([reason] if reason else bridge.decline_reasons(*_as_flash(problem)))
-    results = None if reason else _forward(problem, return_lse)
-    if results is None:
+    result = None if reason else bridge.forward(*_as_flash(problem), return_lse)
+    if result is None:
         choice.served[bridge.PYTORCH] += 1
-    return results
+        return None
+    out = result.out.contiguous()
+    no_rows = problem.sequences, q.shape[-2], 0
+    lse = _pad_lse(problem, result.lse) if return_lse else q.new_empty(no_rows, dtype=torch.float32)
+    # PyTorch's place for them without dropout; during a capture all results are on the GPU.
+    place = q.device if cuda_capture.is_capturing(q.get_device()) else "cpu"
+    seed, offset = (torch.empty((), dtype=torch.int64, device=place) for _ in range(2))
+    return out[None] if problem.is_packed else out, lse, seed, offset, problem.rows, problem.keys
 
 
 def backward(
@@ -143,8 +140,23 @@ def backward(
     problem = Problem(q, k, v, bias, *lengths, dropout_p, custom_mask_type, scale, None, window_size)
     if decline_reason(policy, problem, True) or not _fits_forward(problem, dout, out, lse):
         return None
-    gradients = _backward(problem, dout, out, lse)
-    return None if gradients is None else (*gradients, None)
+    tensors, scalars = _as_flash(problem)
+    q, k, *_ = tensors
+    if problem.cu_seqlens_q is None:
+        lse = lse[:, :, : q.shape[1]]
+    else:
+        dout, out, lse = dout[0], out[0], unwritten.packed_lse(lse, problem.cu_seqlens_q, q.shape[0])
+    into = None
+    if k.shape != problem.key.shape and not problem.is_packed:  # keys that no row sees get gradients of 0
+        dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (problem.key, problem.value))
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        into = Gradients(dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]])
+    gradients = bridge.backward(tensors, scalars, BackwardInputs(dout, out, lse, None), into)
+    if gradients is None:
+        return None
+    if into is None:
+        dq, dk, dv = (gradient.contiguous() for gradient in gradients)
+    return (dq[None], dk[None], dv[None], None) if problem.is_packed else (dq, dk, dv, None)
 
 
 def _fits_forward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> bool:
@@ -219,51 +231,19 @@ def _as_flash(problem: Problem) -> tuple[Tensors, Scalars]:
         0.0, problem.scale, is_causal, left, right, deterministic=torch._C._get_deterministic_algorithms()
     )
     if problem.cu_seqlens_q is None or problem.cu_seqlens_k is None:
-        return bridge.dense_tensors(q, k, v, problem.expanded_bias), scalars
+        bias = None if problem.bias is None else problem.bias.expand(len(q), q.shape[2], q.shape[1], k.shape[1])
+        return bridge.dense_tensors(q, k, v, bias), scalars
     starts_k = problem.cu_seqlens_q if problem.has_equal_lengths else problem.cu_seqlens_k
     tensors = q[0], k[0], v[0], None, problem.cu_seqlens_q, starts_k, problem.seqlen_k
     return tensors, scalars._replace(max_seqlen_q=problem.rows, max_seqlen_k=problem.keys)
 
 
-def _forward(problem: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int] | None:
-    tensors, scalars = _as_flash(problem)
-    result, q = bridge.forward(tensors, scalars, return_lse), problem.query
-    if result is None:
-        return None
-    out = result.out.contiguous()
-    no_rows = problem.sequences, q.shape[-2], 0
-    lse = _pad_lse(problem, result.lse) if return_lse else q.new_empty(no_rows, dtype=torch.float32)
-    # PyTorch's place for them without dropout; during a capture all results are on the GPU.
-    place = q.device if cuda_capture.is_capturing(q.get_device()) else "cpu"
-    seed, offset = (torch.empty((), dtype=torch.int64, device=place) for _ in range(2))
-    return out[None] if problem.is_packed else out, lse, seed, offset, problem.rows, problem.keys
-
-
 def _pad_lse(problem: Problem, lse: Tensor) -> Tensor:
     """Return the LSE (sequences, heads, padded rows): 0 in rows without keys, +inf after a sequence's last row."""
-    if problem.may_have_rows_without_keys:
+    q, k = problem.query, problem.key
+    has_more_rows = problem.custom_mask_type == BOTTOM_RIGHT and q.shape[1] > k.shape[1]
+    if problem.bias is not None or (not problem.has_equal_lengths if problem.is_packed else has_more_rows):
         lse = lse.masked_fill(lse == torch.inf, 0.0)
     if problem.cu_seqlens_q is None:
         return F.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
     return unwritten.padded_lse(lse, problem.cu_seqlens_q, problem.rows + -problem.rows % _LSE_ROWS)
-
-
-def _backward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    tensors, scalars = _as_flash(problem)
-    q, k, *_ = tensors
-    if problem.cu_seqlens_q is None:
-        lse = lse[:, :, : q.shape[1]]
-    else:
-        dout, out, lse = dout[0], out[0], unwritten.packed_lse(lse, problem.cu_seqlens_q, q.shape[0])
-    into = None
-    if k.shape != problem.key.shape and not problem.is_packed:  # keys that no row sees get gradients of 0
-        dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (problem.key, problem.value))
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        into = Gradients(dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]])
-    gradients = bridge.backward(tensors, scalars, BackwardInputs(dout, out, lse, None), into)
-    if gradients is None:
-        return None
-    if into is not None:
-        return dq, dk, dv
-    dq, dk, dv = (gradient.contiguous() for gradient in gradients)
-    return (dq[None], dk[None], dv[None]) if problem.is_packed else (dq, dk, dv)

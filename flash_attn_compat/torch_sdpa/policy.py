@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_compat import settings
 from flash_attn_compat.core.prepared import PLAIN
-from flash_attn_compat.torch_sdpa import bridge
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 # Small calls take only host time, and ours take more of it than PyTorch's. Measured on an H200 as 7.5, with 132
@@ -58,9 +58,14 @@ def check_tensors(policy: Policy, q: Tensor, k: Tensor, v: Tensor) -> str | None
         return f"it is on {device.type}, not on {policy.device}"
     if not (dtype is k.dtype is v.dtype and device == k.device == v.device):
         return "dtypes or devices differ"
-    if not policy.always and bridge.has_flash(device):
+    if not policy.always and has_flash(device):
         return 'PyTorch has flash kernels of its own for this GPU: sdpa="always" uses ours instead'
     return None
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether PyTorch has flash kernels of its own for this GPU."""
+    return device.type == "cuda" and settings.capability(device) >= (8, 0)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,14 @@ def test_positional_arguments_land_where_2_6_had_them(old: Any) -> None:
     assert old("layers.rotary").RotaryEmbedding(8, 10000.0, False, None, True, "cpu").inv_freq.device.type == "cpu"
     norm = old("ops.triton.layer_norm").RMSNorm(8, 1e-5, 0.0, "cpu", torch.float16)
     assert norm.weight.dtype == torch.float16
+
+
+def test_a_function_with_fewer_arguments_refuses_those_of_2_8_and_is_pickled_as_2_6s(old: Any) -> None:
+    module = old("ops.triton.layer_norm")
+    with pytest.raises(TypeError, match="zero_centered_weight"):
+        module.rms_norm_fn(randn(3, 8), randn(8), None, zero_centered_weight=True)
+    found = pickle.loads(pickle.dumps(module.rms_norm_fn))
+    assert found is module.rms_norm_fn and found.__module__ == "flash_attn.ops.triton.layer_norm"
 
 
 def test_unchanged_functions_are_shared_and_our_modules_stay_untouched(old: Any) -> None:

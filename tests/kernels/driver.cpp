@@ -69,7 +69,6 @@ CALL cuCtxPopCurrent_v2(Handle *context) {
   return current.pop_back(), note(OK, "cuCtxPopCurrent", "");
 }
 CALL cuCtxSetCurrent(Handle context) { return current.assign(1, context), note(OK, "cuCtxSetCurrent", "%d", int(context - CONTEXTS)); }
-CALL cuCtxGetDevice(int *device) { return current.empty() ? INVALID_CONTEXT : (*device = int(current.back() - CONTEXTS), OK); }
 CALL cuDeviceGetAttribute(int *value, int attribute, int device) {
   if (attribute == EXEC_TIMEOUT) return *value = device % 2, OK;   // GPU 1 has a display
   *value = shared_of_multiprocessor;

@@ -351,6 +351,13 @@ def test_batches_and_heads_of_one_are_broadcast(name: str, options: dict[str, An
     check(found, plain, inputs)
 
 
+@pytest.mark.parametrize("empty", ["batch", "heads"])
+def test_queries_of_one_over_keys_of_none_are_left_to_pytorch(empty: str, served: LaunchRecord) -> None:
+    q, keys = randn(1, 1, 33, 32, dtype=HALF), randn(*((0, 4) if empty == "batch" else (2, 0)), 40, 32, dtype=HALF)
+    assert sdpa(q, keys, keys).shape == sdpa(*(x.float() for x in (q, keys, keys))).shape
+    assert counted() == {"pytorch": 2}
+
+
 def test_broadcast_calls_are_served_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     q = randn(2, 4, 8, 16, dtype=HALF)
     with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**40)):

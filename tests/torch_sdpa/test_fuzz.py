@@ -51,10 +51,11 @@ def test_named_problems_are_solved_within_the_bound(name: str, served: LaunchRec
 MISTAKES: dict[str, Any] = {
     "the window stands at the first key": (efficient, "_as_flash", lambda found, p: (
         found[0], found[1]._replace(window_size_left=-1, window_size_right=-1))),
-    "bottom right for top left": (attention, "_as_flash", lambda found, q, k, v, p, causal, scale: (
-        q, k, v, found[3]._replace(causal=causal))),
-    "the scale is lost": (attention, "_as_flash", lambda found, *_: (
-        *found[:3], found[3]._replace(softmax_scale=None))),
+    "bottom right for top left": (attention, "_as_flash", lambda found, call: (
+        found[0][:1] + tuple(x.transpose(1, 2) for x in call[1:3]) + found[0][3:],
+        found[1]._replace(causal=call.is_causal))),
+    "the scale is lost": (attention, "_as_flash", lambda found, call: (
+        found[0], found[1]._replace(softmax_scale=None))),
 }  # fmt: skip
 
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import explain
-from flash_attn_compat.backends.fused import Fused, candidates, nvrtc, variants
+from flash_attn_compat.backends.fused import Fused, candidates, grids, nvrtc, variants
 from flash_attn_compat.torch_sdpa.policy import check_mask
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
-from tests.plain import pairwise, some_of
+from tests.plain import pairwise, some, some_of
 from tests.support import randn
 from tests.test_fused_backend import mutated
 from tests.torch_sdpa import originals
@@ -29,6 +29,7 @@ from tests.torch_sdpa.test_attention import check, plainly, qkv, with_gradients
 
 sdpa, aten = F.scaled_dot_product_attention, torch.ops.aten
 HALF, BF16 = torch.float16, torch.bfloat16
+CHOOSE_ONE_TILE = grids.choose_one_tile  # which ``served`` replaces
 
 
 def mask(kind: str, *shape: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -94,6 +95,15 @@ def test_masks_of_odd_layouts_and_values_are_right(name: str, served: LaunchReco
     plain = bias.view(torch.uint8) != 0 if bias.dtype == torch.bool else bias
     check(with_gradients(attend, inputs), functools.partial(plainly, bias=plain, scale=None), inputs)
     assert counted() == {"fused": 1}
+
+
+@pytest.mark.parametrize("name", some(ODD, 4))
+def test_one_kernel_finds_all_gradients_of_few_keys_under_a_mask(
+    name: str, served: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grids, "choose_one_tile", CHOOSE_ONE_TILE)
+    test_masks_of_odd_layouts_and_values_are_right(name, served)
+    assert served.entries[-1] == "dkdv"
 
 
 PAIRS: dict[str, tuple[Callable[[torch.dtype], Tensor], bool]] = {

@@ -5,35 +5,10 @@ from __future__ import annotations
 import torch
 
 from flash_attn_compat.layers import rotary as _current
-from flash_attn_compat.layers.rotary import (
-    ApplyRotaryEmb,
-    ApplyRotaryEmbKV_,
-    ApplyRotaryEmbQKV_,
-    apply_rotary_emb,
-    apply_rotary_emb_func,
-    apply_rotary_emb_kv_,
-    apply_rotary_emb_qkv_,
-    apply_rotary_emb_torch,
-    rotate_half,
-)
-from flash_attn_compat.ops.triton.rotary import apply_rotary
-
-__all__ = [
-    "ApplyRotaryEmb",
-    "ApplyRotaryEmbKV_",
-    "ApplyRotaryEmbQKV_",
-    "RotaryEmbedding",
-    "apply_rotary",
-    "apply_rotary_emb",
-    "apply_rotary_emb_func",
-    "apply_rotary_emb_kv_",
-    "apply_rotary_emb_qkv_",
-    "apply_rotary_emb_torch",
-    "rotate_half",
-]
+from flash_attn_compat.layers.rotary import *  # noqa: F403
 
 
-class RotaryEmbedding(_current.RotaryEmbedding):
+class RotaryEmbedding(_current.RotaryEmbedding):  # type: ignore[no-redef]  # in place of 2.8's
     """`flash_attn_compat.layers.rotary.RotaryEmbedding` with the arguments in the order of 2.6."""
 
     def __init__(

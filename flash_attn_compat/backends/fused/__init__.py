@@ -12,7 +12,7 @@ from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import backward, forward, masks, nvrtc, tensor_cores, tuned
 from flash_attn_compat.core.arguments import dense
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
-from flash_attn_compat.core.features import Feature, Traits, split
+from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto, checked
 
 # Features that the kernels combine with a dense mask.
@@ -26,7 +26,7 @@ class Fused(Backend):
     name = "fused"
     capabilities = Capabilities(
         # The kernels' tanh has an error of 1e-7 of the softcap: small beside half precision's rounding up to 1024.
-        features=~(Feature.TRANSFORMS | Feature.WIDE_SOFTCAP),
+        features=all_but(Feature.TRANSFORMS | Feature.WIDE_SOFTCAP),
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(7, 5),

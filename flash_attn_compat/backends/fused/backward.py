@@ -1,4 +1,4 @@
-"""Gradients of calls: delta, then dkdv for tiles of keys, then dq for tiles of rows.
+"""Gradients of calls: delta, then dkdv for tiles of keys, then dq for tiles of rows. Of few keys dkdv finds all.
 
 The kernels add nothing by atomics: gradients have the same bits in every run.
 """
@@ -72,7 +72,7 @@ def load_ahead(call: AttentionCall, vec: int) -> None:
     vec: elements of a load of the call's tensors
     """
     kind = enable_copies(call, launcher.choose_kind(call, vec), True)
-    kernels = variants.dkdv(kind), variants.dq(kind), variants.delta(kind)
+    kernels = tuple(variants.MAKERS[entry](kind) for entry in variants.backward_entries(kind))
     nvrtc.load_ahead(kernels, call.q.get_device())
 
 
@@ -136,8 +136,9 @@ def _build_plan(
         builder.add_output("copies", (elements,), torch.float16)
     rows = launcher.max_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
     keys = launcher.max_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
-    kernels = variants.delta(kind), variants.dkdv(kind), variants.dq(kind)
-    for variant, (longest, heads, tokens), shares in zip(kernels, (rows, keys, rows), shared_grid):
+    kernels = tuple(variants.MAKERS[entry](kind) for entry in variants.backward_entries(kind))
+    for variant, shares in zip(kernels, shared_grid):
+        longest, heads, tokens = keys if variant.entry == "dkdv" else rows
         clears = variant.entry != "delta"
         grid = grids.choose_grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)
         builder.add_tiled_launch(variant, grid, heads, splits if variant.entry == "dkdv" else 1)

@@ -102,7 +102,7 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
         return False
     temporary = place / f".{name}.{secrets.token_hex(8)}"
     try:
-        with open(temporary, "xb", opener=_open_readable_by_all) as file:
+        with open(temporary, "xb", opener=open_readable_by_all) as file:
             file.write(seal(name, payload))
         (os.link if only_first else os.replace)(temporary, place / name)  # readers see the old file or the new one
         return True
@@ -125,7 +125,8 @@ def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
-def _open_readable_by_all(path: str, flags: int) -> int:
+def open_readable_by_all(path: str, flags: int) -> int:
+    """Open a file; a new one may be read by all users and written by this one."""
     return os.open(path, flags, 0o644)
 
 

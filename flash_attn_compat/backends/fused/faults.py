@@ -88,7 +88,7 @@ class _Mark:
         self._file: io.FileIO | None = None
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
             marks_folder().mkdir(parents=True, exist_ok=True, mode=0o755)
-            self._file = open(marks_folder() / self._name, "xb", buffering=0, opener=_open_readable_by_all)  # noqa: SIM115
+            self._file = open(marks_folder() / self._name, "xb", buffering=0, opener=cache.open_readable_by_all)  # noqa: SIM115
             if _acquire_lock(self._file, wait=True):
                 self._write(_TRYING + reason.encode())
 
@@ -119,7 +119,10 @@ class _Mark:
 
 
 def _find_fault_marks(trial: str = "") -> Iterator[tuple[Path, str]]:
-    """Yield the path and the reason of each mark that no living process locks or that says that a context broke."""
+    """Yield path and reason of each mark of a fault: no living process locks it, or it says that a context broke.
+
+    trial: whose marks; "" for those of all trials
+    """
     try:
         names = sorted(entry.name for entry in os.scandir(marks_folder()))
     except (OSError, RuntimeError):
@@ -162,7 +165,3 @@ def _acquire_lock(file: io.FileIO, wait: bool) -> bool:
     except OSError:  # another process holds the lock, or the file system has no locks
         return False
     return True
-
-
-def _open_readable_by_all(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o644)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from flash_attn_compat.backends.fused import variants
 from flash_attn_compat.backends.fused.variants import Variant
 
 # Tiles of one head in a group of a shared grid: their blocks are adjacent, and so share its keys in the L2 cache.
@@ -27,6 +28,8 @@ _MERGED_PER_STEP = 9
 _SPLIT_ROWS = 512
 # Rows of Turing's tall tiles; the fewest and the most rows, and the most keys, of calls for which they may be too few.
 _TALL, _MIDDLE_LENGTHS = 128, (256, 512)
+# Rows over which one block may walk however idle the GPU is.
+_FEW_ROWS = 256
 # KB of shared memory of a multiprocessor by architecture, and the minimum for all other architectures.
 _SHARED, _MIN_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
 
@@ -74,6 +77,17 @@ def fills_gpu(rows: int, keys: int, heads: int, processors: int) -> bool:
     """
     is_middle = _MIDDLE_LENGTHS[0] <= rows <= _MIDDLE_LENGTHS[1] >= keys
     return not is_middle or -(-rows // _TALL) * heads > processors
+
+
+def choose_one_tile(rows: int, keys: int, head_dim: int, heads: int, processors: int) -> int:
+    """Return the keys of the tile that holds each sequence's keys, one of variants.ONE_TILE; 0 where it does not pay.
+
+    Its blocks walk over all rows of a head: few heads of many rows would leave multiprocessors idle.
+    heads: key heads of all sequences together
+    """
+    if keys == 0 or (rows > _FEW_ROWS and heads < 4 * processors):
+        return 0
+    return next((tile for tile, widest in variants.ONE_TILE.items() if keys <= tile and head_dim <= widest), 0)
 
 
 class Gpu(NamedTuple):

@@ -16,7 +16,6 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p
 from pathlib import Path
 from typing import NamedTuple
@@ -153,6 +152,7 @@ class Driver:
 
     def load(self, variant: Variant, code: bytes, device: int) -> Kernel:
         module, function, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
+        most = self.attribute(device, _SHARED_OF_MULTIPROCESSOR)
         with self.context(device):
             # In relaxed mode, loading a module does not disturb a graph that this thread may be capturing.
             self.check(self.library.cuThreadExchangeStreamCaptureMode(byref(mode)))
@@ -162,18 +162,11 @@ class Driver:
                 if variant.shared > _STATIC_LIMIT:
                     self.check(self.library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, variant.shared))
                 # Turing may give L1 32 of the 64 KB: by default the driver may leave room for only one of two blocks.
-                if 2 * variant.shared * dict(variant.macros).get("MIN_BLOCKS", 1) > self._shared_memory():
+                if 2 * variant.shared * dict(variant.macros).get("MIN_BLOCKS", 1) > most:
                     self.check(self.library.cuFuncSetAttribute(function, _CARVEOUT, _MOST_SHARED))
             finally:
                 self.check(self.library.cuThreadExchangeStreamCaptureMode(byref(mode)))
         return Kernel(function, variant.threads, variant.shared)
-
-    def _shared_memory(self) -> int:
-        """Return the bytes of shared memory of a multiprocessor of the current context's GPU."""
-        ordinal, size = ctypes.c_int(), ctypes.c_int()
-        self.check(self.library.cuCtxGetDevice(byref(ordinal)))
-        self.check(self.library.cuDeviceGetAttribute(byref(size), _SHARED_OF_MULTIPROCESSOR, ordinal))
-        return size.value
 
     def attribute(self, device: int, number: int) -> int:
         """Return an attribute of a GPU by its number in CUdevice_attribute."""
@@ -284,26 +277,27 @@ def kernel(variant: Variant, device: int) -> Kernel:
 def load_all(variants: Iterable[Variant], device: int) -> None:
     """Load variants in parallel: compiling one takes a second. ``kernel`` raises the errors later."""
     missing = [variant for variant in variants if _key(variant, device) not in _kernels]
-    if len(missing) < 2 or cuda_capture.is_capturing(device):  # a new thread would not see the capture
-        return
-    # RuntimeError: the interpreter is ending and starts no more threads.
-    with contextlib.suppress(RuntimeError), ThreadPoolExecutor(len(missing)) as pool:
-        for job in [pool.submit(kernel, variant, device) for variant in missing]:
-            job.exception()
+    if len(missing) > 1:
+        for thread in load_ahead(missing, device):
+            thread.join()
 
 
-def load_ahead(variants: Iterable[Variant], device: int) -> None:
+def load_ahead(variants: Iterable[Variant], device: int) -> list[threading.Thread]:
     """Load variants in threads, without waiting: ``kernel`` waits for them, and raises their errors."""
-    if cuda_capture.is_capturing(device):
-        return
+    started: list[threading.Thread] = []
+    if cuda_capture.is_capturing(device):  # a new thread would not see the capture
+        return started
     for variant in variants:
         if _key(variant, device) not in _kernels:
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending
-                threading.Thread(target=_load_quietly, args=(variant, device)).start()
+            thread = threading.Thread(target=_load_quietly, args=(variant, device))
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no more threads
+                thread.start()
+                started.append(thread)
+    return started
 
 
 def _load_quietly(variant: Variant, device: int) -> None:
-    with contextlib.suppress(KernelError):
+    with contextlib.suppress(KernelError, ContextLost):
         kernel(variant, device)
 
 

@@ -19,8 +19,8 @@ from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall
 
-# The append kernel's threads per block, and the elements that a thread copies at once.
-_THREADS, _ELEMENTS_PER_LOAD = 128, 8
+# The elements that a thread of the append kernel copies at once.
+_ELEMENTS_PER_LOAD = 8
 # Plans take their outputs in the order of the head.
 _HEAD_POSITIONS = {name: place for place, (name, _) in enumerate(params.HEAD_FIELDS)}
 
@@ -71,9 +71,9 @@ class PlanBuilder:
         call, rotates, (batch, seqlen_new) = self.call, new.rotary_cos is not None, new.k.shape[:2]
         rows = 2 * batch * seqlen_new * call.nheads_k + rotates * batch * call.nheads * call.q.shape[1]
         pieces = rows * -(-max(call.q.shape[-1], call.v.shape[-1]) // _ELEMENTS_PER_LOAD)
-        blocks = max(1, min(-(-pieces // _THREADS), 32 * launcher.count_multiprocessors(call.q.get_device())))
-        strides = launcher.contiguous_strides(call.q.shape)
-        self.add_launch(variants.append(choose_append_kind(call, new)), blocks, q_rotated_s=strides)
+        variant, strides = variants.append(choose_append_kind(call, new)), launcher.contiguous_strides(call.q.shape)
+        blocks = max(1, min(-(-pieces // variant.threads), 32 * launcher.count_multiprocessors(call.q.get_device())))
+        self.add_launch(variant, blocks, q_rotated_s=strides)
         if rotates:
             self.add_output("q_rotated", call.q.shape, call.q.dtype)
             self.fields["q_s"], self.redirects["q"] = strides, ("q_rotated", 0)

@@ -59,7 +59,7 @@ def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callab
         return
     name = _result_name(variants, device)
     if cache.read(name) is None:
-        kernels = _describe_kernels(variants)
+        kernels = f"{' and '.join(variant.entry for variant in variants)} ({dict(variants[-1].macros)})"
         reason = faults.decline_reason(name)
         if reason is not None:
             raise _reject_kernels(variants, device, reason)
@@ -71,12 +71,6 @@ def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callab
             raise _reject_kernels(variants, device, f"{kernels} computes wrong numbers on this GPU: {error}")
         cache.write(name, b"right")
     _passed.add(key)
-
-
-def _describe_kernels(variants: tuple[Variant, ...]) -> str:
-    """Return the kernels' names, with the macros of the last one."""
-    macros = [f" ({dict(variant.macros)})" for variant in variants[-1:]]
-    return " and ".join(variant.entry for variant in variants) + "".join(macros)
 
 
 def _reject_kernels(variants: tuple[Variant, ...], device: int, reason: str) -> KernelError:
@@ -190,11 +184,12 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
     of ``_make_appends`` rotates.
     """
     (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
-    pages, is_dense = -(-max(_KEYS) // _PAGE), kind.bias > 0
+    lengths = (kind.few_keys - 13, kind.few_keys) if kind.few_keys else _KEYS
+    pages, is_dense = -(-max(lengths) // _PAGE), kind.bias > 0
     rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _UNUSED_TOKENS,)
-    keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _UNUSED_TOKENS,)
+    keys = (2, pages * _PAGE) if has_slots else (sum(lengths) + _UNUSED_TOKENS,)
     if is_dense:
-        rows, keys = (2, max(_ROWS)), (2, max(_KEYS) + kind.bias_pairs)
+        rows, keys = (2, max(_ROWS)), (2, max(lengths) + kind.bias_pairs)
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
     q = _randn(0, (*rows, _HEADS, dim), dtype)
     # Only one head is loud: the other heads keep an even softmax.
@@ -203,7 +198,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
     k[..., ::5, 0, -1] = _LOUD_K
     slopes, table = [[0.02 * (head + 1 + 3 * index) for head in range(_HEADS)] for index in range(2)], None
     if has_slots:
-        for sequence, length in enumerate(_KEYS):
+        for sequence, length in enumerate(lengths):
             k[sequence, length:] = v[sequence, length:] = torch.nan
     descales: dict[str, Any] = {}
     if kind.cache:
@@ -220,13 +215,13 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
         softmax_scale=dim**-0.5,
         mask=Mask(100 if kind.window is None else 30, 3) if kind.local else Mask(None, None),
         max_seqlen_q=rows[1] if len(rows) == 2 else max(_ROWS),
-        max_seqlen_k=keys[-1] if is_dense else max(_KEYS),
+        max_seqlen_k=keys[-1] if is_dense else max(lengths),
         softcap=_SOFTCAP if kind.softcap else 0.0,
         dropout_p=_DROPOUT if kind.dropout else 0.0,
         alibi_slopes=torch.tensor(slopes, dtype=torch.float32, device="cpu") if kind.alibi else None,
         cu_seqlens_q=None if few_rows or is_dense else _ints(0, _ROWS[0], sum(_ROWS)),
-        cu_seqlens_k=None if has_slots or is_dense else _ints(0, _KEYS[0], sum(_KEYS)),
-        seqused_k=_ints(*_KEYS) if has_slots else None,
+        cu_seqlens_k=None if has_slots or is_dense else _ints(0, lengths[0], sum(lengths)),
+        seqused_k=_ints(*lengths) if has_slots else None,
         block_table=table,
         rng_state=torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu") if kind.dropout else None,
         bias=_make_mask(kind) if is_dense else None,
@@ -238,7 +233,8 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
 
 def _make_mask(kind: Kind) -> Tensor:
     """Return a mask with tiles that hide everything or nothing, a row without keys, and a row of biases far below 0."""
-    numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_KEYS) + kind.bias_pairs), torch.float32)
+    keys = kind.few_keys or max(_KEYS)
+    numbers = _randn(15, (2, _HEADS, max(_ROWS), keys + kind.bias_pairs), torch.float32)
     hidden = numbers > 0.5
     hidden[:, :, :70, 64:100] = True
     hidden[:, :, 128:, 64:128] = True

@@ -30,12 +30,9 @@ VARIANT = Variant("tensor_cores", "tensor_cores.cu", (("TYPE", variants.FP16),),
 
 def has_tensor_cores(device: int) -> bool:
     """Whether the GPU has tensor cores; True if that cannot be measured, or not now. May launch and wait."""
-    if nvrtc.real_capability(device) != _TURING:
+    if nvrtc.real_capability(device) != _TURING or cuda_capture.is_capturing(device):
         return True
-    if cuda_capture.is_capturing(device):
-        return True
-    is_forbidden = settings.value_of(settings.FUSED) == "0"
-    if is_forbidden and cache.read(_file_name(device)) is None:
+    if settings.value_of(settings.FUSED) == "0" and cache.read(_file_name(device)) is None:
         return True
     result = _measure_once(nvrtc.device_name(device), device)
     arithmetic.note_tensor_cores(device, result)

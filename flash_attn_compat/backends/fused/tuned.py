@@ -98,12 +98,10 @@ def from_row(row: str) -> Card:
 
 
 def _parse_times(case: str, head_dim: int, dtype: str, training: bool, milliseconds: dict[str, float]) -> Times:
-    figures = {_check_text(name): float(_check_number(ms)) for name, ms in milliseconds.items()}
+    figures = {_check_text(name): float(_check(ms, int, float)) for name, ms in milliseconds.items()}
     if "fused" not in figures or not all(0 < ms < math.inf for ms in figures.values()):
         raise ValueError(f"no times: {milliseconds!r:.200}")
-    if not isinstance(training, bool):
-        raise TypeError(f"neither true nor false: {training!r:.200}")
-    return Times(_check_text(case), _check_int(head_dim), _check_text(dtype), training, figures)
+    return Times(_check_text(case), _check_int(head_dim), _check_text(dtype), _check(training, bool), figures)
 
 
 def _parse_choice(entry: str, head_dim: int, dtype: str, tile: list[int]) -> TileChoice:
@@ -111,23 +109,26 @@ def _parse_choice(entry: str, head_dim: int, dtype: str, tile: list[int]) -> Til
     return TileChoice(_check_text(entry), _check_int(head_dim), _check_text(dtype), Tile(*parts))
 
 
+def _check(value: Any, *types: type) -> Any:
+    """Return ``value`` if its type is one of these; a bool is no int. Raises TypeError."""
+    if type(value) not in types:
+        raise TypeError(f"no {types[0].__name__}: {value!r:.200}")
+    return value
+
+
 def _check_text(value: Any) -> str:
     """Return ``value`` if it is printable text, without control characters for a terminal. Raises TypeError."""
-    if not isinstance(value, str) or not value.isprintable():
-        raise TypeError(f"no words: {value!r:.200}")
-    return value
-
-
-def _check_number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"no number: {value!r:.200}")
-    return value
+    text: str = _check(value, str)
+    if not text.isprintable():
+        raise TypeError(f"not printable: {text!r:.200}")
+    return text
 
 
 def _check_int(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+    number: int = _check(value, int)
+    if not 0 <= number < 2**31:
         raise TypeError(f"no whole number of this size: {value!r:.200}")
-    return value
+    return number
 
 
 _cards: dict[str, Card | None] = {}
@@ -227,6 +228,6 @@ def _parse_rows(rows: Iterable[str]) -> dict[str, Card]:
 
 
 def _file_name(gpu: str) -> str:
-    """Return the file's name: other kernels or another PyTorch need new times."""
+    """Return the name of a GPU model's file. It changes with the kernels and with PyTorch, which need new times."""
     sources = sorted(path.name for path in nvrtc.SOURCES.glob("*.cu*"))
     return cache.make_name("tuned", gpu, torch.__version__, *map(nvrtc.read_source, sources))

@@ -25,6 +25,8 @@ _NARROW = 256
 FEW_ROWS = 64
 # Rows and keys for which tiles are halved, up to a head dim at which two such blocks fit in the place of one.
 SHORT, _SHORT_SIZE = 32, 64
+# Keys of a tile that may hold all keys of a sequence, and the widest head that has registers for it.
+ONE_TILE = {32: 64, 64: 128, 128: 64}
 _DECODE_ROWS = 16
 # Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
@@ -38,7 +40,7 @@ _CONVERSIONS = 10
 
 
 # Macros that are 0 unless a variant sets them.
-_OFF = "SPLIT_N", "SPLIT_K", "SPLIT_R", "STAGES", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
+_OFF = "SPLIT_N", "SPLIT_K", "SPLIT_R", "STAGES", "WITH_DQ", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
 # Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS", "CACHE"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
@@ -77,6 +79,7 @@ class Kind(NamedTuple):
     vec: elements of a load: 8 where every row starts on 16 bytes, else 1
     few_rows: no sequence has more rows than FEW_ROWS, or tall tiles leave multiprocessors idle (grids.fills_gpu)
     short: no sequence has more rows or keys than SHORT
+    few_keys: one of ONE_TILE if no sequence has more keys: one kernel then finds all gradients. Else 0
     tiles: the fastest tiles on this GPU by entry, from ``tune``; copied: whether streamed rows are fp16 copies of bf16
     bias, bias_pairs: of a dense mask, as in cuda/mask.cuh; 0 without one
     bias_words: words of 32 keys that a block of the pass over the mask reads, one of BIAS_WORDS
@@ -98,6 +101,7 @@ class Kind(NamedTuple):
     head_dim_v: int | None = None
     copied: bool = False
     short: bool = False
+    few_keys: int = 0
     bias: int = 0
     bias_pairs: bool = False
     bias_words: int = PART_KEYS // 32
@@ -389,8 +393,21 @@ def dq_tile(kind: Kind) -> Tile:
     return Tile(16, 4, 1, 1, qk_in_regs=False, vo_in_regs=False)
 
 
+def _one_tile(kind: Kind) -> Tile:
+    """Of dkdv with dq, which reads K from shared memory: without spills, and on sm_75 most blocks at once."""
+    if kind.size <= 32 and kind.few_keys == 128:
+        return Tile(32, 4, 2, 2, qk_in_regs=False)
+    warps, is_wide = kind.few_keys // 16, kind.size > 64
+    blocks = 1 if is_wide or kind.few_keys == 128 else 3 if kind.size <= 32 else 2
+    return Tile(32 if kind.size <= 96 else 16, warps, 1, blocks, qk_in_regs=False, vo_in_regs=not is_wide)
+
+
 def dkdv(kind: Kind) -> Variant:
-    tile = _tile("dkdv", kind, dkdv_tile)
+    if kind.few_keys:
+        # Neighbouring lanes share a row if it has a multiple of 32 channels.
+        size = -(-kind.size // 32) * 32
+        kind = kind._replace(head_dim=size, head_dim_v=size)
+    tile = _one_tile(kind) if kind.few_keys else _tile("dkdv", kind, dkdv_tile)
     # A lane holds neighbouring queries, not keys: no pairs of biases.
     return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 8)
 
@@ -404,21 +421,32 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     kind = _rounded(kind._replace(paged=False, cache=0), tile)
     macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
     macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
-    macros += [("SPLIT_N", 1)] * tile.split_n + [("SPLIT_K", tile.split_k)] * (tile.split_k > 0)
-    macros += [("SPLIT_R", 1)] * tile.roles + [("STAGES", tile.stages)] * (tile.stages > 1)
+    has_dq = entry == "dkdv" and kind.few_keys > 0
+    macros += [("WITH_DQ", 1)] * has_dq + [("SPLIT_N", 1)] * tile.split_n
+    macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + [("SPLIT_R", 1)] * tile.roles
+    macros += [("STAGES", tile.stages)] * (tile.stages > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
     stationary = tile.rows * ((not tile.qk_in_regs) * row + (not tile.vo_in_regs) * row_v)
     exchanges = tile.split_n or tile.split_k
     exchanged = (tile.warps * tile.mma_m * 16 * tile.step // 2 * 2 * 2) * (exchanges > 0)  # halves of P and dS
     partial_sums = tile.warps * tile.split_k * tile.mma_m * 512
     # Partial sums of S lie in the next tile's place, if that has room.
+    exchanged += tile.rows * tile.step * 2 * has_dq
     exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
-    if tile.roles:
+    if tile.roles:  # P, for each stage but the one that is loaded
         exchanged = tile.rows * tile.step * 4 * (tile.stages - 1)
     slots, slots_v = max(tile.stages, 2), 2 if tile.roles else tile.stages
     streamed = tile.step * (slots * row + slots_v * row_v) + row_values * slots + exchanged
-    shared = stationary + max(streamed, tile.rows * max(row, row_v) * (1 + tile.roles))
+    # Stationary operands go to registers through shared memory; gradients leave through all of it.
+    through = tile.rows * max(tile.qk_in_regs * row, tile.vo_in_regs * row_v)
+    through = 2 * through if tile.roles else through
+    shared = max(stationary + max(streamed, through), tile.rows * max(row, row_v) * (1 + tile.roles))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
+
+
+def backward_entries(kind: Kind) -> tuple[str, ...]:
+    """The kernels of a backward, in order."""
+    return ("dkdv",) if kind.few_keys else ("delta", "dkdv", "dq")
 
 
 def with_shared_grid(variant: Variant) -> Variant:
@@ -435,6 +463,10 @@ MAKERS = {
 }
 
 
+def _with_few_keys(kind: Kind) -> Iterator[Kind]:
+    yield from (kind._replace(few_keys=keys) for keys, widest in ONE_TILE.items() if kind.size <= widest)
+
+
 def kinds(number: int) -> Iterator[Kind]:
     """Every kind of call that may be asked for on an architecture."""
     types = (FP16, BF16) if number >= 80 else (FP16, BF16_AS_FP16)
@@ -447,6 +479,8 @@ def kinds(number: int) -> Iterator[Kind]:
                 yield from (kind._replace(type=half_of(type), cache=cache) for cache in (E4M3, E5M2))
             if few_rows and window is None and not paged and number < 80 and D <= _SHORT_SIZE:
                 yield kind._replace(short=True)
+            if few_rows and window is None and not paged and number < 80 and type == FP16:
+                yield from _with_few_keys(kind)
             may_be_copied = type == BF16_AS_FP16 and vec == 8 and window is None and not paged and not few_rows
             if may_be_copied:
                 yield kind._replace(copied=True)
@@ -455,6 +489,8 @@ def kinds(number: int) -> Iterator[Kind]:
                     yield from (kind._replace(bias=bias, copied=copied, bias_words=words) for words in BIAS_WORDS)
                     if bias > BOOLEANS:
                         yield kind._replace(bias=bias, copied=copied, bias_pairs=True)
+                    if few_rows and number < 80 and type == FP16:
+                        yield from (one._replace(bias=bias) for one in _with_few_keys(kind))
 
 
 def entries(kind: Kind) -> Iterator[str]:
@@ -467,7 +503,7 @@ def entries(kind: Kind) -> Iterator[str]:
     if kind.cache:
         return
     if not kind.paged:
-        yield from ("delta", "dkdv", "dq")
+        yield from backward_entries(kind)
     if kind.type == BF16_AS_FP16:
         yield "absmax"
     if kind.copied:
