@@ -61,12 +61,18 @@ _SHARED = {"qk_in_regs": False, "vo_in_regs": False}
 # All fit sm_75; of registers they spill at most what other tiles there do.
 TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
     64: {
-        "forward": (Tile(64, 8, 1, 1, stages=3), Tile(64, 4, 1, 3), Tile(64, 4, 1, 4), Tile(32, 4, 1, 4), Tile(64, 2, 2, 4), Tile(64, 4, 2, 2)),
-        "dkdv": (
-            Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3), Tile(32, 4, 1, 2, **_SHARED),
-            Tile(64, 4, 1, 1, vo_in_regs=False), Tile(32, 2, 2, 2, **_SHARED),
+        "forward": (
+            Tile(64, 8, 1, 1, stages=3), Tile(64, 4, 1, 3), Tile(64, 4, 1, 4), Tile(32, 4, 1, 4), Tile(64, 2, 2, 4),
+            Tile(64, 4, 2, 2),
         ),
-        "dq": (Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(32, 4, 1, 4), Tile(64, 2, 2, 2), Tile(32, 2, 2, 4)),
+        "dkdv": (
+            Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3),
+            Tile(32, 4, 1, 2, **_SHARED), Tile(64, 4, 1, 1, vo_in_regs=False), Tile(32, 2, 2, 2, **_SHARED),
+        ),
+        "dq": (
+            Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(32, 4, 1, 4), Tile(64, 2, 2, 2),
+            Tile(32, 2, 2, 4),
+        ),
     },
     80: {
         "forward": (Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 8, 1, 1)),
@@ -74,7 +80,10 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "dq": (Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 8, 1, 1)),
     },
     160: {
-        "forward": (Tile(32, 8, 1, 1, stages=3), Tile(64, 8, 1, 1), Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(64, 2, 1, 1), Tile(32, 2, 1, 3)),
+        "forward": (
+            Tile(32, 8, 1, 1, stages=3), Tile(64, 8, 1, 1), Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(64, 2, 1, 1),
+            Tile(32, 2, 1, 3),
+        ),
         "dkdv": (
             Tile(32, 8, 1, 1, roles=True, stages=2), Tile(32, 4, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1),
             Tile(16, 4, 1, 1, **_SHARED),

@@ -394,10 +394,9 @@ struct Block {
         factor[m][r] = scale * power_of_two(all - half);
       }
     const int first_row = group_of(threadIdx.x) * WARP_ROWS;
-    const int place = SPLIT_R ? side_of(threadIdx.x) * STATIONARY_ROWS : 0;
-    write_rows<CHANNEL_WARPS>(c, factor,
-                              shared + (place + first_row) * larger(LayoutQK::ROW_BYTES, LayoutVO::ROW_BYTES), first_row,
-                              out, row_stride, rows, head_dim, CHANNEL_WARPS > 1 ? side_of(threadIdx.x) : 0);
+    const int place = first_row + (SPLIT_R ? side_of(threadIdx.x) * STATIONARY_ROWS : 0);
+    write_rows<CHANNEL_WARPS>(c, factor, shared + place * larger(LayoutQK::ROW_BYTES, LayoutVO::ROW_BYTES), first_row,
+                              out, row_stride, rows, head_dim, SPLIT_R ? 0 : side_of(threadIdx.x));
   }
 };
 

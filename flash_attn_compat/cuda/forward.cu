@@ -222,9 +222,9 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     // Whether this warp's rows see a key of the tile. With STAGES masks hide all scores of a tile that they do not see:
     // a branch here costs more. Compiler steering: at 256 channels always true without a mask, but the compiler then
     // moves fewer operands across the loop.
-    const bool active = BIAS              ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
-                        : LOCAL           ? STAGES || range.sees_some(key)
-                                          : D != 256 || p.zero == 0;
+    const bool active = BIAS    ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
+                        : LOCAL ? STAGES || range.sees_some(key)
+                                : D != 256 || MMA_K16 || p.zero == 0;
     const bool more = next < last_tile;
     if (AHEAD) LOAD_KEYS(next, more);
     else if (!STAGES) LOAD_VALUES(j, true);

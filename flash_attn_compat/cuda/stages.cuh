@@ -1,9 +1,9 @@
 // The backward's main loop with several stages of streamed tiles in shared memory (STAGES): a turn loads the tiles of
 // the next turn, so warps wait for each other once a turn.
 //
-// Two stages: all warps are in the same turn. Three stages: half of the warps lag by half a turn, so one of two warps of
-// a scheduler multiplies while the other one exponentiates. Lagging warps pass the turn's barrier in the middle of
-// their own turn; they read the QK tile once more when the next one is in use.
+// Two stages: all warps are in the same turn. Three stages: half of the warps lag by half a turn, so one of two warps
+// of a scheduler multiplies while the other one exponentiates. Lagging warps pass a turn's barrier in the middle of
+// their own turn, so they still read its tiles while the others read the next turn's.
 //
 // SPLIT_R, in dkdv: two warps share their keys and take a role each. Warp 0 holds K, computes P and adds up dv; warp 1
 // holds V, computes dP, gets P from warp 0 through shared memory, and adds up dk. With three stages warp 1 lags.
@@ -26,8 +26,7 @@ DEVICE u32 exchanged_at(u32 shared, int thread, int step) {
 template <class Copy> struct StreamedRows {
   const u16 *from;
   const Strides &strides;
-  DEVICE StreamedRows(const Params &p, const u16 *x, const Strides &s, const StreamedTiles &streamed, int tile, int head)
-        : strides(s) {
+  DEVICE StreamedRows(const u16 *x, const Strides &s, const StreamedTiles &streamed, int tile, int head) : strides(s) {
     const Copy copy((u32)threadIdx.x);
     from = streamed.of(x, s, head, 0) + (i64)(tile * STREAMED_ROWS + copy.row) * s.row + copy.chunk * 8;
   }
@@ -61,8 +60,8 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
   const auto skip = [&] { skip_hidden(p, stationary_tile, streamed, tile, this_head); };
   skip();
   int steps = BIAS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
-  StreamedRows<CopyStreamedQK> qk(p, Roles::streamed_qk(p), Roles::streamed_qk_strides(p), streamed, tile, this_head);
-  StreamedRows<CopyStreamedVO> vo(p, Roles::streamed_vo(p), Roles::streamed_vo_strides(p), streamed, tile, this_head);
+  StreamedRows<CopyStreamedQK> qk(Roles::streamed_qk(p), Roles::streamed_qk_strides(p), streamed, tile, this_head);
+  StreamedRows<CopyStreamedVO> vo(Roles::streamed_vo(p), Roles::streamed_vo_strides(p), streamed, tile, this_head);
   const float *value_from = (threadIdx.x < STREAMED_ROWS ? p.lse : p.delta) + streamed.row_values(p, this_head, 0) +
                             tile * STREAMED_ROWS + threadIdx.x % STREAMED_ROWS;
   const auto load_value = [&](int left, u32 thread) {
@@ -115,8 +114,9 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     if (active) {
       if (SPLIT_R && side) start_dp(X, block.stationary, rows_at);
       else set_zero(X);
-      product<QK_IN_REGS, D, MMA_N>(X, block.stationary_qk, shared + Block::stationary_at<LayoutQK>(thread),
-                                    (SPLIT_R && side ? vo_tile : qk_tile) + LayoutQK::b_operand_at(thread), 0, load_next);
+      const u32 tile_at = (SPLIT_R && side ? vo_tile : qk_tile) + LayoutQK::b_operand_at(thread);
+      product<QK_IN_REGS, D, MMA_N>(X, block.stationary_qk, shared + Block::stationary_at<LayoutQK>(thread), tile_at, 0,
+                                    load_next);
     } else {
       load_next(0), load_next(D / 32);
     }
