@@ -129,7 +129,7 @@ class Result(NamedTuple):
 
 
 class Simulation:
-    """The loop of all warps of the resident blocks; of two loops, the second is of the second half of a block's warps."""
+    """The loop of all warps of the resident blocks; of two loops each is of half of a block's warps."""
 
     def __init__(self, loops: list[list[Instruction]], warps: int, blocks: int, machine: Machine = T4) -> None:
         self.loops, self.machine = loops, machine
