@@ -27,6 +27,14 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores, MOST_PROCESSES)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Copy a worker of pytest-xdist while it has imported none of our modules."""
+    from tests import interpreters
+
+    if hasattr(config, "workerinput") and interpreters.CAN_FORK and os.path.isdir("/proc/self/fd"):
+        interpreters.copy_this_process()
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Beside a GPU, compile the kernels of the whole suite before its processes start.
 

@@ -14,6 +14,7 @@ from flash_attn_compat.backends import sdpa
 from flash_attn_compat.core import varlen
 from flash_attn_compat.core.call import BackwardInputs
 from tests.fuzz import must_serve
+from tests.plain import some_of
 from tests.problems import PROBLEMS, TOGETHER
 from tests.support import GENERAL, close, cumulative, on_backend, on_general_backends, randn
 from verify.examination import Examination
@@ -47,9 +48,10 @@ def gradients_without_lse(
         return torch.autograd.grad(sdpa._call_public_sdpa(q, k, v, causal, bias, scale), (q, k, v), upstream.dout)
 
 
-@pytest.mark.usefixtures("joining")
-@pytest.mark.parametrize("name", TOGETHER)
-def test_sequences_are_right_however_they_are_put_together(name: str) -> None:
+@pytest.mark.parametrize(("joining", "name"), [
+    *(("accelerator", name) for name in TOGETHER), *some_of((("cpu", name) for name in TOGETHER), 2),
+], indirect=["joining"])  # fmt: skip
+def test_sequences_are_right_however_they_are_put_together(joining: None, name: str) -> None:
     check(TOGETHER[name])
 
 

@@ -158,7 +158,7 @@ def test_each_file_and_option_is_part_of_the_cache_name(
 
 
 def test_macros_are_in_the_names_of_kernels_and_libraries(copies: Path) -> None:
-    made = variants.made_for(variants.kinds(75))
+    made = variants.made_for(list(variants.kinds(75))[::7])
     assert len({nvrtc.cache_name(variant, "sm_75") for variant in made}) == len(made)
     if not emulate.skip_reason():
         assert len({emulate.built_name(copies / "cuda/dq.cu", macros) for macros in ((), MACROS)}) == 2

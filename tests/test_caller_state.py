@@ -34,7 +34,10 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_answer_depends_on_the_state_and_the_state_stays(state: State, device: torch.device) -> None:
     if reason := caller_state.skip_reason(state, device):
         pytest.skip(reason)
-    assert not examine(state, device)
+    calls = list(TABLE.values())
+    if state.name.startswith("FLASH_ATTN"):  # each of these states sees half of the calls, by turns
+        calls = calls[STATES.index(state) // 2 % 2 :: 2]
+    assert not examine(state, device, calls)
 
 
 AROUND = [state for state in STATES if state.name.startswith(("default dtype", "default device meta", "autocast"))]
@@ -60,8 +63,9 @@ def test_no_backends_answer_depends_on_the_callers_state(
     monkeypatch.setenv(settings.BACKEND, backend)
     calls = [call for call in TABLE.values() if call.name in PROBLEMS and call.name.startswith(CHOSEN[backend])]
     assert len(calls) >= len(CHOSEN[backend])
-    for state in AROUND:
-        assert not examine(state, torch.device("cpu"), calls), state.name
+    for index, state in enumerate(AROUND):
+        some_calls = calls if len(calls) < 12 else calls[index % 2 :: 2]
+        assert not examine(state, torch.device("cpu"), some_calls), state.name
 
 
 @on_devices

@@ -62,7 +62,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                     yield named(page), words
 
 
-COMMANDS = {page: [words for found, words in commands() if found == page] for page in map(named, PAGES)}
+ALL_COMMANDS = list(commands())
+COMMANDS = {page: [words for found, words in ALL_COMMANDS if found == page] for page in map(named, PAGES)}
 VERIFY = [module.__name__.removeprefix("verify.") for module in verify_cli.SUBCOMMANDS]
 each_page = pytest.mark.parametrize("page", PAGES, ids=named)
 

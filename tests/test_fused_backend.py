@@ -22,7 +22,7 @@ from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import fused_on_cpu, support
-from tests.plain import some
+from tests.plain import some, some_of
 from tests.support import close, randn
 from verify.examination import Examination
 from verify.problems import Problem
@@ -90,13 +90,12 @@ def test_gradients_arrive_where_the_caller_wants_them(
     for backend in ("chunked", "fused"):
         with flash_attn_compat.use_backend(backend):
             out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, head_dim**-0.5, True, -1, -1, 0.0, None, False)
-            for given in douts:
-                for wide in (0, 8, 1):
-                    places = [torch.zeros(*x.shape[:-1], head_dim + wide, dtype=HALF)[..., wide:] for x in (q, k, v)]
-                    versions = [place._version for place in places]
-                    _flash_attn_backward(given, q, k, v, out, lse, *places, *options)
-                    assert all(place._version > before for place, before in zip(places, versions))
-                    found.setdefault(backend, []).extend(places)
+            for given, wide in [*zip(douts, (0, 0, 0, 0)), *zip(douts, (8, 1, 8, 1))]:
+                places = [torch.zeros(*x.shape[:-1], head_dim + wide, dtype=HALF)[..., wide:] for x in (q, k, v)]
+                versions = [place._version for place in places]
+                _flash_attn_backward(given, q, k, v, out, lse, *places, *options)
+                assert all(place._version > before for place, before in zip(places, versions))
+                found.setdefault(backend, []).extend(places)
     for ours, right in zip(found["fused"], found["chunked"]):
         close(ours, right, 4.0)
 
@@ -166,8 +165,12 @@ def test_right_kernels_pass_their_trial(name: str, monkeypatch: pytest.MonkeyPat
             assert len([entry for entry in launches.entries if entry != "absmax"]) == kernels
 
 
-@pytest.mark.parametrize("number", [75, 80])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(16, HALF), (77, torch.bfloat16), (256, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "number"),
+    some_of(
+        [(*of, number) for of in ((16, HALF), (77, torch.bfloat16), (256, torch.bfloat16)) for number in (75, 80)], 3
+    ),
+)
 def test_right_steps_that_append_pass_their_trial(
     number: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +192,7 @@ def test_truncation_of_large_sums_is_far_below_the_self_tests_bound(
         assert not Examination(replace(FULL, head_dim=head_dim, group=1, dropout_p=0.3)).judge("fused").refused
 
 
-@pytest.mark.parametrize("softcap", [1024.0, 1025.0, 1e30])
+@pytest.mark.parametrize("softcap", [1024.0, 1025.0])
 def test_a_softcap_too_large_for_its_tanh_is_declined(softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, 80)
     examination = Examination(replace(TRIED, softcap=softcap))

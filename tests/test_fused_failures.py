@@ -96,11 +96,12 @@ CASES: dict[str, tuple[tuple[str, ...], Case]] = {
     "private backward": (BACKWARD, private_backward),
 }
 LOADED, FIRST, LATER = "as it is loaded", "at a first call", "at a later call"
+# Of calls with a backward, each kernel fails in one of three ways in each run of the suite, and each way is met.
 FAILURES = [
-    (name, entry, when)
+    pytest.param(name, entry, when, marks=[pytest.mark.thorough] if len(entries) > 2 and (place + way) % 3 else [])
     for name, (entries, _) in CASES.items()
-    for entry in entries
-    for when in (LOADED, FIRST, LATER)
+    for place, entry in enumerate(entries)
+    for way, when in enumerate((LOADED, FIRST, LATER))
     # Whoever serves a forward with dropout behind a launch draws a mask of its own.
     if (name, entry) != ("dense with dropout", "forward") or when == LOADED
 ]

@@ -74,7 +74,7 @@ def answers(name: str, move: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 # Along a tensor's first dimension, its rows (the second one where there are four) and its heads.
-@pytest.mark.parametrize(("name", "dim"), some_of(itertools.product(CALLS, (-4, -3, -2)), 2))
+@pytest.mark.parametrize(("name", "dim"), some_of(itertools.product(CALLS, (-4, -3, -2)), 4))
 def test_answers_have_the_same_bits_however_far_their_tensors_reach(turing: LaunchRecord, name: str, dim: int) -> None:
     check(turing, name, dim)
 
@@ -107,7 +107,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", some(WRONG, 2))
+@pytest.mark.parametrize("name", some(WRONG, 4))
 def test_an_offset_of_32_bits_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, offset, call, dim = WRONG[name]
     sources = mutated(tmp_path, file, offset, offset.replace("(i64)", ""))

@@ -31,10 +31,11 @@ from flash_attn_compat.backends.fused.variants import (
     Variant,
 )
 from tests.kernels import offline
-from tests.plain import some_of
+from tests.plain import some, some_of
 
 COMPILERS = offline.compilers()
 VERSIONS = list(COMPILERS) or ["none"]
+THOROUGH = [pytest.mark.thorough]
 
 
 def full(number: int, type: int, head_dim: int, vec: int = 8) -> Kind:
@@ -115,6 +116,16 @@ KERNELS = [
     Row(90, variants.forward(Kind(90, FP16, 128, cache=E4M3))),
 ]
 EVERYWHERE = [Row(80, ORDERED), Row(90, variants.forward(full(90, FP16, 64)))]
+# For each run of the suite: each source, and tiles that take their registers to the limit.
+EVERY_RUN = {
+    variants.forward(Kind(75, FP16, 64)),
+    variants.dkdv(CAUSAL._replace(head_dim=192)),
+    variants.dq(CAUSAL._replace(head_dim=48)),
+    variants.decode(Kind(75, FP16, 64)),
+    variants.append(Kind(75, BF16_AS_FP16, 32, vec=1)),
+    variants.absmax(Kind(75, BF16_AS_FP16, 128)),
+    variants.delta(Kind(75, FP16, 32)),
+}
 MAIN_LOOPS = ("forward", "dkdv", "dq", "decode")  # of tensor-core instructions
 
 
@@ -140,10 +151,10 @@ def compiler() -> Compiler:
 @pytest.mark.parametrize(
     ("row", "version"),
     [
-        *some_of(itertools.product(KERNELS, VERSIONS[-1:]), 5),
+        *(pytest.param(row, VERSIONS[-1], marks=[] if row.variant in EVERY_RUN else THOROUGH) for row in KERNELS),
         *some_of(itertools.product(EVERYWHERE, reversed(VERSIONS)), 2),
-        *some_of(itertools.product((row for row in KERNELS if row.number == 75), VERSIONS[:-1]), 30),
-        *(pytest.param(*each, marks=pytest.mark.thorough) for each in itertools.product(OTHERS, VERSIONS)),
+        *some_of(itertools.product((row for row in KERNELS if row.number == 75), VERSIONS[:-1]), 99),
+        *(pytest.param(*each, marks=THOROUGH) for each in itertools.product(OTHERS, VERSIONS)),
     ],
     ids=label,
 )
@@ -196,7 +207,7 @@ def count(loop: Counter[str], *names: str) -> int:
     return sum(number for name, number in loop.items() if name.startswith(names))
 
 
-@pytest.mark.parametrize(("D", "type"), some_of([(128, BF16_AS_FP16), (128, FP16), (64, BF16_AS_FP16), (64, FP16)], 3))
+@pytest.mark.parametrize(("D", "type"), some_of([(128, BF16_AS_FP16), (128, FP16), (64, BF16_AS_FP16), (64, FP16)], 4))
 def test_decoding_over_8_bits_spills_nothing_on_turing(D: int, type: int, compiler: Compiler) -> None:
     kind = Kind(75, type, D, local=True, paged=True, cache=E4M3)
     found = offline.compiled(compiler, variants.decode(kind), "sm_75")
@@ -216,7 +227,7 @@ def test_8_bit_values_are_converted_between_the_products_of_scores(compiler: Com
     assert found.spilled == 0 and counts["HMUL2"] + counts["HFMA2"] >= 16 and counts["STS"] >= 3, counts
 
 
-@pytest.mark.parametrize("make", [variants.forward, variants.dkdv, variants.dq])
+@pytest.mark.parametrize("make", some([variants.dkdv, variants.forward, variants.dq], 3))
 def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compiler) -> None:
     """No cp.async, no m16n8k16, no bf16 products: the PTX that a forced capability runs is a T4's."""
     assert callable(make)
@@ -258,6 +269,7 @@ def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(
     assert found[0] == VERSIONS[-1] and found[1].version == compiler.version
 
 
+@pytest.mark.thorough
 def test_the_report_shows_fewer_variants_than_there_are() -> None:
     some, every = (kernel_report.choose_variants(75, every, ["append", "delta"]) for every in (False, True))
     assert some and some.keys() <= every.keys()

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from tests import fused_on_cpu
+from tests.interpreters import CAN_FORK
 from tests.kinds import CALLS, KINDS, Operators, Pending, Tensors, call_on
 from tests.plain import some_of
 from tests.support import GENERAL, cumulative, ints, qkv, randn
@@ -119,7 +120,8 @@ def _in_another_process(given: dict[str, Tensors]) -> dict[str, Tensors]:
 
 def test_another_process_computes_on_shared_tensors() -> None:
     given = {name: call.make() for name, call in CALLS.items()}
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    method = "fork" if CAN_FORK and not torch.cuda.is_initialized() else "spawn"
+    with multiprocessing.get_context(method).Pool(1) as pool:
         found = pool.apply(_in_another_process, (given,))
     for name, call in CALLS.items():
         compare(found[name], call.function(*call.make()))

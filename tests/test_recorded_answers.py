@@ -42,7 +42,7 @@ def test_a_backend_gives_the_recorded_answer(case: Case, backend: str) -> None:
         pytest.skip(f"{backend}: {refusal}")
 
 
-@pytest.mark.parametrize("case", some(recorded_cases(), 6), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(recorded_cases(), 8), ids=lambda case: case.name)
 def test_the_kernels_give_the_recorded_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch)
     assert wrong(case, "fused") == []

@@ -256,7 +256,7 @@ def check_refusals() -> None:
 
 
 def _worker(rank: int) -> None:
-    for dtype, parts in ((torch.float32, chunk), (torch.float16, chunk), (torch.bfloat16, whole)):
+    for dtype, parts in ((torch.float32, chunk), (torch.bfloat16, whole)):
         for cases in (linears, mlps, attentions, embeddings):
             for case in cases(parts):
                 check(case, dtype)

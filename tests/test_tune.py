@@ -189,7 +189,7 @@ CANDIDATES = [
 
 
 @pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
-@pytest.mark.parametrize(("number", "entry", "D", "tile"), some_of(CANDIDATES, 12), ids=str)
+@pytest.mark.parametrize(("number", "entry", "D", "tile"), some_of(CANDIDATES, 24), ids=str)
 def test_candidates_fit_and_are_right(
     number: int, entry: str, D: int, tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,6 @@ import graphlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import torch
 from flash_attn_compat.backends.fused import faults
 from flash_attn_compat.utils.testing import attention_ref
 from tests import fused_on_cpu
+from tests.interpreters import forked
 from tests.support import check_refused_in_one_line
 from verify import compare
 from verify.cli import main
@@ -69,8 +68,9 @@ def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys
 
 
 def test_as_a_program_it_ends_in_one_line_and_exit_code_2_too():
-    command = [sys.executable, "-m", "verify", "--device", "tpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forked(
+        "import runpy, sys\nsys.argv[1:] = ['--device', 'tpu']\nrunpy.run_module('verify', run_name='__main__')"
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert "no device 'tpu' here" in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -205,7 +205,8 @@ def test_rows_of_several_child_processes_come_in_the_order_of_one(tmp_path, monk
     for count in (1, 3):
         monkeypatch.setattr(compare, "children_for", lambda devices, count=count: count)
         saved = tmp_path / f"{count}.json"
-        main(["--quick", "--device", "cpu", "-k", "gqa", "--backend", "chunked", "--isolate", "--json", str(saved)])
+        asked = ["-k", "plain 64 d64,func causal gqa", "--backend", "chunked", "--forward-only", "--isolate"]
+        main(["--quick", "--device", "cpu", *asked, "--json", str(saved)])
         found.append(json.loads(saved.read_text(encoding="utf-8"))["rows"])
     assert len(found[0]) > 6 and found[0] == found[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tests import faulty, mutants
+from tests.plain import some_of
 from verify.call import parameters
 from verify.diagnosis import Setting
 from verify.locate import Located, conclusion, locate
-from verify.planted import bfloat16_throughout, half_inputs, half_output, half_weights, planted
+from verify.planted import planted
 from verify.problems import Problem
 from verify.steps import fused_rows, naive, online_tiles
 
@@ -84,16 +85,24 @@ OF_THE_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("mistake", OF_THE_OUTPUT)
+def in_one_dtype(mistakes: Iterable[str]) -> list[Any]:
+    """Each mistake in fp32 or fp16 in turn for each run of the suite, and in the other for the thorough ones."""
+    rows = (
+        (mistake, dtype)
+        for index, mistake in enumerate(mistakes)
+        for dtype in ("float32", "float16")[:: -1 if index % 2 else 1]
+    )
+    return some_of(rows, 2)
+
+
+@pytest.mark.parametrize(("mistake", "dtype"), in_one_dtype(OF_THE_OUTPUT))
 def test_a_mistake_of_the_forward_is_named(mistake: str, dtype: str) -> None:
     settings, *parts = OF_THE_OUTPUT[mistake]
     found = looked_at(faulty.kernel(mistake), backward=False, dtype=dtype, **settings)
     assert all(part in found.wrong["A"].sentences[-1] for part in parts) and set(found.wrong) == {"A"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("mistake", OF_THE_GRADIENTS)
+@pytest.mark.parametrize(("mistake", "dtype"), in_one_dtype(OF_THE_GRADIENTS))
 def test_a_mistake_of_the_backward_is_named(mistake: str, dtype: str) -> None:
     settings, part = OF_THE_GRADIENTS[mistake]
     found = looked_at(faulty.kernel(mistake), dtype=dtype, **settings)
@@ -176,28 +185,6 @@ def test_a_right_kernel_is_the_same_in_its_output_and_its_gradients(settings: di
 )
 def test_a_right_step_of_the_ladder_is_the_same(step: Callable[..., Tensor]) -> None:
     assert looked_at(step, **CAUSAL, backward=False).is_same
-
-
-def in_fp32(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """With the sums of a kernel that knows fp32 alone."""
-    return faulty.kernel()(*(x.float() for x in (q, k, v)), causal=causal).to(q.dtype)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "said"),
-    [
-        (half_inputs, "float32", "rounded to fp16 somewhere (its inputs"),
-        (half_output, "float32", "rounded to fp16 somewhere (its output"),
-        (half_weights, "float32", "rounded to fp16 somewhere (TF32"),
-        (bfloat16_throughout, "float32", "rounded to bf16 somewhere"),
-        (in_fp32, "float64", "rounded to fp32 somewhere"),
-    ],
-)
-def test_a_right_kernel_of_another_precision_is_said_to_round(
-    kernel: Callable[..., Tensor], dtype: str, said: str
-) -> None:
-    found = looked_at(kernel, dtype=dtype)
-    assert said in found.wrong["A"].sentences[-1] and "no other mistake" in found.wrong["A"].sentences[-1]
 
 
 class _HalfGradients(torch.autograd.Function):

@@ -61,7 +61,7 @@ MORE = {
         ["look closer"],
     ),
     "no_maximum": (
-        "plain 64,plain 192,plain 128",
+        "plain 64 d64,plain 192 d64",
         1,
         ["the worst mistake: out NaN or infinite where", "wrong are all problems with large scores", "--magnitude 6.3"],
         [],

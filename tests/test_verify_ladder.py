@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from tests.plain import pairwise
 from verify import inputs, ladder
 from verify.cli import main
 from verify.examination import Examination
@@ -17,11 +18,12 @@ from verify.timing import allocations
 QUICK = ["--repeats", "1", "--heads", "1", "--head-dim", "8"]
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("n", "keys", "group"), [(50, 50, 2), (21, 50, 1), (50, 21, 1)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_step_is_right_for_blocks_that_do_not_divide_the_lengths(step, dtype, n, keys, group, causal):
+@pytest.mark.parametrize(
+    ("step", "sizes", "causal", "dtype"),
+    pairwise(STEPS, [(50, 50, 2), (21, 50, 1), (50, 21, 1)], [False, True], ["bfloat16", "float32"]),
+)
+def test_a_step_is_right_for_blocks_that_do_not_divide_the_lengths(step, sizes, causal, dtype):
+    n, keys, group = sizes
     lengths = {"seqlens_q": (n, n), "seqlens_k": (keys, keys)}
     problem = Problem(**lengths, group=group, head_dim=24, dtype=dtype, causal=causal, backward=False)
     examination = Examination(problem)

@@ -92,20 +92,13 @@ RANDOM = torch.Generator().manual_seed(0)
     ("kernel", "settings", "part"),
     [
         (mutants.stale_key_tile.flash_attn_func, {"n": 128}, "another tile's K or V, or stale memory"),
-        (mutants.tiled_heads.flash_attn_func, {"group": 2}, "query head h reads key head h % nheads_k"),
-        (mutants.top_left_causal.flash_attn_func, {"causal": True, "keys": 130}, "the causal mask"),
-        (mutants.right_edge_one_too_far.flash_attn_func, {"causal": True}, "the causal mask"),
         (mutants.stored_maximum_lost.flash_attn_func, {}, "the running maximum m"),
-        (of(lambda x: x[:, : x.shape[1] // 32 * 32 or None]), {"n": 100}, "the last 4 keys, behind the last whole"),
-        (of(lambda x: torch.cat((x[:, :32], x[:, 64:]), 1)), {"n": 128}, "key tile 1 is never counted"),
-        (of(lambda x: torch.cat((x, x[:, 64:96]), 1)), {"n": 128}, "key tile 2 is counted twice"),
-        (of(change_out=lambda out: out[..., [1, 0, *range(2, 16)]]), {}, "the softmax is right"),
         (of(change_out=torch.zeros_like), {}, "rows that are zero"),
         (of(change_out=lambda out: out * torch.nan), {}, "NaN or infinity"),
         (of(change_out=lambda out: torch.randn(out.shape, generator=RANDOM)), {}, "two calls differ"),
     ],
 )
-def test_each_planted_mistake_is_named(kernel, settings, part):
+def test_a_mistake_that_test_verify_faults_lacks_is_named(kernel, settings, part):
     assert part in named(located(kernel, **settings))
 
 
@@ -195,7 +188,7 @@ def mixed_in(share, axis):
     ],
     ids=["heads", "channels", "one row", "1 per cent", "0.05 per cent", "scale"],
 )
-@pytest.mark.parametrize("n", [96, 320])
+@pytest.mark.parametrize("n", [96, pytest.param(320, marks=pytest.mark.thorough)])
 def test_a_mistake_as_small_as_a_rounding_is_not_taken_for_one(kernel, n):
     found = located(kernel, n=n)
     assert found.first is None or "rounded" not in named(found)
@@ -209,16 +202,22 @@ def spoil_row(out, by):
 
 def test_a_key_left_out_of_many_is_not_taken_for_a_rounding():
     """It is worth less than bf16 rounds away there, but not in a smaller problem."""
-    found = located(of(change_keys=lambda x: x[:, :-1]), n=1024, tile=256, heads_k=1)
+    found = located(of(change_keys=lambda x: x[:, :-1]), n=512, tile=128, heads_k=1)
     assert "rounded" not in named(found)
 
 
 # ---- no false alarm -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("n", "keys", "causal"), [(96, None, False), (101, None, True), (37, 90, True), (90, 37, True)]
+    ("n", "keys", "causal", "dtype"),
+    [
+        (96, None, False, "bfloat16"),
+        (101, None, True, "float32"),
+        (37, 90, True, "float16"),
+        (90, 37, True, "bfloat16"),
+        (90, 37, True, "float32"),
+    ],
 )
 def test_two_right_kernels_are_the_same(dtype, n, keys, causal):
     found = located(partial(right, block_rows=24, block_columns=32), n=n, keys=keys, causal=causal, dtype=dtype)

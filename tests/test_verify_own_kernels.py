@@ -59,10 +59,13 @@ SEVEN: dict[str, tuple[int, list[str], list[str]]] = {
         ["add --dtype fp16"],
     ),
 }  # fmt: skip
+LIKE_OTHERS = "wrong_alignment", "right_in_half_precision --dtype fp16"  # wrong in one workload; right in fp16
 
 
 @pytest.mark.usefixtures("copied_children")
-@pytest.mark.parametrize("asked", SEVEN)
+@pytest.mark.parametrize(
+    "asked", [pytest.param(each, marks=[pytest.mark.thorough] if each in LIKE_OTHERS else []) for each in SEVEN]
+)
 def test_bench_says_of_each_of_seven_kernels_whether_it_is_right_wrong_or_declines(asked, capsys) -> None:
     (name, *options), (code, parts, absent) = asked.split(), SEVEN[asked]
     assert main(["bench", "--implementation", f"{FILE}:{name}", *PLAIN_64, *options]) == code
@@ -110,9 +113,7 @@ def test_ladder_takes_a_users_kernel_as_a_step(tmp_path, capsys) -> None:
 
 
 @pytest.mark.usefixtures("copied_children")
-@pytest.mark.parametrize(
-    ("crash", "signal"), [("os.abort()", "SIGABRT"), ("ctypes.string_at(0)", "SIGSEGV"), ("os._exit(3)", "exit code 3")]
-)
+@pytest.mark.parametrize(("crash", "signal"), [("os.abort()", "SIGABRT"), ("os._exit(3)", "exit code 3")])
 def test_a_crash_of_a_file_with_native_code_is_named_without_options(crash, signal, tmp_path, capsys) -> None:
     kernel = tmp_path / "kernel.py"
     kernel.write_text(

@@ -21,10 +21,12 @@ RECORDED = 4
 # Biases are read from memory: at twice the least products, 0.95 of the speed of PyTorch's kernel.
 BIASED = 2
 LEAST_KEYS = 2048
-# GPU time on the same H200. With gradients, sequences of 49 to 64 tokens took 1.1 to 1.5 times as long as PyTorch's
-# kernel, of 100 tokens as long; of 16 and 32 tokens longer under masks, shorter without. Biases that differ in each
-# sequence and head took up to 1.4 times as long, 1.7 with gradients: PyTorch's kernel reads them once.
+# GPU time on an H100, as a Turing GPU. With gradients, sequences of 64 tokens at head dim 64 took 1.14 times as long as
+# PyTorch's kernel, 1.04 under a mask; of 100 tokens as long. Of 32 tokens, or at head dims of 32, 96 and more, it was
+# 0.3 to 0.8 times as long. On an H200, biases that differ in each sequence and head took up to 1.4 times as long, 1.7
+# with gradients: PyTorch's kernel reads them once.
 SHORT, FEW_TOKENS = 32, 96
+FEW_CHANNELS, SOME_CHANNELS = 32, 64
 
 
 class Policy(NamedTuple):
@@ -120,8 +122,9 @@ def check_size(
     bias = None if mask is None or mask.dtype is torch.bool else mask
     if products < least * (1 if bias is None else BIASED):
         return "it is so small that host time decides, and ours is longer"
-    if is_recorded and (SHORT if mask is None else 0) < max(rows, keys) <= FEW_TOKENS and least:
-        return "with gradients, PyTorch's kernel is faster for sequences this short"
+    is_short = SHORT < max(rows, keys) <= FEW_TOKENS and FEW_CHANNELS < q.shape[-1] <= SOME_CHANNELS
+    if is_recorded and is_short and least:
+        return "with gradients, PyTorch's kernel is faster for sequences this short of so many channels"
     if bias is not None and least and _count_stored(bias) * q.shape[-1] == products:
         return "every score has a bias of its own, which PyTorch's kernel reads once and ours twice"
     return None

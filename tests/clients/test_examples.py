@@ -38,6 +38,9 @@ def process(rank: int, name: str, port: int) -> None:
     flash_attn_compat.patch()
     sys.path.insert(0, str(FOLDER))  # as `python examples/distributed/NAME.py` does
     warnings.simplefilter("ignore")
+    import common
+
+    common.SEQLEN = 64  # of 512, which show nothing more
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert sum(flash_attn_compat.backend_counts().values()) > 0
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from tests.clients.models import VOCABULARY, build
 
@@ -23,26 +21,27 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
     """Of numbers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2", unk_token="0")
 
 
-class Losses(TrainerCallback):
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **other: Any) -> None:
-        if logs and "loss" in logs:
-            self.found.append(logs["loss"])
-
-
 def losses(trl: Any, implementation: str, folder: Path, **way: Any) -> list[float]:
     """Of three steps, each over all texts."""
     import datasets
+    from transformers import TrainerCallback  # whose module takes seconds to import
 
+    class Losses(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                found.append(logs["loss"])
+
+    found: list[float] = []
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
     settings = trl.SFTConfig(
@@ -50,12 +49,11 @@ def losses(trl: Any, implementation: str, folder: Path, **way: Any) -> list[floa
         lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
         gradient_checkpointing=False, disable_tqdm=True, **way,
     )  # fmt: skip
-    seen = Losses()
     trl.SFTTrainer(
-        build("llama", implementation).train(), settings, processing_class=tokenizer(), callbacks=[seen],
+        build("llama", implementation).train(), settings, processing_class=tokenizer(), callbacks=[Losses()],
         train_dataset=datasets.Dataset.from_dict({"input_ids": texts}),
     ).train()  # fmt: skip
-    return seen.found
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -84,7 +84,7 @@ def test_outputs_and_gradients_without_padding_equal_eager(name, way, dtype, cal
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@each("decoder", "encoder")
+@each("decoder", "encoder", dtypes=False)
 def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, way, dtype, side, calls):
     eager, flash = pair(name, dtype, way)
     ids, mask = padded(side)
@@ -144,9 +144,7 @@ def test_a_decoder_compiles_as_one_graph_forward_and_backward(calls):
     expected = run(eager, {"input_ids": ids})
     run(flash, {"input_ids": ids})  # transformers loads its flash functions outside the graph
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda ids: flash(input_ids=ids, use_cache=False).logits, fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda ids: flash(input_ids=ids, use_cache=False).logits, fullgraph=True, backend="eager")
     compiled(ids)
     before = calls()
     got = compiled(ids)

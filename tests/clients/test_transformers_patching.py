@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import flash_attn_compat
 from flash_attn_compat.dropin import attention_function
 from tests.dropin.environment import Environment
-from tests.interpreters import forked, forked_child, fresh
+from tests.interpreters import WITHOUT_TORCH, forked, forked_child
 from tests.support import UNSEEN
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -99,9 +96,12 @@ assert not without_cuda or not (import_utils.is_flash_attn_2_available() or flas
 """)
 
 
+LOOK = "from transformers.utils import is_flash_attn_2_available as look; assert look()"
+
+
 @pytest.mark.usefixtures("patched")
 def test_a_child_of_a_patched_process_needs_nothing_more():
-    answer = forked_child(RUN_A_MODEL)
+    answer = forked_child(f"{WITHOUT_TORCH}\n{LOOK}")
     assert answer.returncode == 0, answer.stderr
 
 
@@ -109,16 +109,15 @@ def test_a_persistent_installation_needs_no_line_of_code(tmp_path):
     """It waits for transformers' import as a child of a patched process does."""
     environment = Environment(tmp_path / "env")
     assert environment.command("install").returncode == 0
-    code = "from transformers.utils import is_flash_attn_2_available as look; assert look()"
-    answer = environment.call("-W", "ignore", "-c", code)
+    answer = environment.forked(LOOK)
     assert answer.returncode == 0, answer.stderr
 
 
 def test_importing_transformers_in_a_patched_child_does_not_import_torch_by_our_doing():
-    code = "import transformers.utils.import_utils, sys; print('torch' in sys.modules)"
-    alone = fresh("-c", code).stdout
+    code = f"{WITHOUT_TORCH}\nimport transformers.utils.import_utils; print('torch' in sys.modules)"
+    alone = forked(code).stdout
     with flash_attn_compat.patched():
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == alone != ""
+        assert forked_child(code).stdout == alone != ""
 
 
 def check_ends_well(code: str) -> None:

@@ -8,6 +8,8 @@ import sys
 import venv
 from pathlib import Path
 
+from tests.interpreters import WITHOUT_TORCH, Answer, forked
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -43,6 +45,11 @@ class Environment:
         return subprocess.run(
             [str(self.python), *arguments], capture_output=True, text=True, cwd=self.python.parent, env=env, **options
         )
+
+    def forked(self, code: str) -> Answer:
+        """As ``call("-c", code)`` in a copied interpreter, where PyTorch seems not to be imported yet."""
+        start = f"import site; site.addsitedir({str(self.site_packages)!r})\n"
+        return forked(f"{WITHOUT_TORCH}\n{start}{code}", **os.environ)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.call("-m", "flash_attn_compat", *arguments)

@@ -9,15 +9,13 @@ import importlib.util
 import multiprocessing
 import os
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 
 from flash_attn_compat.dropin import patch, unpatch
-from tests.interpreters import child, forked, forked_child, fresh
+from tests.interpreters import WITHOUT_TORCH, forked, forked_child, fresh
 
 FA3 = "flash_attn_compat.fa3"
 
@@ -213,8 +211,7 @@ def test_a_child_process_finds_the_patched_modules(options: dict[str, Any], code
     if "varlen_attn" in options:
         pytest.importorskip("torch.nn.attention.varlen", reason="torch.nn.attention.varlen came with torch 2.10")
     patch(**options)
-    # torch._dynamo imports torch.nn.attention.varlen in some versions, and so has the copied interpreter.
-    answer = child(code) if "varlen_attn" in options else forked_child(code)
+    answer = forked_child(f"{WITHOUT_TORCH}\n{code}")
     assert answer.stdout.split() == printed.split(), answer.stderr
 
 
@@ -224,9 +221,9 @@ def test_a_child_finds_the_package_though_its_own_path_lacks_it_and_runs_the_hid
     ours = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if "dropin" in entry]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ours, str(tmp_path)])}
     code = (
-        "import builtins, sys; print(builtins.theirs_ran, sys.modules['sitecustomize'].__file__);"
+        "import builtins, os, sys; os.chdir('/'); print(builtins.theirs_ran, sys.modules['sitecustomize'].__file__);"
         "import flash_attn, flash_attn.bert_padding; print(flash_attn.bert_padding.__name__)"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd="/")
+    answer = forked_child(f"{WITHOUT_TORCH}\n{code}", environment)
     expected = ["True", str(tmp_path / "sitecustomize.py"), "flash_attn_compat.bert_padding"]
     assert answer.stdout.split() == expected, answer.stderr

@@ -11,7 +11,6 @@ import pytest
 from flash_attn_compat.dropin import install as installation
 from flash_attn_compat.dropin.install import InstallError, install, installed, uninstall
 from tests.dropin.environment import Environment, write_package
-from tests.interpreters import forked
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ print(json.dumps([torch_at_start, spec.origin, flash_attn.__version__, m.version
                   [f.locate().is_file() for f in m.files("flash-attn") if f.name == "flash_attn_interface.py"],
                   flash_attn.bert_padding is ours, flash_attn_2_cuda.__name__]))
 """
-    answer = installed_environment.call("-c", script)
+    answer = installed_environment.forked(script)
     assert answer.returncode == 0, answer.stderr
     origin = str(installed_environment.site_packages / "flash_attn" / "__init__.py")
     expected = [False, origin, "2.8.3", "2.8.3", ["flash-attn"], [True], True, "flash_attn_compat.flash_attn_2_cuda"]
@@ -137,17 +136,16 @@ def test_a_read_only_site_packages_is_an_error_and_leaves_nothing(tmp_path, ther
 def test_the_interface_of_2_6_can_be_installed_and_removed(environment):
     answer = environment.command("install", "--api", "2.6")
     assert answer.returncode == 0 and "flash_attn-2.6.3.dist-info" in answer.stdout, answer.stderr
-    start = f"import site; site.addsitedir({str(environment.site_packages)!r})\n"
     script = """
 import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_2_cuda as raw
 print(flash_attn.__version__, m.version("flash-attn"), b.__name__, raw.__name__)
 """
     expected = ["2.6.3", "2.6.3", *(f"flash_attn_compat.api_2_6.{n}" for n in ("bert_padding", "flash_attn_2_cuda"))]
     for first in ("", "import flash_attn_compat; flash_attn_compat.patch()\n"):  # patch() keeps what is installed
-        assert forked(start + first + script).stdout.split() == expected
+        assert environment.forked(first + script).stdout.split() == expected
     # Installing the other one replaces it.
     assert environment.command("install").returncode == 0
-    assert forked(start + script).stdout.split()[:2] == ["2.8.3", "2.8.3"]
+    assert environment.forked(script).stdout.split()[:2] == ["2.8.3", "2.8.3"]
     # patch() can ask for another interface than the one installed.
     ask = "import flash_attn_compat; flash_attn_compat.patch(api='2.6')\n"
-    assert forked(start + ask + script).stdout.split() == expected
+    assert environment.forked(ask + script).stdout.split() == expected

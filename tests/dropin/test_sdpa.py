@@ -14,7 +14,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.dropin import install, patch, patched, unpatch
 from flash_attn_compat.torch_sdpa import override
 from tests.dropin.environment import Environment
-from tests.interpreters import forked, fresh
+from tests.interpreters import WITHOUT_TORCH, forked, forked_child
 
 # What holds in a process: prints the wish in force, if this package was loaded at all.
 LOOK = (
@@ -94,27 +94,31 @@ def test_the_variable_alone_loads_nothing_of_it() -> None:
     assert answer.stdout.strip() == "None", answer.stderr
 
 
-def test_it_waits_for_torch_and_reaches_children() -> None:
+def test_patch_waits_for_torch() -> None:
     code = f"""
-import subprocess, sys
+{WITHOUT_TORCH}
 import flash_attn_compat
 flash_attn_compat.patch(sdpa="always")
 assert "torch" not in sys.modules
-child = subprocess.Popen([sys.executable, "-c", {LOOK!r}])
 {LOOK}
-sys.stdout.flush()
-child.wait()
 flash_attn_compat.unpatch()
 print(m.active_policy())
 """
-    answer = fresh("-c", code)
-    assert answer.stdout.split() == ["True", "True", "None"], answer.stderr
+    answer = forked(code)
+    assert answer.stdout.split() == ["True", "None"], answer.stderr
+
+
+def test_children_of_a_patched_process_wait_for_torch_too() -> None:
+    patch(sdpa="always")
+    answer = forked_child(f"{WITHOUT_TORCH}\nassert 'torch' not in sys.modules\n{LOOK}")
+    assert answer.stdout.strip() == "True", answer.stderr
 
 
 def test_run_takes_it_before_the_script(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    script.write_text(f"import sys\nprint(sys.argv[1:])\n{LOOK}")
-    for option, wanted in ((["--sdpa=always"], "True"), ([], "None")):
+    waits = "import _flash_attn_compat_startup as startup; print('torch' in startup._awaited)"
+    script.write_text(f"import sys\nprint(sys.argv[1:])\n{waits}")
+    for option, wanted in ((["--sdpa=always"], "True"), ([], "False")):
         arguments = ["run", *option, str(script), "--sdpa"]
         answer = forked(f"from flash_attn_compat import cli; cli.main({arguments!r})")
         assert answer.stdout.splitlines() == ["['--sdpa']", wanted], answer.stderr
@@ -125,7 +129,8 @@ def test_install_writes_it_for_every_process_and_the_variable_overrules(
 ) -> None:
     environment = Environment(tmp_path / "env")
     assert environment.command("install", "--sdpa").returncode == 0
-    assert environment.call("-c", LOOK).stdout.strip() == "False"
+    answer = environment.forked(LOOK)
+    assert answer.stdout.strip() == "False", answer.stderr
     waits = "import _flash_attn_compat_startup as startup; print('torch' in startup._awaited)"
     for value, wanted in (("1", "True"), ("0", "False")):
         monkeypatch.setenv(settings.SDPA, value)

@@ -30,7 +30,8 @@ from tests.kernels.offline import SHARED_MEMORY
 HERE = Path(__file__).parent
 SOURCES = Path(flash_attn_compat.__file__).parent / "cuda"
 ENGINE = HERE / "engine.cpp"
-# Compiling a variant takes longer than running it: no optimisation, C's headers without C++'s, and C's libraries alone.
+# Compiling a variant takes longer than running it: no optimisation, C's headers without C++'s, and no library but the
+# engine's, which is compiled once and has what the variants lack.
 # No contraction: a * b + c is rounded twice where the source says so; fmaf is fmaf.
 OPTIONS = (
     "-std=c++17",
@@ -43,11 +44,11 @@ OPTIONS = (
     "-fno-exceptions",
     "-fno-asynchronous-unwind-tables",
 )
-ENGINE_OPTIONS = (*OPTIONS, "-O2", "-c")
-VARIANT_OPTIONS = (*OPTIONS, "-O0", "-shared", "-nodefaultlibs")
+ENGINE_OPTIONS = (*OPTIONS, "-O2", "-shared", "-nodefaultlibs")
+VARIANT_OPTIONS = (*OPTIONS, "-O0", "-shared", "-nostdlib")
 LIBRARIES = ("-lc", "-lm", "-lgcc")
 
-# What a library knows of its launch is the library's, and other threads go on while it runs.
+# What the engine knows of its launch is the process's, and other threads go on while it runs.
 _ONE_AT_A_TIME = threading.Lock()
 
 Macros = Mapping[str, int]
@@ -115,7 +116,7 @@ class Kernel:
         launch = _Launch(
             len(params), grid, threads, *shared, len(tensors), rules.seed, rules.truncates, rules.rows_overlap
         )
-        emulate = self.library.emulate
+        emulate = _engine().emulate
         emulate.restype = ctypes.c_char_p
         with _ONE_AT_A_TIME:
             said = emulate(entry, ctypes.c_char_p(params), ctypes.byref(launch), memories)
@@ -137,28 +138,30 @@ def _memory(x: Tensor) -> _Memory:
 
 def compile_kernel(source: str | Path, entry: str, macros: Macros) -> Kernel:
     """``source``: a file of the package's kernels, or a path."""
-    defined = tuple(sorted(f"-D{name}={int(value)}" for name, value in {**DEFAULTS, **macros}.items()))
+    # How many blocks a GPU may hold at once decides nothing here.
+    values = {**DEFAULTS, **macros, "MIN_BLOCKS": 1}
+    defined = tuple(sorted(f"-D{name}={int(value)}" for name, value in values.items()))
     return Kernel(_library(SOURCES / source, defined), entry)
 
 
 @cache
 def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
-    options = *VARIANT_OPTIONS, *macros, "-include", "emulator.h"
-    return ctypes.CDLL(str(_built(source, options, ".so", "-x", "none", str(_engine()), *LIBRARIES)))
+    _engine()
+    return ctypes.CDLL(str(_built(source, (*VARIANT_OPTIONS, *macros, "-include", "emulator.h"))))
 
 
 @cache
-def _engine() -> Path:
-    return _built(ENGINE, ENGINE_OPTIONS, ".o")
+def _engine() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_built(ENGINE, ENGINE_OPTIONS, "-x", "none", *LIBRARIES)), ctypes.RTLD_GLOBAL)
 
 
-def _built(source: Path, options: tuple[str, ...], suffix: str, *linked: str) -> Path:
+def _built(source: Path, options: tuple[str, ...], *linked: str) -> Path:
     """Return the compiled library of a source, from the cache; concurrent processes compile it once."""
     import fcntl  # Windows has none
 
     folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    target = folder / f"{built_name(source, options)}{suffix}"
+    target = folder / f"{built_name(source, options)}.so"
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():

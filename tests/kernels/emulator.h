@@ -24,7 +24,11 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-#pragma GCC visibility push(hidden)
+#ifdef TYPE   // macros of a variant
+#pragma GCC visibility push(default)
+#else
+#pragma GCC visibility push(protected)
+#endif
 struct Index { u32 x, y, z; };
 extern Index threadIdx, blockIdx, blockDim, gridDim;
 
@@ -80,7 +84,7 @@ inline float half_to_float(u16 x) { return emulator::half_to_float(x); }
 template <class T> inline T *checked(const T *p, emulator::Access access) {
   return (T *)emulator::global(p, sizeof(T), sizeof(T), access);
 }
-#ifdef TYPE   // macros of a variant, and what C's headers have: not for engine.cpp
+#ifdef TYPE   // and what C's headers have: not for engine.cpp
 extern "C" float fmaf(float, float, float) noexcept;
 inline float fmaxf(float a, float b) { return max(a, b); }
 inline float fabsf(float x) { return __builtin_fabsf(x); }

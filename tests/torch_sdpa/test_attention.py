@@ -203,13 +203,16 @@ def test_a_call_with_gradients_must_be_larger(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("tokens", "has_mask", "who"),
-    [(32, False, "fused"), (32, True, "pytorch"), (33, False, "pytorch"), (96, True, "pytorch"), (97, True, "fused")],
-)
-def test_short_sequences_with_gradients_are_declined(
-    tokens: int, has_mask: bool, who: str, monkeypatch: pytest.MonkeyPatch
+    ("tokens", "head_dim", "has_mask", "who"),
+    [
+        (32, 64, False, "fused"), (32, 64, True, "fused"), (33, 64, False, "pytorch"), (96, 33, True, "pytorch"),
+        (97, 64, True, "fused"), (64, 32, False, "fused"), (64, 65, True, "fused"),
+    ],
+)  # fmt: skip
+def test_short_sequences_of_some_channels_with_gradients_are_declined(
+    tokens: int, head_dim: int, has_mask: bool, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q = randn(1, 1, tokens, 16, dtype=HALF).requires_grad_()
+    q = randn(1, 1, tokens, head_dim, dtype=HALF).requires_grad_()
     mask = torch.ones(tokens, tokens, dtype=torch.bool) if has_mask else None
     with originals.served(monkeypatch, originals.POLICY._replace(least_products=1), computes=False):
         sdpa(q, q, q, attn_mask=mask)

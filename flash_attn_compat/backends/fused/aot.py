@@ -48,12 +48,12 @@ def usual_kinds(number: int) -> Iterator[Kind]:
     """Yield the kinds of three programs: a 7B model trained by LoRA and generating, packed BERT, a diffusion step.
 
     They are causal d 128 over a cache, pages too, in fp16 and bf16; d 64, with dropout where nothing is masked; and
-    unmasked d 40, 80 and 160; the last two groups in fp16.
+    unmasked d 40, 80 and 160; the last two groups in fp16. Gradients of few keys compile at their first call.
     """
     sizes = set(map(variants.size_of, _DIFFUSION_HEAD_DIMS))
     for kind in variants.kinds(number):
         is_fp16 = kind.type == FP16
-        if kind.vec != 8 or kind.alibi or kind.softcap or kind.bias or kind.cache or kind.window is not None:
+        if kind.vec != 8 or kind.alibi or kind.softcap or kind.bias or kind.cache or kind.few_keys or kind.window:
             continue
         if kind.D == 128:
             is_usual = kind.local and not kind.dropout and (is_fp16 or not kind.paged)
