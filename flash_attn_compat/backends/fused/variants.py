@@ -252,6 +252,8 @@ def forward_tile(kind: Kind) -> Tile:
         if _is_narrow(kind) or kind.few_rows or more_work or (kind.bias > BOOLEANS and kind.size <= 96):
             return choice.small
         converts = kind.type == BF16_AS_FP16 and not kind.copied
+        if kind.bias > BOOLEANS:  # leaves no registers for stages
+            return choice.usual._replace(stages=1)
         return Tile(64, 4, 2, 2) if D == 32 and converts else choice.usual
     if D == 512:
         return _SPLIT_K_2
