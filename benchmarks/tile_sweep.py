@@ -55,18 +55,24 @@ SHAPES = (
     *(Shape(512, length, 12, 64) for length in (64, 100, 128)),
     Shape(2, 256, 8, 160),
     Shape(2, 1024, 8, 80),
-    *(Shape(4, 4096, 2048 // D, D, causal) for D in (192, 256) for causal in (False, True)),
+    *(Shape(4, 4096, 2048 // D, D, causal) for D in (64, 128, 160, 192, 256) for causal in (False, True)),
 )
 _SHARED = {"qk_in_regs": False, "vo_in_regs": False}
 # All fit sm_75; of registers they spill at most what other tiles there do.
 TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
     64: {
-        "forward": (Tile(64, 4, 1, 3), Tile(64, 4, 1, 4), Tile(32, 4, 1, 4), Tile(64, 2, 2, 4), Tile(64, 4, 2, 2)),
-        "dkdv": (
-            Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3), Tile(32, 4, 1, 2, **_SHARED),
-            Tile(64, 4, 1, 1, vo_in_regs=False), Tile(32, 2, 2, 2, **_SHARED),
+        "forward": (
+            Tile(64, 8, 1, 1, stages=3), Tile(64, 4, 1, 3), Tile(64, 4, 1, 4), Tile(32, 4, 1, 4), Tile(64, 2, 2, 4),
+            Tile(64, 4, 2, 2),
         ),
-        "dq": (Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(32, 4, 1, 4), Tile(64, 2, 2, 2), Tile(32, 2, 2, 4)),
+        "dkdv": (
+            Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3),
+            Tile(32, 4, 1, 2, **_SHARED), Tile(64, 4, 1, 1, vo_in_regs=False), Tile(32, 2, 2, 2, **_SHARED),
+        ),
+        "dq": (
+            Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(32, 4, 1, 4), Tile(64, 2, 2, 2),
+            Tile(32, 2, 2, 4),
+        ),
     },
     80: {
         "forward": (Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 8, 1, 1)),
@@ -74,28 +80,36 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "dq": (Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 8, 1, 1)),
     },
     160: {
-        "forward": (Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(64, 2, 1, 1), Tile(32, 2, 1, 3)),
+        "forward": (
+            Tile(32, 8, 1, 1, stages=3), Tile(64, 8, 1, 1), Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(64, 2, 1, 1),
+            Tile(32, 2, 1, 3),
+        ),
         "dkdv": (
-            Tile(32, 4, 1, 1, split_n=1), Tile(16, 4, 1, 2, split_k=1), Tile(16, 8, 1, 1, split_k=1),
+            Tile(32, 8, 1, 1, roles=True, stages=2), Tile(32, 4, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1),
             Tile(16, 4, 1, 1, **_SHARED),
         ),
         "dq": (
-            Tile(32, 8, 1, 1, split_n=1), Tile(32, 4, 1, 1, split_n=1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1),
+            Tile(16, 8, 1, 1, stages=3), Tile(32, 8, 1, 1, split_n=1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1),
             Tile(32, 2, 1, 2), Tile(16, 2, 1, 4),
         ),
     },
+    128: {
+        "forward": (Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 8, 1, 1)),
+        "dkdv": (Tile(32, 8, 1, 1, stages=3), Tile(16, 8, 1, 1, stages=3), Tile(16, 8, 1, 1)),
+        "dq": (Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2), Tile(32, 8, 1, 1)),
+    },
     192: {
-        "forward": (Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(32, 8, 1, 1, split_k=1)),
-        "dkdv": (Tile(16, 8, 1, 1, split_k=1), Tile(32, 4, 1, 1, split_n=1), Tile(16, 4, 1, 2, split_k=1)),
-        "dq": (Tile(32, 8, 1, 1, split_n=1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1), Tile(32, 4, 1, 1, vo_in_regs=False)),
+        "forward": (Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1)),
+        "dkdv": (
+            Tile(32, 8, 1, 1, roles=True, stages=2), Tile(16, 8, 1, 1, roles=True, stages=3),
+            Tile(32, 8, 1, 1, split_n=1),
+        ),
+        "dq": (Tile(16, 8, 1, 1, stages=3), Tile(16, 4, 1, 2)),
     },
     256: {
-        "forward": (
-            Tile(32, 4, 1, 1, qk_in_regs=False), Tile(16, 4, 1, 2), Tile(32, 8, 1, 1, split_k=1),
-            Tile(16, 8, 1, 2, split_k=1),
-        ),
-        "dkdv": (Tile(16, 4, 1, 1, split_k=1), Tile(16, 4, 1, 2, split_k=1), Tile(32, 8, 1, 1, split_n=1)),
-        "dq": (Tile(16, 4, 1, 1, vo_in_regs=False), Tile(16, 8, 1, 1, split_k=1), Tile(16, 4, 1, 2, split_k=1)),
+        "forward": (Tile(16, 8, 1, 1, stages=3), Tile(32, 4, 1, 1, qk_in_regs=False), Tile(16, 8, 1, 1)),
+        "dkdv": (Tile(16, 8, 1, 1, roles=True, stages=3), Tile(16, 8, 1, 1, split_k=1)),
+        "dq": (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),
     },
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 
 import flash_attn_compat
 from flash_attn_compat.backends.fused import grids, variants
-from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS, Kind
+from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS, Kind, Tile
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate, offline
@@ -123,6 +123,29 @@ def test_blocks_that_share_a_tile_add_partial_results_of_any_size(
     monkeypatch.setattr(grids, "count_head_splits", lambda *shapes: 2)
     check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], seqlens_k=(300,), causal=True))
     assert {one.fields["splits"] for one in launches.seen if one.variant.entry == "forward"} == {3}
+
+
+# Of `tune`, and of 192 and 256 channels.
+STAGED = {
+    64: {entry: Tile(32, 8, 1, 1, stages=3) for entry in ("forward", "dkdv", "dq")},
+    192: {"forward": Tile(32, 8, 1, 1, stages=3), "dkdv": Tile(32, 8, 1, 1, roles=True, stages=2)},
+    256: {"forward": Tile(16, 8, 1, 1, stages=3), "dkdv": Tile(16, 8, 1, 1, roles=True, stages=3)},
+}
+
+
+@NEEDS_EMULATOR
+@pytest.mark.parametrize(
+    ("number", "head_dim", "dtype", "mask", "missing"),
+    some_of(pairwise((75,), STAGED, ("float16", "bfloat16"), MASKS, (0, 3)), 6),
+)
+def test_kernels_with_several_stages_are_right_under_every_mask(
+    head_dim: int, dtype: str, mask: str, missing: int, launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for entry, tile in STAGED[head_dim].items():
+        monkeypatch.setattr(variants, f"{entry}_tile", lambda kind, tile=tile: tile)
+    check(replace(TRAINED, head_dim=head_dim - missing, head_dim_v=head_dim - missing, dtype=dtype, **MASKS[mask]))
+    staged = {one.variant.entry for one in launches.seen if dict(one.variant.macros).get("STAGES")}
+    assert staged >= set(STAGED[head_dim])
 
 
 # ---- shared memory

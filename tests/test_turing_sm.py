@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import turing_sm
 from benchmarks.turing_sm.machine import GEFORCE, T4, Simulation
-from benchmarks.turing_sm.machine_code import Instruction, decode_control, main_loop, parse, usual_path
+from benchmarks.turing_sm.machine_code import Instruction, decode_control, halves, main_loop, parse, usual_path
 from flash_attn_compat.backends.fused import variants
 from flash_attn_compat.backends.fused.variants import Kind
 from tests.kernels import offline
@@ -24,7 +24,7 @@ def make_loop(*steps: tuple) -> list[Instruction]:
 
 
 def cycles(loop: list[Instruction], warps: int = 1, blocks: int = 1, machine=T4) -> float:
-    return Simulation(loop, warps, blocks, machine).run(instructions=400).cycles_a_turn
+    return Simulation([loop], warps, blocks, machine).run(instructions=400).cycles_a_turn
 
 
 LOAD = ("LDS", 1, {"writes": 0})
@@ -125,9 +125,39 @@ def test_the_usual_path_multiplies_and_skips_the_masks():
     assert [each.address // 16 for each in usual_path(main_loop(loop))] == [0, 1, 2, 5, 6]
 
 
+def named(loop: list[Instruction], **texts: str) -> list[Instruction]:
+    """Return ``loop`` with the text of some places replaced: _2="..." that of the third."""
+    return [step._replace(text=texts.get(f"_{place}", step.text)) for place, step in enumerate(loop)]
+
+
+def test_each_half_of_the_warps_passes_one_of_two_barriers_under_a_predicate():
+    steps = ("FADD", 4), ("BAR.SYNC", 5), ("FADD", 4), ("BAR.SYNC", 5)
+    first, second = halves(named(make_loop(*steps), _1="@P1 BAR.SYNC 0x0", _3="@!P1 BAR.SYNC 0x0"))
+    assert [step.name for step in first[:4]] == ["FADD", "NOP", "FADD", "BAR.SYNC"]
+    assert [step.name for step in second[:4]] == ["FADD", "BAR.SYNC", "FADD", "NOP"]
+    assert halves(make_loop(*steps)) == [make_loop(*steps)]
+
+
+def test_warps_half_a_turn_apart_hide_what_waits_beside_products():
+    steps = [*PRODUCTS * 4, ("BAR.SYNC", 5), *[("FADD", 8)] * 16, ("BAR.SYNC", 5)]
+    apart = halves(named(make_loop(*steps), _16="@P1 BAR.SYNC 0x0", _33="@!P1 BAR.SYNC 0x0"))
+    together = cycles(make_loop(*steps), warps=8)
+    assert Simulation(apart, 8, 1).run(instructions=400).cycles_a_turn < 0.85 * together
+
+
+def test_a_warp_that_announces_itself_does_not_wait_for_its_partner():
+    steps = ("BAR.ARV", 5), ("FADD", 4)
+    announces = named(make_loop(*steps), _0="BAR.ARV R0, 0x40")
+    waits = named(make_loop(("HMMA.1688.F32", 8), *steps), _1="BAR.SYNC R0, 0x40")
+    simulation = Simulation([announces, waits], 2, 1)
+    simulation.run(instructions=40)
+    first, second = simulation.warps
+    assert first.turns >= second.turns > 0
+
+
 def test_an_instruction_without_a_known_cost_is_an_error():
     with pytest.raises(NotImplementedError, match="no cost of QUUX is known"):
-        Simulation(make_loop(("QUUX", 1)), 1, 1)
+        Simulation([make_loop(("QUUX", 1))], 1, 1)
 
 
 def test_a_compiled_kernel_stays_below_its_throughput_bound():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks import kernel_report, kernel_tiles
 from benchmarks.turing_sm.machine import GEFORCE, T4, Machine, Result, Simulation
-from benchmarks.turing_sm.machine_code import Instruction, count_products, main_loop, parse, usual_path
+from benchmarks.turing_sm.machine_code import Instruction, count_products, halves, main_loop, parse, usual_path
 from flash_attn_compat.backends.fused import candidates, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import Kind, Variant
@@ -40,13 +40,18 @@ class Simulated(NamedTuple):
     bound: float
 
 
-def simulate(code: list[Instruction], warps: int, blocks: int, machine: Machine = T4) -> Result:
-    """Simulate the main loop of a kernel. warps: of a block; blocks: that are resident
+def simulate(
+    code: list[Instruction], warps: int, blocks: int, machine: Machine = T4, has_roles: bool = False
+) -> Result:
+    """Simulate the main loop of a kernel. warps: of a block; blocks: that are resident; has_roles: SPLIT_R
 
     How far resident blocks are apart changes the result by some per cent, so several distances are added up.
     """
-    path = usual_path(main_loop(code))
-    runs = [Simulation(path, warps, blocks, machine).run(apart=apart) for apart in (APART if blocks > 1 else (0,))]
+    loop = main_loop(code)
+    loops = halves(usual_path(loop))
+    if has_roles:
+        loops[1:] = halves(usual_path(loop, of_dp=True))[-1:]
+    runs = [Simulation(loops, warps, blocks, machine).run(apart=apart) for apart in (APART if blocks > 1 else (0,))]
     cycles = sum(run.cycles for run in runs)
     busy = {unit: sum(run.busy[unit] * run.cycles for run in runs) / cycles for unit in runs[0].busy}
     return Result(cycles, busy, sum(run.turns for run in runs))
@@ -61,7 +66,7 @@ def simulate_variant(variant: Variant, head_dim: int, compiled: offline.Compiled
     loop = main_loop(code)
     pipes = kernel_report.model_turing(Counter(each.name for each in usual_path(loop)), variant)
     bound = kernel_report.useful_share(pipes, variant, head_dim, head_dim)
-    result = simulate(code, variant.threads // 32, blocks, machine)
+    result = simulate(code, variant.threads // 32, blocks, machine, ("SPLIT_R", 1) in variant.macros)
     cycles = result.cycles_a_turn * 4096 / (variant.rows * kernel_report.step(variant))
     useful = bound * max(pipes) / cycles
     return Simulated(blocks, len(loop), result, cycles, useful, bound)

@@ -82,7 +82,7 @@ def cost(name: str, machine: Machine) -> Cost:
         return Cost("special", machine.special, machine.special_latency)
     if base == "BAR":
         return Cost("barrier", 1, machine.barrier)
-    if base in ("BRA", "BRX", "EXIT", "BSSY", "BSYNC", "BMOV", "WARPSYNC"):
+    if base in ("BRA", "BRX", "EXIT", "BSSY", "BSYNC", "BMOV", "WARPSYNC", "YIELD", "BREAK"):
         return Cost("branch", 1, machine.branch)
     if base in ("S2R", "S2UR", "NOP", "CS2R", "LDC"):
         return Cost("none", 1, 20)
@@ -108,6 +108,8 @@ class Warp:
     scheduler: int
     ready: int = 0  # the first cycle of its next issue, by stall counts and barriers
     known: int = 0  # no issue is possible before this cycle
+    loop: int = 0  # number of its loop
+    pair: int = 0  # of warps that meet at a barrier of their own
     place: int = 0  # of its next instruction
     turns: int = 0  # of the loop that it has finished
     free: list[int] = field(default_factory=lambda: [0] * 6)  # when each scoreboard is released
@@ -127,12 +129,17 @@ class Result(NamedTuple):
 
 
 class Simulation:
-    """A loop that all warps of the resident blocks run."""
+    """The loop of all warps of the resident blocks; of two loops each is of half of a block's warps."""
 
-    def __init__(self, loop: list[Instruction], warps: int, blocks: int, machine: Machine = T4) -> None:
-        self.loop, self.machine = loop, machine
-        self.costs = [cost(each.name, machine) for each in loop]
-        self.warps = [Warp(block, warp % SCHEDULERS) for block in range(blocks) for warp in range(warps)]
+    def __init__(self, loops: list[list[Instruction]], warps: int, blocks: int, machine: Machine = T4) -> None:
+        self.loops, self.machine = loops, machine
+        self.costs = [[cost(each.name, machine) for each in loop] for loop in loops]
+        half = -(-warps // 2)
+        self.warps = [
+            Warp(block, warp % SCHEDULERS, loop=warp * len(loops) // warps, pair=block * half + warp % half)
+            for block in range(blocks)
+            for warp in range(warps)
+        ]
         self.of_scheduler = [[warp for warp in self.warps if warp.scheduler == one] for one in range(SCHEDULERS)]
         self.first = [0] * SCHEDULERS  # the warp of each scheduler that goes first
         self.wake = [0] * SCHEDULERS  # when each scheduler can issue next
@@ -140,16 +147,17 @@ class Simulation:
         self.queues: list[dict[str, deque[int]]] = [{"shared": deque(), "special": deque()} for _ in range(SCHEDULERS)]
         self.shared_free = 0
         self.memory_free = 0.0
-        self.arrived: dict[int, list[Warp]] = {}
+        self.arrived: dict[tuple[bool, int], list[Warp]] = {}
         self.block_size = warps
         self.used: dict[str, int] = {}
-        behind = machine.global_latency if 16 * len(loop) > machine.second_instructions else machine.instruction_latency
-        fits = 16 * len(loop) <= machine.instructions
+        size = 16 * len({each.address for loop in loops for each in loop})
+        behind = machine.global_latency if size > machine.second_instructions else machine.instruction_latency
+        fits = size <= machine.instructions
         self.caches = [] if fits else [InstructionCache(machine, behind) for _ in range(SCHEDULERS)]
 
     def earliest(self, warp: Warp) -> int:
         """Return the first cycle in which the warp can issue, as far as is known now."""
-        step, price = self.loop[warp.place], self.costs[warp.place]
+        step, price = self.loops[warp.loop][warp.place], self.costs[warp.loop][warp.place]
         when = max([warp.ready, *(warp.free[number] for number in step.waits)])
         if price.unit in ("shared", "special"):
             queue = self.queues[warp.scheduler][price.unit]
@@ -162,7 +170,7 @@ class Simulation:
         return max(when, self.caches[warp.scheduler].ready(step.address, when)) if self.caches else when
 
     def issue(self, warp: Warp, now: int) -> None:
-        step, price = self.loop[warp.place], self.costs[warp.place]
+        step, price = self.loops[warp.loop][warp.place], self.costs[warp.loop][warp.place]
         self.used[price.unit] = self.used.get(price.unit, 0) + price.cycles
         self.used["issue"] = self.used.get("issue", 0) + 1
         warp.ready = now + max(step.stall, 1)
@@ -186,23 +194,26 @@ class Simulation:
             if number is not None:
                 warp.free[number] = max(warp.free[number], released)
         if price.unit == "barrier":
-            self.meet(warp, now)
+            self.meet(warp, now, step)
         warp.place += 1
-        if warp.place == len(self.loop):
+        if warp.place == len(self.loops[warp.loop]):
             warp.place, warp.turns = 0, warp.turns + 1
             warp.ready = max(warp.ready, now + self.machine.branch)
         warp.known = warp.ready
 
-    def meet(self, warp: Warp, now: int) -> None:
-        """Let a warp wait at the barrier for all warps of its block."""
-        waiting = self.arrived.setdefault(warp.block, [])
+    def meet(self, warp: Warp, now: int, step: Instruction) -> None:
+        """Let a warp wait for all warps of its block, or at a barrier of 64 threads for the other warp of its pair."""
+        of_pair = step.text.endswith("0x40")
+        waiting = self.arrived.setdefault((of_pair, warp.pair if of_pair else warp.block), [])
         waiting.append(warp)
-        if len(waiting) < self.block_size:
-            warp.ready = _NEVER
+        if len(waiting) < (2 if of_pair else self.block_size):
+            if step.name != "BAR.ARV":  # which announces the warp, and goes on
+                warp.ready = _NEVER
             return
         for each in waiting:
-            each.ready = each.known = now + self.machine.barrier
-            self.wake[each.scheduler] = min(self.wake[each.scheduler], each.ready)
+            if each.ready == _NEVER or (each is warp and step.name != "BAR.ARV"):
+                each.ready = each.known = now + self.machine.barrier
+                self.wake[each.scheduler] = min(self.wake[each.scheduler], each.ready)
         waiting.clear()
 
     def run(self, instructions: int = 4000, warm_up: int = 2, apart: int = 300) -> Result:
@@ -213,7 +224,7 @@ class Simulation:
         for warp in self.warps:
             warp.ready = warp.known = warp.block * apart
         now, began, before = 0, 0, dict[str, int]()
-        turns = warm_up + max(3, -(-instructions // len(self.loop)))
+        turns = warm_up + max(3, -(-instructions // len(self.loops[0])))
         while (done := min(warp.turns for warp in self.warps)) < turns:
             if not before and done >= warm_up:
                 began, before = now, dict(self.used)
@@ -221,7 +232,8 @@ class Simulation:
         used = {unit: number - before.get(unit, 0) for unit, number in self.used.items()}
         busy = {unit: number / (now - began) / SCHEDULERS for unit, number in used.items()}
         busy["shared"] = busy.get("shared", 0) * SCHEDULERS
-        return Result(now - began, busy, used["issue"] / len(self.loop) / self.block_size)
+        issued = sum(len(self.loops[warp.loop]) for warp in self.warps if warp.block == 0)
+        return Result(now - began, busy, used["issue"] / issued)
 
     def step(self, now: int) -> int:
         """Issue what can be issued in cycle ``now``; return the next cycle in which something may be."""
@@ -243,7 +255,7 @@ class Simulation:
             if warp.known <= now:
                 warp.known = self.earliest(warp)
                 if warp.known <= now:
-                    self.first[number] = (place + self.loop[warp.place].yields) % len(warps)
+                    self.first[number] = (place + self.loops[warp.loop][warp.place].yields) % len(warps)
                     self.issue(warp, now)
                     break
         return max(now + 1, min((warp.known for warp in warps), default=_NEVER))

@@ -85,11 +85,12 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
     return max(loops, key=lambda loop: (count_products(loop), -len(loop)), default=[])
 
 
-def usual_path(loop: list[Instruction]) -> list[Instruction]:
+def usual_path(loop: list[Instruction], of_dp: bool = False) -> list[Instruction]:
     """Return the instructions of one turn of ``loop`` for a tile without masked scores.
 
     Of all ways through its forward branches it is the shortest one that multiplies, exponentiates, loads and stores
     the most: kernels have a longer way for tiles at an edge, and skip all of this for hidden ones.
+    of_dp: the way of the warp that computes dP and gets P (SPLIT_R), which exponentiates the least
     """
     places = {each.address: place for place, each in enumerate(loop)}
     best: list[tuple[tuple[int, int, int, int], int | None]] = []  # from the end: the work and the next place
@@ -101,13 +102,25 @@ def usual_path(loop: list[Instruction]) -> list[Instruction]:
         options = [(best[len(loop) - 1 - after][0], after) for after in follow if after < len(loop)]
         rest, after = max(options, default=((0, 0, 0, 0), None))
         products, powers, moved, shortness = rest
-        work = products + step.name.startswith("HMMA"), powers + step.name.startswith("MUFU.EX2")
-        best.append(((*work, moved + moved_bytes(step.name), shortness - 1), after))
+        power = step.name.startswith("MUFU.EX2") * (-1 if of_dp else 1)
+        loaded = 16 * (of_dp and step.name.startswith("LDS") and "128" in step.name)
+        work = products + step.name.startswith("HMMA"), powers + power
+        best.append(((*work, moved + moved_bytes(step.name) + loaded, shortness - 1), after))
     path, place = [], 0 if loop else None
     while place is not None:
         path.append(loop[place])
         place = best[len(loop) - 1 - place][1]
     return path
+
+
+def halves(path: list[Instruction]) -> list[list[Instruction]]:
+    """Return the path of each half of a block's warps: two barriers under opposite predicates are one of each half."""
+    barriers = [place for place, step in enumerate(path) if step.text.startswith("@") and step.name == "BAR.SYNC"]
+    if len(barriers) != 2:
+        return [path]
+    return [
+        [step._replace(text="NOP") if place == other else step for place, step in enumerate(path)] for other in barriers
+    ]
 
 
 def moved_bytes(name: str) -> int:

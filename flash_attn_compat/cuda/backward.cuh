@@ -102,6 +102,19 @@ struct StreamedTiles {
   }
 };
 
+// Moves on to the next tile of the same or a later head that a dense mask does not hide.
+DEVICE void skip_hidden(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed, int &tile,
+                        int &head) {
+  for (; SKIPS && head < streamed.heads; tile = streamed.first, head++) {
+    const DenseMask mask(p, stationary.b, stationary.first_head(p) + head);
+    if (!KEYS_STATIONARY) tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary.first, tile, streamed.end);
+    while (KEYS_STATIONARY && tile < streamed.end &&
+           !mask.has<STREAMED_ROWS, STATIONARY_ROWS>(p, 0, tile * STREAMED_ROWS, stationary.first))
+      tile = tile / (BAND / STREAMED_ROWS) * (BAND / STREAMED_ROWS) + BAND / STREAMED_ROWS;
+    if (tile < streamed.end) return;
+  }
+}
+
 // Streamed operands on their way to shared memory. The QK and the VO tile take turns in `qk`, unless all are loaded at
 // once (WITH_DQ).
 struct StreamedLoads {
@@ -147,16 +160,35 @@ struct Block {
     copy.load(staged, p, streamed.of(x, s, head, zero), s, nullptr, tile * STREAMED_ROWS,
               streamed.rows - tile * STREAMED_ROWS, head_dim, target);
   }
-  // Loads this thread's element of a streamed tile's LSE and delta.
-  DEVICE float load_row_value(const Params &p, const StreamedTiles &streamed, int tile, int head, float slope,
-                              int thread, int zero) const {
+  // Loads this thread's element of a streamed tile's LSE and delta, as it lies in global memory.
+  DEVICE float load_row_value(const Params &p, const StreamedTiles &streamed, int tile, int head, int thread,
+                              int zero) const {
+    const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
+    if (!KEYS_STATIONARY || thread >= LOADED_ROW_VALUES || row >= streamed.rows) return 0.f;
+    return global_load((thread < STREAMED_ROWS ? p.lse : p.delta) + streamed.row_values(p, head, zero) + row);
+  }
+  // Stores the loaded element in the units of the scores. What follows from the load stands here, where the load has
+  // arrived.
+  DEVICE void store_row_value(const Params &p, const StreamedTiles &streamed, float x, int tile, int head, float slope,
+                              int thread, int buffer) const {
     const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
     const bool is_lse = thread < STREAMED_ROWS;
-    if (!KEYS_STATIONARY || thread >= LOADED_ROW_VALUES || row >= streamed.rows) return is_lse ? POS_INF : 0.f;
-    const i64 at = streamed.row_values(p, head, zero) + row;
-    return is_lse ? row_lse(p, global_load(p.lse + at) - bias_top(p, streamed.b, streamed.head + head, row), row,
-                            -streamed.shift, slope)
-                  : times_power_of_two(-global_load(p.delta + at), delta_exponent);
+    if (!KEYS_STATIONARY || thread >= LOADED_ROW_VALUES) return;
+    if (row >= streamed.rows) x = is_lse ? POS_INF : 0.f;
+    else if (is_lse)
+      x = row_lse(p, x - bias_top(p, streamed.b, streamed.head + head, row), row, -streamed.shift, slope);
+    else x = times_power_of_two(-x, delta_exponent);
+    shared_store(shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + thread * 4, __float_as_int(x));
+  }
+
+  // P of a tile of streamed rows from `seen` on, with or without masked scores.
+  DEVICE void recompute(Scores &S, Packed &P, const Params &p, const DenseMask &mask, const WarpRange &range,
+                        u32 rows_at, int seen, int g, int t) const {
+    if (BIAS ? !(KEYS_STATIONARY ? mask.has<SCORED_ROWS, WARP_ROWS>(p, 1, seen, range.first)
+                                 : mask.has<WARP_ROWS, SCORED_ROWS>(p, 1, range.first, seen))
+             : range.sees_all(seen) && (!DISTANCE_IS_SUM || range.is_behind(seen) || range.is_ahead(seen)))
+      recompute_probabilities<false>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
+    else recompute_probabilities<true>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
   }
 
   // WITH_DQ: starts to load the operands of a tile. So a block waits for memory once: for its first tile while it loads
@@ -166,8 +198,7 @@ struct Block {
     load(p, loads.qk, p.q, p.q_s, streamed, tile, head, p.head_dim, CopyStreamedQK(thread), 0, zero);
     load(p, loads.vo, p.dout, p.dout_s, streamed, tile, head, p.head_dim_v, CopyStreamedVO(thread), 0, zero);
     load(p, loads.out, p.out, p.out_s, streamed, tile, head, p.head_dim_v, CopyStreamedVO(thread), 0, zero);
-    loads.row_value =
-        load_row_value(p, streamed, tile, head, position_slope(p, streamed.b, streamed.head + head), thread, zero);
+    loads.row_value = load_row_value(p, streamed, tile, head, thread, zero);
   }
 
   // Lines 6 to 15 of Algorithm 2: grad_qk += dS times the streamed QK operand; in dkdv also grad_vo += P times the
@@ -178,17 +209,7 @@ struct Block {
     const Strides &qk_strides = Roles::streamed_qk_strides(p), &vo_strides = Roles::streamed_vo_strides(p);
     const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
     int tile = streamed.first, this_head = 0;
-    const auto skip = [&] {   // tiles that a dense mask hides
-      for (; SKIPS && this_head < streamed.heads; tile = streamed.first, this_head++) {
-        const DenseMask mask(p, b, head + this_head);
-        if (!KEYS_STATIONARY)
-          tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary_tile.first, tile, streamed.end);
-        while (KEYS_STATIONARY && tile < streamed.end &&
-               !mask.has<STREAMED_ROWS, STATIONARY_ROWS>(p, 0, tile * STREAMED_ROWS, stationary_tile.first))
-          tile = tile / (BAND / STREAMED_ROWS) * (BAND / STREAMED_ROWS) + BAND / STREAMED_ROWS;
-        if (tile < streamed.end) return;
-      }
-    };
+    const auto skip = [&] { skip_hidden(p, stationary_tile, streamed, tile, this_head); };
     skip();
     int steps = SKIPS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
     uint4 *const staged = loads.qk, *const staged_vo = WITH_DQ ? loads.vo : loads.qk;
@@ -197,11 +218,10 @@ struct Block {
       if (!WITH_DQ) {
         load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
              shared + QK_TILES_AT, 0);
-        row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head), threadIdx.x, 0);
+        row_value = load_row_value(p, streamed, tile, this_head, threadIdx.x, 0);
       }
       CopyStreamedQK(threadIdx.x).store(staged, shared + QK_TILES_AT, qk_scale);
-      if (KEYS_STATIONARY && threadIdx.x < LOADED_ROW_VALUES)
-        shared_store(shared + ROW_VALUES_AT + threadIdx.x * 4, __float_as_int(row_value));
+      store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), threadIdx.x, 0);
     }
     __syncthreads();
 #pragma unroll 1
@@ -245,11 +265,7 @@ struct Block {
       u32 dS[AT_ONCE][MMA_M][2];
       score_params.set_head(p, b, head + this_head);
       const auto recompute = [&] {
-        if (BIAS ? !(KEYS_STATIONARY ? mask.has<SCORED_ROWS, WARP_ROWS>(p, 1, seen, range.first)
-                                     : mask.has<WARP_ROWS, SCORED_ROWS>(p, 1, range.first, seen))
-                 : range.sees_all(seen) && (!DISTANCE_IS_SUM || range.is_behind(seen) || range.is_ahead(seen)))
-          recompute_probabilities<false>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
-        else recompute_probabilities<true>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
+        this->recompute(S, P, p, mask, range, rows_at, seen, g, t);
         if (EXCHANGES && KEYS_STATIONARY) store_half(P, exchange_at(shared, 0, thread, side));
       };
       if (active) {
@@ -269,7 +285,7 @@ struct Block {
       if (!last && !WITH_DQ) {
         load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(thread),
              shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, anew);
-        row_value = load_row_value(p, streamed, tile, this_head, position_slope(p, b, head + this_head), thread, anew);
+        row_value = load_row_value(p, streamed, tile, this_head, thread, anew);
       }
       if (active) {
         if (SPLIT_K) add_partial_scores(S, partials_at(shared, true, buffer, thread), side), recompute();
@@ -309,9 +325,8 @@ struct Block {
       }
       if (!last) {
         CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, qk_scale);
-        if (KEYS_STATIONARY && thread < LOADED_ROW_VALUES)
-          shared_store(shared + ROW_VALUES_AT + (buffer ^ 1) * STREAMED_ROWS * 8 + thread * 4,
-                       __float_as_int(row_value));
+        store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), thread,
+                        buffer ^ 1);
       }
       __syncthreads();
       if (WITH_DQ) {
@@ -379,8 +394,9 @@ struct Block {
         factor[m][r] = scale * power_of_two(all - half);
       }
     const int first_row = group_of(threadIdx.x) * WARP_ROWS;
-    write_rows<SPLIT_WARPS>(c, factor, shared + first_row * larger(LayoutQK::ROW_BYTES, LayoutVO::ROW_BYTES), first_row,
-                            out, row_stride, rows, head_dim, side_of(threadIdx.x));
+    const int place = first_row + (SPLIT_R ? side_of(threadIdx.x) * STATIONARY_ROWS : 0);
+    write_rows<CHANNEL_WARPS>(c, factor, shared + place * larger(LayoutQK::ROW_BYTES, LayoutVO::ROW_BYTES), first_row,
+                              out, row_stride, rows, head_dim, SPLIT_R ? 0 : side_of(threadIdx.x));
   }
 };
 

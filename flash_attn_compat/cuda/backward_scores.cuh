@@ -3,9 +3,11 @@
 #pragma once
 #include "splits.cuh"
 
-constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_N + SPLIT_K, GROUPS = WARPS / SPLIT_WARPS,
+constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_N + SPLIT_K + SPLIT_R, GROUPS = WARPS / SPLIT_WARPS,
               STATIONARY_ROWS = GROUPS * MMA_M * 16, WARP_ROWS = MMA_M * 16;
 constexpr bool EXCHANGES = SPLIT_N || SPLIT_K;
+// Warps that share out the channels of a gradient.
+constexpr int CHANNEL_WARPS = SPLIT_R ? 1 : SPLIT_WARPS;
 // Streamed rows of a tile for which a warp computes P and dS, and blocks of 8 of them.
 constexpr int SCORED_ROWS = EXCHANGES ? STREAMED_ROWS / 2 : STREAMED_ROWS, MMA_N = SCORED_ROWS / 8;
 // Blocks of 8 streamed rows whose products a warp sums up; the warp's own half comes first.
@@ -29,7 +31,7 @@ constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
 constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
 typedef float Scores[PARTIAL_BLOCKS][MMA_M][4];
 typedef u32 Packed[MMA_N][MMA_M][2];   // P or dS as operands
-typedef float GradientQK[D / 8 / SPLIT_WARPS][MMA_M][4], GradientVO[DV / 8 / SPLIT_WARPS][MMA_M][4];
+typedef float GradientQK[D / 8 / CHANNEL_WARPS][MMA_M][4], GradientVO[DV / 8 / CHANNEL_WARPS][MMA_M][4];
 
 // ---- Powers of two (converted bf16)
 DEVICE int exponent_of(float x) { return ((__float_as_int(x) >> 23) & 255) - 127; }
@@ -126,7 +128,7 @@ DEVICE void accumulate(float (&c)[C][MMA_M][4], const u32 (*a)[MMA_M][2], u32 ti
     u32 both[MMA_M][4];
     UNROLLED(m, MMA_M)
       UNROLLED(i, 4) both[m][i] = a[2 * k + i / 2][m][i % 2];
-    accumulate_16<SPLIT_WARPS>(c, both, tile_at, (first + 2 * k) * 8);
+    accumulate_16<CHANNEL_WARPS>(c, both, tile_at, (first + 2 * k) * 8);
   }
 }
 
@@ -217,7 +219,7 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
 constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT && !SPLIT_K;
 // Blocks of 8 streamed rows whose dP is in registers at once: all, where otherwise the stationary operand or the scales
 // would be read again.
-constexpr int AT_ONCE = SPLIT_K ? PARTIAL_BLOCKS : VO_IN_REGS && FROM_DELTA ? 2 : MMA_N;
+constexpr int AT_ONCE = SPLIT_R ? MMA_N : SPLIT_K ? PARTIAL_BLOCKS : VO_IN_REGS && FROM_DELTA ? 2 : MMA_N;
 
 DEVICE void start_dp(float (*dP)[MMA_M][4], const StationaryRows &stationary, u32 rows_at) {
   UNROLLED(n, AT_ONCE) {

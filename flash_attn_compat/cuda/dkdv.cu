@@ -26,7 +26,7 @@ struct Roles {
   static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.q_s; }
   static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.dout_s; }
 };
-#include "backward.cuh"
+#include "stages.cuh"
 
 DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {
   const StationaryTile keys(p, blockIdx.x + p.zero);
@@ -64,6 +64,21 @@ DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   set_zero(dk), set_zero(dv);
 #pragma unroll 1
   for (int s = 0; s < p.splits; s++, parts += BOTH) add_part(dk, parts), add_part(dv, parts + OF_DK);
+  return true;
+}
+
+// SPLIT_R: a warp has one of the two.
+DEVICE bool add_splits(const Params &p, GradientQK &grad) {
+  if (p.splits == 1) return true;
+  const StationaryTile keys(p, blockIdx.x + p.zero);
+  constexpr int SIZE = sizeof(GradientQK) / 16 * THREADS;
+  const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
+  float4 *parts = (float4 *)p.parts + tile * p.splits * SIZE + threadIdx.x;
+  store_part(parts + keys.split * SIZE, grad);
+  if (!is_last(p, tile, p.splits)) return false;
+  set_zero(grad);
+#pragma unroll 1
+  for (int s = 0; s < p.splits; s++, parts += SIZE) add_part(grad, parts);
   return true;
 }
 
@@ -112,6 +127,16 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
       const int key = keys.first + group_of(threadIdx.x) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
       if (DROPOUT) block.stationary.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
     }
+#if SPLIT_R
+  keep_role(block, k, v, e.k, e.v);
+  GradientQK grad;   // dv of warps that compute P, dk of the others
+  GradientVO unused;
+  set_zero(grad);
+  staged_loop(block, p, keys, queries, grad, unused);
+  if (!add_splits(p, grad)) return;
+  if (side_of(threadIdx.x)) write_dk(p, block, grad);
+  else write_dv(p, block, grad);
+#else
   block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, k, e.k);
   block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, v, e.v);
 
@@ -119,9 +144,14 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   GradientVO dv;
   set_zero(dk);
   set_zero(dv);
+#if STAGES
+  staged_loop(block, p, keys, queries, dk, dv);
+#else
   block.main_loop(p, keys, queries, loads, dk, dv);
+#endif
   if (WITH_DQ) __syncthreads();   // K is no longer read
   if (!add_splits(p, dk, dv)) return;
   write_dv(p, block, dv);
   write_dk(p, block, dk);
+#endif
 }

@@ -22,7 +22,7 @@ struct Roles {
   static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.k_s; }
   static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.v_s; }
 };
-#include "backward.cuh"
+#include "stages.cuh"
 
 // The largest |dout| (scaled) of each stationary row: with a bound of its own a row keeps its digits, however small it
 // is beside other rows.
@@ -86,8 +86,12 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
   GradientQK dq;
   GradientVO unused;
   set_zero(dq);
+#if STAGES
+  staged_loop(block, p, queries, keys, dq, unused);
+#else
   StreamedLoads loads;
   block.main_loop(p, queries, keys, loads, dq, unused);
+#endif
   const StationaryTile again(p, blockIdx.x + p.zero);
   const Exponents same(p, again.b, again.head_k(p));
   block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.of(p.dq, p.dq_s), p.dq_s.row,

@@ -5,14 +5,18 @@
 #include "backward_scores.cuh"
 
 // Layout of shared memory in bytes: stationary operands that are not in registers; two tiles of the streamed QK operand
-// and one of the VO operand; LSE and delta of streamed queries, twice; exchanged halves; partial sums.
+// and one of the VO operand (STAGES: QK_SLOTS and VO_SLOTS); LSE and delta of each QK tile; exchanged halves, or P of
+// SPLIT_R; partial sums.
 constexpr u32 STATIONARY_VO_AT = QK_IN_REGS ? 0 : STATIONARY_ROWS * LayoutQK::ROW_BYTES,
               QK_TILES_AT = STATIONARY_VO_AT + (VO_IN_REGS ? 0 : STATIONARY_ROWS * LayoutVO::ROW_BYTES);
-constexpr u32 QK_TILE_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, VO_TILE_AT = QK_TILES_AT + 2 * QK_TILE_BYTES;
-constexpr u32 ROW_VALUES_AT = VO_TILE_AT + STREAMED_ROWS * LayoutVO::ROW_BYTES;
+constexpr int QK_SLOTS = larger(STAGES, 2), VO_SLOTS = !STAGES ? 1 : SPLIT_R ? 2 : STAGES;
+constexpr u32 QK_TILE_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, VO_TILE_BYTES = STREAMED_ROWS * LayoutVO::ROW_BYTES,
+              VO_TILE_AT = QK_TILES_AT + QK_SLOTS * QK_TILE_BYTES;
+constexpr u32 ROW_VALUES_AT = VO_TILE_AT + VO_SLOTS * VO_TILE_BYTES;
 
 // Where a warp stores its half of a tile's P (`which` 0) or dS (`which` KEYS_STATIONARY) for its partner.
-constexpr u32 HALVES_AT = ROW_VALUES_AT + (KEYS_STATIONARY ? STREAMED_ROWS * 16 : 0), HALF_BYTES = MMA_N * MMA_M * 256;
+constexpr u32 HALVES_AT = ROW_VALUES_AT + (KEYS_STATIONARY ? STREAMED_ROWS * 8 * QK_SLOTS : 0),
+              HALF_BYTES = MMA_N * MMA_M * 256;
 DEVICE u32 exchange_at(u32 shared, int which, int thread, int side) {
   return shared + HALVES_AT + ((which * GROUPS + group_of(thread)) * SPLIT_WARPS + side) * HALF_BYTES +
          (thread & 31) * 4;

@@ -26,6 +26,9 @@ typedef TileCopy<THREADS, BLOCK_M, D> CopyQ;
 typedef TileCopy<THREADS, BLOCK_N, D> CopyK;
 typedef TileCopy<THREADS, BLOCK_N, DV> CopyV;
 
+// Tiles of K and V in shared memory. STAGES: as in stages.cuh; V is read once more by warps that lag.
+constexpr int K_SLOTS = STAGES ? 2 : 1, V_SLOTS = larger(STAGES, 1);
+constexpr u32 K_BYTES = BLOCK_N * LayoutQK::ROW_BYTES, V_BYTES = BLOCK_N * LayoutV::ROW_BYTES;   // of a tile
 typedef MaskRange<WARP_ROWS, BLOCK_N> WarpRange;
 
 // Softcap, ALiBi and biases. Scores are in units of log2 afterwards, with biases in natural units. Applies `scale` too.
@@ -146,7 +149,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const CopyV copy_v(thread);
   const u32 shared = SHARED_BASE, q_tile = shared,
             k_tile = QK_IN_REGS ? shared : shared + BLOCK_M * LayoutQK::ROW_BYTES,
-            v_tile = k_tile + BLOCK_N * LayoutQK::ROW_BYTES;
+            v_tile = k_tile + K_SLOTS * K_BYTES;
   const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
               v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
   // K and V take turns in `staged`. 8-bit tiles are half as large: there both have a place, for tiles that are loaded
@@ -189,7 +192,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       LayoutQK::along(q_tile + LayoutQK::a_operand_at(lane) + warp * WARP_ROWS * LayoutQK::ROW_BYTES, side * 2);
   const u32 k_at = LayoutQK::along(k_tile + LayoutQK::b_operand_at(lane), side * 2),
             v_at = LayoutV::along(v_tile + LayoutV::a_operand_at(lane), side * 2);
-  const u32 partials_at = v_tile + BLOCK_N * LayoutV::ROW_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
+  const u32 partials_at = v_tile + V_SLOTS * V_BYTES + (warp * SPLIT_WARPS * MMA_N * MMA_M * 32 + lane) * 16;
 
   copy_q.store_converted(q_staged, q_tile, q_scale);
   __syncthreads();
@@ -198,6 +201,10 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   if (!at_once && some) LOAD_KEYS(first_tile, true);
   if (AHEAD && some) LOAD_VALUES(first_tile, true);
   if (some) copy_k.store(staged[0], k_tile, k_scale);
+  if (STAGES && some) {
+    LOAD_VALUES(first_tile, true);
+    copy_v.store(staged[0], v_tile, v_scale);
+  }
   __syncthreads();
 
   float O[OUT_BLOCKS][MMA_M][4], m[MMA_M][2], l[MMA_M][2];
@@ -206,29 +213,44 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 
   // For row i and tile j: S_ij = Q_i K_j^T; m' = max(m, rowmax(S_ij)); P = exp(S_ij - m');
   // l' = exp(m - m') l + rowsum(P); O' = exp(m - m') O + P V_j. After the last tile, out = O / l and LSE = m + ln(l).
+  u32 k_stage = 0, v_stage = 0;
+  const bool lags = STAGES == 3 && thread >= THREADS / 2;
 #pragma unroll 1
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * BLOCK_N;
     next = mask.next<BLOCK_M, BLOCK_N>(p, first_row, j + 1, last_tile);
-    const bool active = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
-                             : !LOCAL || range.sees_some(key);   // of this warp's rows
-    if (AHEAD) LOAD_KEYS(next, next < last_tile);
-    else LOAD_VALUES(j, true);
+    // Whether this warp's rows see a key of the tile. With STAGES masks hide all scores of a tile that they do not see:
+    // a branch here costs more. Compiler steering: at 256 channels always true without a mask, but the compiler then
+    // moves fewer operands across the loop.
+    const bool active = BIAS    ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
+                        : LOCAL ? STAGES || range.sees_some(key)
+                                : D != 256 || MMA_K16 || p.zero == 0;
+    const bool more = next < last_tile;
+    if (AHEAD) LOAD_KEYS(next, more);
+    else if (!STAGES) LOAD_VALUES(j, true);
+    else if (more) LOAD_KEYS(next, true);
     float S[MMA_N][MMA_M][4];
     if (active) {   // S = Q K^T
       set_zero(S);
-      product<QK_IN_REGS, D, MMA_N>(S, qf, q_at, k_at, 0, [&](int step) {
+      product<QK_IN_REGS, D, MMA_N>(S, qf, q_at, k_at + k_stage, 0, [&](int step) {
         if (AHEAD) copy_v.store_widened<D / 16 / SPLIT_WARPS>(staged[AHEAD], v_tile, step);
       });
       if (SPLIT_K)
         UNROLLED(i, MMA_N * MMA_M)
           store_partial(S[i / MMA_M][i % MMA_M], partials_at + (side * MMA_N * MMA_M + i) * 512);
     }
-    if (!AHEAD || !active) copy_v.store(staged[AHEAD], v_tile, v_scale);
-    __syncthreads();
-    if (AHEAD) LOAD_VALUES(next, next < last_tile);
-    else if (next < last_tile) LOAD_KEYS(next, true);
-    if (active) {
+    if (STAGES) {
+      k_stage ^= K_BYTES;
+      if (more) copy_k.store(staged[0], k_tile + k_stage, k_scale);
+      if (SPLIT_K) __syncthreads();
+      if (more) LOAD_VALUES(next, true);
+    } else {
+      if (!AHEAD || !active) copy_v.store(staged[AHEAD], v_tile, v_scale);
+      __syncthreads();
+      if (AHEAD) LOAD_VALUES(next, more);
+      else if (more) LOAD_KEYS(next, true);
+    }
+    const auto exponentiate = [&] {
       if (SPLIT_K)
         UNROLLED(i, MMA_N * MMA_M)
           add_partial(S[i / MMA_M][i % MMA_M], partials_at + ((side ^ 1) * MMA_N * MMA_M + i) * 512);
@@ -239,13 +261,27 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #if DROPOUT
       apply_dropout(S, words, row_words, key, t, p.dropout_limit);
 #endif
+    };
+#if STAGES
+    if (active) exponentiate();
+    const u32 next_v = v_stage == (STAGES - 1) * V_BYTES ? 0 : v_stage + V_BYTES;
+    if (more) copy_v.store(staged[0], v_tile + next_v, v_scale);
+    if (lags) __syncthreads();
+    if (active) accumulate(O, S, v_at + v_stage, Nothing());
+    v_stage = next_v;
+    if (!lags) __syncthreads();
+#else
+    if (active) {
+      exponentiate();
       accumulate(O, S, v_at, [&](int step) {
         if (AHEAD) copy_k.store_widened<MMA_N / 2>(staged[0], k_tile, step);
       });
     }
-    if (AHEAD ? !active : next < last_tile) copy_k.store(staged[0], k_tile, k_scale);
+    if (AHEAD ? !active : more) copy_k.store(staged[0], k_tile, k_scale);
     __syncthreads();
+#endif
   }
+  if (STAGES) __syncthreads();
 
   // out = O / l, LSE = m + ln(l); for rows that see no key 0 and +inf.
   UNROLLED(i, MMA_M)

@@ -42,6 +42,9 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
   DEVICE TileCopy(int thread)
         : row(SIDES == 1 ? thread / LANES : thread / LANES % ROW_STEP),
           chunk(thread % LANES + (SIDES == 1 ? 0 : thread / (LANES * ROW_STEP) * LANES)), at(L::at(row, chunk)) {}
+  DEVICE TileCopy(u32 thread)
+        : row(SIDES == 1 ? thread / LANES : thread / LANES % ROW_STEP),
+          chunk(thread % LANES + (SIDES == 1 ? 0 : thread / (LANES * ROW_STEP) * LANES)), at(L::at(row, chunk)) {}
   // Rows and chunks from the thread's first chunk to its i-th; whether the i-th lies in the row.
   static DEVICE constexpr int row_step(int i) { return i / PASSES * ROW_STEP; }
   static DEVICE constexpr int chunk_step(int i) { return i % PASSES * SIDES * LANES; }
@@ -162,6 +165,10 @@ DEVICE float4 together(const float (&c)[4]) { return make_float4(c[0], c[1], c[2
 DEVICE void add(float (&c)[4], const float4 &x) { c[0] += x.x, c[1] += x.y, c[2] += x.z, c[3] += x.w; }
 // SPLIT_K: stores a lane's partial sums to shared memory; adds another warp's from there.
 DEVICE void store_partial(const float (&c)[4], u32 at) { shared_store_float4(at, together(c)); }
+DEVICE void load_partial(float (&c)[4], u32 at) {
+  const float4 x = shared_load_float4(at);
+  c[0] = x.x, c[1] = x.y, c[2] = x.z, c[3] = x.w;
+}
 DEVICE void add_partial(float (&c)[4], u32 at) { add(c, shared_load_float4(at)); }
 
 // Writes the 16 * M rows of a warp (from first_row of its block's tile on) times `factor`: through the warp's part of

@@ -66,7 +66,7 @@ constexpr size_t STACK_BYTES = 128 * 1024;
 // Who touched a word of shared memory last, and when: barriers of the block and (within a warp) of the warp part accesses in time.
 struct Touch {
   int thread;   // -1: nobody, -2: several lanes of the warp since its last barrier
-  u32 phase, warp_phase;
+  u32 phase, warp_phase, clock;
   u32 warps;    // as a set: those that have read in this phase
 };
 // Of a tensor core, by k: a's element of row g, twice, and that of row g + 8, twice; b's of each column.
@@ -87,13 +87,20 @@ struct Places {
   u32 at[64];
 };
 struct Copy { u32 address; const u16 *p; bool valid; };
-enum State { READY, AT_BARRIER, DONE };
+enum State { READY, AT_BARRIER, AT_NAMED, DONE };
+// A barrier of some warps: threads that have come, which of them wait, and when each warp came.
+struct Named {
+  u32 arrived, warps, times[MAX_WARPS];
+};
 struct Block {
   u32 index;
   Context contexts[MAX_THREADS];
   State states[MAX_THREADS];
   Warp warps[MAX_WARPS];
   u32 live, arrived, phase;   // threads that have not returned; those at the barrier; barriers passed
+  u32 clock, seen[MAX_WARPS][MAX_WARPS];   // arrivals at named barriers; the last one of each warp that a warp knows of
+  Named named[16];
+  int waits_at[MAX_THREADS];
   bool is_any;                // false between calls of __syncthreads_or
   bool is_paused;
   u32 next;                   // the thread that goes on when the block does
@@ -190,6 +197,27 @@ static void meet_block() {
   }
 }
 
+// Counts this thread at a named barrier of `threads`; whoever waits there goes on once the last one has come.
+static void meet_named(u32 id, u32 threads, bool waits) {
+  Named &named = block->named[id];
+  const u32 me = threadIdx.x;
+  named.times[me / 32] = ++block->clock;
+  named.warps |= 1u << me / 32;
+  if (waits) block->states[me] = AT_NAMED, block->waits_at[me] = id;
+  if (++named.arrived > threads) fail("more than %u threads come to barrier %u", threads, id);
+  if (named.arrived < threads) {
+    if (waits) step_aside();
+    return;
+  }
+  for (u32 i = 0; i < blockDim.x; i++) {
+    if (block->states[i] != AT_NAMED || block->waits_at[i] != (int)id) continue;
+    for (u32 w = 0; w < MAX_WARPS; w++)
+      if (named.warps >> w & 1) block->seen[i / 32][w] = named.times[w];
+    block->states[i] = READY;
+  }
+  named.arrived = named.warps = 0;
+}
+
 static void run_thread() {
   body();
   block->states[threadIdx.x] = DONE;
@@ -248,6 +276,8 @@ static bool start_block(Block &b, u32 index) {
   memset(b.shared_memory, 0xff, shared_size);   // NaN in every format
   for (u32 i = 0; i < (shared_size + 3) / 4; i++) b.writes[i].thread = b.reads[i].thread = -1;
   for (u32 i = 0; i < blockDim.x / 32; i++) b.warps[i].arrived = b.warps[i].meetings = b.warps[i].phase = 0;
+  b.clock = 0;
+  memset(b.seen, 0, sizeof b.seen), memset(b.named, 0, sizeof b.named);
   b.live = blockDim.x, b.arrived = b.phase = 0, b.is_any = false;
   for (u32 i = 0; i < blockDim.x; i++) {
     b.states[i] = READY, b.copy_count[i] = 0, b.places[i].phase = ~0u;

@@ -40,7 +40,7 @@ _CONVERSIONS = 10
 
 
 # Macros that are 0 unless a variant sets them.
-_OFF = "SPLIT_N", "SPLIT_K", "WITH_DQ", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
+_OFF = "SPLIT_N", "SPLIT_K", "SPLIT_R", "STAGES", "WITH_DQ", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
 # Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS", "CACHE"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
@@ -147,11 +147,13 @@ class Tile(NamedTuple):
     cp_async: bool = False  # a backward loads by cp.async where the GPU has it
     split_n: int = 0  # 1: two warps of a backward share rows, and each computes half of the gradients' channels
     split_k: int = 0  # 2^split_k warps share rows; each multiplies a share of all channels, and they add up scores
+    roles: bool = False  # two warps of a backward share rows; one computes P, the other dP
+    stages: int = 1  # tiles of each streamed operand in shared memory
 
     @property
     def rows(self) -> int:
         """Stationary rows of a block."""
-        return (self.warps >> (self.split_n + self.split_k)) * self.mma_m * 16
+        return (self.warps >> (self.split_n + self.split_k + self.roles)) * self.mma_m * 16
 
     def macros(self) -> list[tuple[str, int]]:
         """Of every kernel with tiles."""
@@ -167,6 +169,7 @@ class Choice(NamedTuple):
 
 
 _SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
+_ROLES = Tile(16, 8, 1, 1, roles=True, stages=3)
 _SPLIT_K_2, _SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
 # For sm_75: among tiles that hardly spill the best by the model of benchmarks.kernel_report, or by the simulation of
 # benchmarks.turing_sm where that is clear (docs/kernels.md).
@@ -181,9 +184,9 @@ _TURING: dict[str, dict[int, Choice]] = {
         112: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         128: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         160: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        192: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        192: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
         224: Choice(Tile(32, 8, 1, 1), Tile(16, 4, 1, 2)),
-        256: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+        256: Choice(Tile(16, 8, 1, 1, stages=3), Tile(16, 4, 1, 2)),
         512: Choice(_SPLIT_K_2, _SPLIT_K_2),
     },
     "dkdv": {
@@ -196,9 +199,9 @@ _TURING: dict[str, dict[int, Choice]] = {
         112: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False)),
         160: Choice(_SPLIT_N, _SPLIT_N),
-        192: Choice(_SPLIT_N, _SPLIT_N),
+        192: Choice(_ROLES._replace(step=32, stages=2), _SPLIT_N),
         224: Choice(_SPLIT_K_2, _SPLIT_K_2),
-        256: Choice(_SPLIT_K_2, _SPLIT_K_2),
+        256: Choice(_ROLES, _SPLIT_K_2),
         512: Choice(_SPLIT_K_4, _SPLIT_K_4),
     },
     "dq": {
@@ -211,7 +214,7 @@ _TURING: dict[str, dict[int, Choice]] = {
         112: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         128: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         160: Choice(Tile(16, 4, 1, 2), _SPLIT_N),
-        192: Choice(Tile(16, 8, 1, 1), _SPLIT_N),
+        192: Choice(Tile(16, 4, 1, 2), _SPLIT_N),
         224: Choice(_SPLIT_N, _SPLIT_N),
         256: Choice(_SPLIT_N, _SPLIT_N),
         512: Choice(_SPLIT_K_4, _SPLIT_K_4),
@@ -249,6 +252,8 @@ def forward_tile(kind: Kind) -> Tile:
         if _is_narrow(kind) or kind.few_rows or more_work or (kind.bias > BOOLEANS and kind.size <= 96):
             return choice.small
         converts = kind.type == BF16_AS_FP16 and not kind.copied
+        if kind.bias > BOOLEANS:  # leaves no registers for stages
+            return choice.usual._replace(stages=1)
         return Tile(64, 4, 2, 2) if D == 32 and converts else choice.usual
     if D == 512:
         return _SPLIT_K_2
@@ -268,10 +273,12 @@ def forward(kind: Kind) -> Variant:
     macros = kind.macros(*_FEATURES)
     macros += tile.macros()
     macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + kind.newer()
+    stages = 1 if kind.cache else tile.stages
+    macros += [("STAGES", stages)] * (stages > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
     # Warps with the same rows exchange partial scores of a tile.
     partial_sums = tile.warps * tile.mma_m * 16 * tile.step * 4 * (tile.split_k > 0)
-    stationary, streamed = tile.rows * row, tile.step * (row + row_v) + partial_sums
+    stationary, streamed = tile.rows * row, tile.step * (min(stages, 2) * row + stages * row_v) + partial_sums
     shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
@@ -351,7 +358,8 @@ def _turings(entry: str, kind: Kind) -> Tile:
     choice = _TURING[entry][kind.size]
     if kind.short and kind.size <= _SHORT_SIZE:
         return _halved(choice.small)
-    return choice.small if _is_narrow(kind) or kind.few_rows else choice.usual
+    mixed = choice.usual.roles and kind.D != kind.DV  # both roles need operands of one size
+    return choice.small if _is_narrow(kind) or kind.few_rows or mixed else choice.usual
 
 
 def dkdv_tile(kind: Kind) -> Tile:
@@ -403,7 +411,7 @@ def dkdv(kind: Kind) -> Variant:
         kind = kind._replace(head_dim=size, head_dim_v=size)
     tile = _one_tile(kind) if kind.few_keys else _tile("dkdv", kind, dkdv_tile)
     # A lane holds neighbouring queries, not keys: no pairs of biases.
-    return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 16)
+    return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 8)
 
 
 def dq(kind: Kind) -> Variant:
@@ -411,14 +419,14 @@ def dq(kind: Kind) -> Variant:
 
 
 def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
-    """row_values: bytes of shared memory for LSE and delta of streamed rows"""
+    """row_values: bytes of shared memory for LSE and delta of a streamed tile"""
     kind = _rounded(kind._replace(paged=False, cache=0), tile)
     macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
     macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
     has_dq = entry == "dkdv" and kind.few_keys > 0
-    macros += (
-        [("WITH_DQ", 1)] * has_dq + [("SPLIT_N", 1)] * tile.split_n + [("SPLIT_K", tile.split_k)] * (tile.split_k > 0)
-    )
+    macros += [("WITH_DQ", 1)] * has_dq + [("SPLIT_N", 1)] * tile.split_n
+    macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + [("SPLIT_R", 1)] * tile.roles
+    macros += [("STAGES", tile.stages)] * (tile.stages > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
     stationary = tile.rows * ((not tile.qk_in_regs) * row + (not tile.vo_in_regs) * row_v)
     exchanges = tile.split_n or tile.split_k
@@ -427,10 +435,14 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     # Partial sums of S lie in the next tile's place, if that has room.
     exchanged += tile.rows * tile.step * 2 * has_dq
     exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
-    streamed = tile.step * (2 * row + row_v) + row_values + exchanged
+    if tile.roles:  # P, for each stage but the one that is loaded
+        exchanged = tile.rows * tile.step * 4 * (tile.stages - 1)
+    slots, slots_v = max(tile.stages, 2), 2 if tile.roles else tile.stages
+    streamed = tile.step * (slots * row + slots_v * row_v) + row_values * slots + exchanged
     # Stationary operands go to registers through shared memory; gradients leave through all of it.
     through = tile.rows * max(tile.qk_in_regs * row, tile.vo_in_regs * row_v)
-    shared = max(stationary + max(streamed, through), tile.rows * max(row, row_v))
+    through = 2 * through if tile.roles else through
+    shared = max(stationary + max(streamed, through), tile.rows * max(row, row_v) * (1 + tile.roles))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
 
