@@ -20,7 +20,7 @@ from torch import Tensor
 import flash_attn_compat
 from benchmarks.runner import DTYPES, Contest, forward_only, make_parser, run, time_one_by_one
 from flash_attn_compat.backends.fused import candidates, grids, nvrtc, variants
-from flash_attn_compat.backends.fused.variants import Tile
+from flash_attn_compat.backends.fused.tiles import Tile
 from flash_attn_compat.dispatch import call_cache
 from verify import workloads
 from verify.bench_run import Jobs

@@ -28,7 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.kernel_tiles import format_tile, replace_result
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends.fused import aot, nvrtc, variants
-from flash_attn_compat.backends.fused.variants import FEW_ROWS, FP16, Kind, Tile
+from flash_attn_compat.backends.fused.tiles import Tile
+from flash_attn_compat.backends.fused.variants import FEW_ROWS, FP16, Kind
 from verify.graphs import capture
 from verify.timing import Failed, Job, attempt, fastest, free_memory
 
@@ -55,7 +56,7 @@ SHAPES = (
     *(Shape(512, length, 12, 64) for length in (64, 100, 128)),
     Shape(2, 256, 8, 160),
     Shape(2, 1024, 8, 80),
-    *(Shape(4, 4096, 2048 // D, D, causal) for D in (64, 128, 160, 192, 256) for causal in (False, True)),
+    *(Shape(4, 4096, 2048 // D, D, causal) for D in (64, 96, 112, 128, 160, 192, 256) for causal in (False, True)),
 )
 _SHARED = {"qk_in_regs": False, "vo_in_regs": False}
 # All fit sm_75; of registers they spill at most what other tiles there do.
@@ -92,6 +93,16 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
             Tile(16, 8, 1, 1, stages=3), Tile(32, 8, 1, 1, split_n=1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1),
             Tile(32, 2, 1, 2), Tile(16, 2, 1, 4),
         ),
+    },
+    96: {
+        "forward": (Tile(32, 4, 2, 2), Tile(32, 8, 1, 1, stages=3)),
+        "dkdv": (Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1)),
+        "dq": (Tile(32, 8, 1, 1, stages=3), Tile(64, 8, 1, 1)),
+    },
+    112: {
+        "forward": (Tile(64, 8, 1, 1), Tile(32, 8, 1, 1, stages=3)),
+        "dkdv": (Tile(32, 8, 1, 1, stages=3), Tile(16, 8, 1, 1, stages=3), Tile(16, 8, 1, 1)),
+        "dq": (Tile(32, 8, 1, 1, stages=3), Tile(64, 8, 1, 1)),
     },
     128: {
         "forward": (Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 8, 1, 1)),

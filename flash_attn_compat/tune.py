@@ -20,8 +20,9 @@ import flash_attn_compat
 from flash_attn_compat import progress, settings
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import candidates, nvrtc, tensor_cores, tuned, variants
+from flash_attn_compat.backends.fused.tiles import Tile
 from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
-from flash_attn_compat.backends.fused.variants import Kind, Tile
+from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.card import Limits, count_flops, measure_limits
 from flash_attn_compat.core.features import dtype_name
 from flash_attn_compat.dispatch import call_cache

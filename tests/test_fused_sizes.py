@@ -11,7 +11,8 @@ import pytest
 
 import flash_attn_compat
 from flash_attn_compat.backends.fused import grids, variants
-from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS, Kind, Tile
+from flash_attn_compat.backends.fused.tiles import Tile
+from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS, Kind
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate, offline

@@ -23,8 +23,8 @@ from flash_attn_compat import (
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import backward, tuned
 from flash_attn_compat.backends.fused.nvrtc import KernelError
+from flash_attn_compat.backends.fused.tiles import Tile
 from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
-from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.dispatch import call_cache, choice
 from tests import fused_on_cpu, others_kernels

@@ -16,8 +16,9 @@ import torch
 from flash_attn_compat import backend_counts, cli, explain, flash_attn_func, reset_backend_counts, settings, tune
 from flash_attn_compat.backends.fused import candidates, nvrtc, tuned, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
+from flash_attn_compat.backends.fused.tiles import Tile
 from flash_attn_compat.backends.fused.tuned import Card, TileChoice
-from flash_attn_compat.backends.fused.variants import FP16, Kind, Tile, Variant
+from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.card import NO_LIMITS, Limits
 from flash_attn_compat.dispatch import call_cache

@@ -71,7 +71,7 @@ typedef Layout<STREAMED_ROWS> LayoutDS;
 constexpr int LOADED_ROW_VALUES = (WITH_DQ ? 1 : 2) * STREAMED_ROWS;
 constexpr u32 DS_AT = HALVES_AT;
 constexpr int ROW_WARPS = STREAMED_ROWS / 16,
-              COLUMN_WARPS = WARPS / ROW_WARPS <= LayoutQK::SPREAD / 2 ? WARPS / ROW_WARPS : 1;
+              COLUMN_WARPS = WARPS / ROW_WARPS <= LayoutQK::SPREAD / 2 ? larger(1, WARPS / ROW_WARPS) : 1;
 static_assert(!WITH_DQ || (KEYS_STATIONARY && TYPE == 0 && !EXCHANGES && !MMA_K16 && !QK_IN_REGS), "dq needs K");
 static_assert(!WITH_DQ || WARPS % ROW_WARPS == 0, "warps share out 16 queries each");
 

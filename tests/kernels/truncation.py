@@ -14,7 +14,8 @@ import pytest
 
 import flash_attn_compat
 from flash_attn_compat.backends.fused import grids, variants
-from flash_attn_compat.backends.fused.variants import Kind, Tile
+from flash_attn_compat.backends.fused.tiles import Tile
+from flash_attn_compat.backends.fused.variants import Kind
 from tests import fused_on_cpu
 from verify.examination import Examination
 from verify.judge import Check

@@ -5,7 +5,7 @@ Each tile fits its architectures. Tuning results may name only these tiles.
 
 from __future__ import annotations
 
-from flash_attn_compat.backends.fused.variants import Tile
+from flash_attn_compat.backends.fused.tiles import Tile
 
 ENTRIES = ("forward", "dkdv", "dq")
 

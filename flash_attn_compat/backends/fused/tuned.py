@@ -18,7 +18,7 @@ import torch
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import cache, candidates, nvrtc, variants
-from flash_attn_compat.backends.fused.variants import Tile
+from flash_attn_compat.backends.fused.tiles import Tile
 from flash_attn_compat.core.features import Feature, Traits, dtype_name
 
 _SHIPPED = Path(__file__).with_name("cards.jsonl")

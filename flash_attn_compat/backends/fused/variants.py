@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from flash_attn_compat.backends.fused.tiles import BIASED, SPLIT_K_2, SPLIT_K_4, SPLIT_N, TURING, Tile
+
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
 E4M3, E5M2 = 4, 5
@@ -135,93 +137,6 @@ class Kind(NamedTuple):
         return [("MMA_K16", 1), *([("CP_ASYNC", 1)] if asynchronous else [])]
 
 
-class Tile(NamedTuple):
-    """The size of a block's tile, its warps, and the operands that stay in registers instead of shared memory."""
-
-    step: int  # streamed rows (keys; queries for dkdv) of one turn of the main loop
-    warps: int
-    mma_m: int  # tiles of 16 stationary rows (queries; keys for dkdv) of each warp
-    min_blocks: int  # blocks that a multiprocessor has registers for
-    qk_in_regs: bool = True  # the stationary operand of S = Q K^T lies in registers, else in shared memory
-    vo_in_regs: bool = True  # the same for dP = dO V^T, in a backward
-    cp_async: bool = False  # a backward loads by cp.async where the GPU has it
-    split_n: int = 0  # 1: two warps of a backward share rows, and each computes half of the gradients' channels
-    split_k: int = 0  # 2^split_k warps share rows; each multiplies a share of all channels, and they add up scores
-    roles: bool = False  # two warps of a backward share rows; one computes P, the other dP
-    stages: int = 1  # tiles of each streamed operand in shared memory
-
-    @property
-    def rows(self) -> int:
-        """Stationary rows of a block."""
-        return (self.warps >> (self.split_n + self.split_k + self.roles)) * self.mma_m * 16
-
-    def macros(self) -> list[tuple[str, int]]:
-        """Of every kernel with tiles."""
-        found = [("STREAMED_ROWS", self.step), ("WARPS", self.warps), ("MMA_M", self.mma_m)]
-        return [*found, ("MIN_BLOCKS", self.min_blocks), ("QK_IN_REGS", int(self.qk_in_regs))]
-
-
-class Choice(NamedTuple):
-    """small: the tile for few rows and narrow windows, which would leave most of a tall tile empty or masked"""
-
-    usual: Tile
-    small: Tile
-
-
-_SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
-_ROLES = Tile(16, 8, 1, 1, roles=True, stages=3)
-_SPLIT_K_2, _SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
-# For sm_75: among tiles that hardly spill the best by the model of benchmarks.kernel_report, or by the simulation of
-# benchmarks.turing_sm where that is clear (docs/kernels.md).
-_TURING: dict[str, dict[int, Choice]] = {
-    "forward": {
-        16: Choice(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3)),
-        32: Choice(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3)),
-        48: Choice(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
-        64: Choice(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
-        80: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
-        96: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
-        112: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        128: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        160: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        192: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
-        224: Choice(Tile(32, 8, 1, 1), Tile(16, 4, 1, 2)),
-        256: Choice(Tile(16, 8, 1, 1, stages=3), Tile(16, 4, 1, 2)),
-        512: Choice(_SPLIT_K_2, _SPLIT_K_2),
-    },
-    "dkdv": {
-        16: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 3)),
-        32: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 2)),
-        48: Choice(Tile(64, 4, 1, 2), Tile(64, 4, 1, 2)),
-        64: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        80: Choice(Tile(32, 4, 1, 2), Tile(32, 4, 1, 2)),
-        96: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
-        112: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False)),
-        160: Choice(_SPLIT_N, _SPLIT_N),
-        192: Choice(_ROLES._replace(step=32, stages=2), _SPLIT_N),
-        224: Choice(_SPLIT_K_2, _SPLIT_K_2),
-        256: Choice(_ROLES, _SPLIT_K_2),
-        512: Choice(_SPLIT_K_4, _SPLIT_K_4),
-    },
-    "dq": {
-        16: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
-        32: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
-        48: Choice(Tile(32, 4, 2, 2), Tile(32, 4, 1, 3)),
-        64: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
-        80: Choice(Tile(16, 4, 2, 2), Tile(64, 4, 1, 2)),
-        96: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        112: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        128: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
-        160: Choice(Tile(16, 4, 1, 2), _SPLIT_N),
-        192: Choice(Tile(16, 4, 1, 2), _SPLIT_N),
-        224: Choice(_SPLIT_N, _SPLIT_N),
-        256: Choice(_SPLIT_N, _SPLIT_N),
-        512: Choice(_SPLIT_K_4, _SPLIT_K_4),
-    },
-}
-
-
 def _halved(tile: Tile) -> Tile:
     """For sequences that leave half of a tile's rows and keys empty."""
     return tile._replace(step=min(tile.step, SHORT), warps=tile.warps // 2, min_blocks=tile.min_blocks * 2)
@@ -246,7 +161,7 @@ def forward_tile(kind: Kind) -> Tile:
     """From sm80 on the fastest of benchmarks/kernel_tiles.py on an H200."""
     more_work, D = kind.softcap or kind.dropout, _timed(kind)
     if kind.number < 80:
-        choice = _TURING["forward"][kind.size]
+        choice = TURING["forward"][kind.size]
         if kind.short and kind.size <= _SHORT_SIZE:
             return _halved(choice.small)
         if _is_narrow(kind) or kind.few_rows or more_work or (kind.bias > BOOLEANS and kind.size <= 96):
@@ -256,7 +171,7 @@ def forward_tile(kind: Kind) -> Tile:
             return choice.usual._replace(stages=1)
         return Tile(64, 4, 2, 2) if D == 32 and converts else choice.usual
     if D == 512:
-        return _SPLIT_K_2
+        return SPLIT_K_2
     more_work = more_work or kind.bias > BOOLEANS
     if D == 32:
         return Tile(64 if _is_narrow(kind) or kind.dropout or kind.bias else 128, 4, 1, 3)
@@ -355,9 +270,11 @@ def _power_of_two(D: int) -> int:
 
 
 def _turings(entry: str, kind: Kind) -> Tile:
-    choice = _TURING[entry][kind.size]
+    choice = TURING[entry][kind.size]
     if kind.short and kind.size <= _SHORT_SIZE:
         return _halved(choice.small)
+    if kind.bias and (entry, kind.size) in BIASED:
+        choice = choice._replace(usual=BIASED[entry, kind.size])
     mixed = choice.usual.roles and kind.D != kind.DV  # both roles need operands of one size
     return choice.small if _is_narrow(kind) or kind.few_rows or mixed else choice.usual
 
@@ -368,14 +285,14 @@ def dkdv_tile(kind: Kind) -> Tile:
         return _turings("dkdv", kind)
     D = _timed(kind)
     if D == 512:
-        return _SPLIT_K_4._replace(cp_async=True)
+        return SPLIT_K_4._replace(cp_async=True)
     if D == 64:
         return Tile(32, 4, 2, 2, qk_in_regs=False, vo_in_regs=False, cp_async=True)
     if D == 32:
         return Tile(64, 4, 1, 2, cp_async=True)
     if kind.size <= 160:  # where dk and dv fit into registers together
         return Tile(64 if D == 128 else 32, 4, 1, 1, qk_in_regs=False, vo_in_regs=False, cp_async=True)
-    return (_SPLIT_N if kind.size <= 192 else _SPLIT_K_2)._replace(cp_async=True)
+    return (SPLIT_N if kind.size <= 192 else SPLIT_K_2)._replace(cp_async=True)
 
 
 def dq_tile(kind: Kind) -> Tile:
@@ -383,7 +300,7 @@ def dq_tile(kind: Kind) -> Tile:
         return _turings("dq", kind)
     D = _timed(kind)
     if D == 512:
-        return _SPLIT_K_4._replace(cp_async=True)
+        return SPLIT_K_4._replace(cp_async=True)
     if D == 32:
         return Tile(32, 4, 2, 2)
     if D == 64:
