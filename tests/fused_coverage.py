@@ -85,7 +85,7 @@ def kinds(number: int) -> Iterator[Kind]:
             yield plain._replace(local=True, window=34)
             yield plain._replace(few_rows=True)
             if number < 80 and D <= 64:
-                yield plain._replace(few_rows=True, short=True)
+                yield plain._replace(few_rows=True, short=True, few_keys=variants.SHORT * (type == FP16))
             if number < 80 and type == FP16:
                 for keys in (keys for keys, widest in variants.ONE_TILE.items() if widest >= D):
                     yield plain._replace(few_keys=keys)
@@ -128,6 +128,10 @@ def _masked_kinds(number: int) -> Iterator[Kind]:
         yield truths._replace(head_dim=48, vec=1, bias=variants.HALF_BIAS)
         if type == BF16_AS_FP16:
             yield truths._replace(copied=True)
+        if type == FP16 and number < 80:
+            yield truths._replace(few_keys=64)
+            yield truths._replace(few_keys=128, bias=variants.HALF_BIAS)
+            yield truths._replace(few_keys=128, bias=variants.HALF_BIAS, bias_pairs=True)
 
 
 _MASKS = {
@@ -137,9 +141,11 @@ _MASKS = {
 
 def masked_problem(kind: Kind) -> fuzz.Problem:
     """A call of that kind, for PyTorch's operator; of keys in pairs there is an even number."""
-    rows, keys = (150, 170) if kind.vec == 8 else (70, 60)
+    rows, keys = (150, 170) if kind.vec == 8 else (70, 160)
     if kind.few_rows:
         rows = 60
+    if kind.few_keys:
+        keys = kind.few_keys - 2
     if kind.copied:  # which takes many
         rows, keys = 1300, 1500
     dtype, dim = "float16" if kind.type == FP16 else "bfloat16", kind.D if kind.vec == 8 else kind.D - 3
@@ -161,6 +167,8 @@ def problems(kind: Kind) -> dict[str, Problem]:
         window = (30, 3) if is_narrow(kind) else (-1, 20)
     # Gradients take rows that are anywhere as they are in small problems only.
     rows, keys, nheads_k = ((19, 150), (45, 171), 2) if kind.vec == 8 else ((9, 70), (21, 50), 1)
+    if kind.vec != 8 and kind.type == FP16 and kind.size <= 128:
+        keys = 21, 140  # more than one tile has
     if kind.few_rows:
         rows = 19, 60
     if kind.few_keys:

@@ -101,7 +101,7 @@ def test_the_sanitizers_states_are_states() -> None:
 
 @pytest.mark.parametrize("number", some([75, 90], 2))
 def test_the_coverage_launches_every_variant_that_it_compiles(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = fused_on_cpu.record(monkeypatch, number)
+    launches = fused_on_cpu.record(monkeypatch, number, one_tile=True)
     kinds = list(fused_coverage.kinds(number))
     with flash_attn_compat.use_backend("fused"):
         for kind in kinds:
@@ -114,7 +114,7 @@ def test_the_coverage_launches_every_variant_that_it_compiles(number: int, monke
 @originals.needs_grouped_heads
 @pytest.mark.parametrize("number", [75, 90])
 def test_so_it_does_of_masks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = fused_on_cpu.record(monkeypatch, number)
+    launches = fused_on_cpu.record(monkeypatch, number, one_tile=True)
     kinds = list(fused_coverage.masked_kinds(number))
     with originals.override_on(), flash_attn_compat.use_backend("fused"):
         for kind in kinds:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_with_kvcache
-from flash_attn_compat.backends.fused import self_test
+from flash_attn_compat.backends.fused import self_test, variants
+from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import cuda_capture, unwritten
 from tests import fused_on_cpu
 from tests.support import UNSEEN, OnGpu, cumulative
@@ -77,7 +78,7 @@ def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: p
     fused_on_cpu.record(monkeypatch, tried=True)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda asked: asked == 1)
     tries: list[int] = []
-    self_test.check_kernels((), device, lambda watch: tries.append(device))
+    self_test.check_kernels((variants.delta(Kind(75, 0, 64)),), device, lambda watch: tries.append(device))
     assert tries == ([0] if device == 0 else [])
     assert bool(self_test._passed) == (device == 0)
 

@@ -326,8 +326,10 @@ def test_a_grouped_row_reads_its_keys_once(served: LaunchRecord) -> None:
 # ---- kernels are tried with a mask of their kind first
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, sources: Path = nvrtc.SOURCES, kind: str = "bool") -> None:
-    fused_on_cpu.emulate(monkeypatch, tried=True, sources=sources)
+def tried(
+    monkeypatch: pytest.MonkeyPatch, sources: Path = nvrtc.SOURCES, kind: str = "bool", one_tile: bool = False
+) -> None:
+    fused_on_cpu.emulate(monkeypatch, tried=True, sources=sources, one_tile=one_tile)
     keys = 39 if "odd" in kind else 40
     seen = randn(40, keys, seed=1) > 0
     bias = seen if kind == "bool" else seen.to(HALF)
@@ -335,11 +337,13 @@ def tried(monkeypatch: pytest.MonkeyPatch, sources: Path = nvrtc.SOURCES, kind: 
         with_gradients(functools.partial(sdpa, attn_mask=bias), qkv(Inputs(lengths=(40, keys))))
 
 
-@pytest.mark.parametrize("kind", ["bool", "own", "own, odd"])
-def test_right_kernels_pass_their_trial(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "one_tile"), [("bool", False), ("own", False), ("own, odd", False), ("bool", True), ("own", True)]
+)
+def test_right_kernels_pass_their_trial(kind: str, one_tile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tried(monkeypatch, kind=kind)
+        tried(monkeypatch, kind=kind, one_tile=one_tile)
 
 
 @pytest.mark.parametrize(

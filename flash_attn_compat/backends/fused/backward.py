@@ -37,7 +37,7 @@ def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | Non
         read = functools.partial(_prepare_inputs, launcher.find_strided_inputs(call.tensors), True)
         (tensors, ready, targets), vec = read(call.tensors, upstream, into), 8
     call = call.with_tensors(*tensors)
-    device, kind = call.q.get_device(), enable_copies(call, launcher.choose_kind(call, vec), True)
+    device, kind = call.q.get_device(), _choose_kind(call, vec)
     plan = _build_plan(call, ready, targets, kind)
     kernels = tuple(variant for variant in plan.variants if variant.entry in _KERNELS)
     shared_grid = tuple(map(variants.has_shared_grid, kernels))
@@ -71,9 +71,18 @@ def load_ahead(call: AttentionCall, vec: int) -> None:
 
     vec: elements of a load of the call's tensors
     """
-    kind = enable_copies(call, launcher.choose_kind(call, vec), True)
+    kind = _choose_kind(call, vec)
     kernels = tuple(variants.MAKERS[entry](kind) for entry in variants.backward_entries(kind))
     nvrtc.load_ahead(kernels, call.q.get_device())
+
+
+def _choose_kind(call: AttentionCall, vec: int) -> Kind:
+    kind, few_keys = launcher.choose_kind(call, vec), 0
+    if kind.type == variants.FP16 and kind.number < 80 and (call.cu_seqlens_q is None) == (call.cu_seqlens_k is None):
+        processors = launcher.count_multiprocessors(call.q.get_device())
+        sizes = launcher.max_rows(call), launcher.max_keys(call), kind.size
+        few_keys = grids.choose_one_tile(*sizes, call.batch * call.nheads_k, processors)
+    return enable_copies(call, kind._replace(few_keys=few_keys), True)
 
 
 def _launch(plan: Plan, tensors: Sequence[Any], upstream: BackwardInputs, targets: Gradients) -> Tensor:

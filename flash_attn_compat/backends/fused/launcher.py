@@ -316,15 +316,6 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     fills = not is_plain or grids.fills_gpu(
         max_rows(call), max_keys(call), call.batch * call.nheads, count_multiprocessors(call.q.get_device())
     )
-    few_keys = 0
-    if half == variants.FP16 and number < 80 and (call.cu_seqlens_q is None) == (call.cu_seqlens_k is None):
-        few_keys = grids.choose_one_tile(
-            max_rows(call),
-            max_keys(call),
-            max(call.q.shape[-1], call.v.shape[-1]),
-            call.batch * call.nheads_k,
-            count_multiprocessors(call.q.get_device()),
-        )
     kind = Kind(
         number=number,
         type=variants.BF16_AS_FP16 if half and (number < 80 or cache) else half,
@@ -340,7 +331,6 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
         vec=vec,
         window=None if left is None or right is None else left + right + 1,
         few_rows=max_rows(call) <= variants.FEW_ROWS or not fills,
-        few_keys=few_keys,
         short=call.bias is None and max(max_rows(call), max_keys(call)) <= variants.SHORT,
         bias=masks.bias_macro(call.bias),
         bias_pairs=masks.can_load_pairs(call.bias),

@@ -184,7 +184,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
     of ``_make_appends`` rotates.
     """
     (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
-    lengths = (kind.few_keys - 13, kind.few_keys) if kind.few_keys else _KEYS
+    lengths = (kind.few_keys - 13, kind.few_keys - 1) if kind.few_keys else _KEYS
     pages, is_dense = -(-max(lengths) // _PAGE), kind.bias > 0
     rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _UNUSED_TOKENS,)
     keys = (2, pages * _PAGE) if has_slots else (sum(lengths) + _UNUSED_TOKENS,)
@@ -233,7 +233,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
 
 def _make_mask(kind: Kind) -> Tensor:
     """Return a mask with tiles that hide everything or nothing, a row without keys, and a row of biases far below 0."""
-    keys = kind.few_keys or max(_KEYS)
+    keys = kind.few_keys - 1 if kind.few_keys else max(_KEYS)
     numbers = _randn(15, (2, _HEADS, max(_ROWS), keys + kind.bias_pairs), torch.float32)
     hidden = numbers > 0.5
     hidden[:, :, :70, 64:100] = True

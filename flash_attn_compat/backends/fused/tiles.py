@@ -69,7 +69,7 @@ TURING: dict[str, dict[int, Choice]] = {
         64: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         80: Choice(Tile(32, 4, 1, 2), Tile(32, 4, 1, 2)),
         96: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
-        112: Choice(Tile(16, 8, 1, 1, stages=3), Tile(16, 4, 1, 2)),
+        112: Choice(Tile(32, 8, 1, 1, stages=3), Tile(16, 4, 1, 2)),
         128: Choice(Tile(32, 8, 1, 1, stages=3), Tile(16, 4, 1, 2, qk_in_regs=False)),
         160: Choice(ROLES._replace(step=32, stages=2), SPLIT_N),
         192: Choice(ROLES._replace(step=32, stages=2), SPLIT_N),
@@ -84,7 +84,7 @@ TURING: dict[str, dict[int, Choice]] = {
         64: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
         80: Choice(Tile(16, 4, 2, 2), Tile(64, 4, 1, 2)),
         96: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        112: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
+        112: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
         128: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
         160: Choice(Tile(16, 4, 1, 2), SPLIT_N),
         192: Choice(Tile(16, 4, 1, 2), SPLIT_N),
@@ -94,5 +94,5 @@ TURING: dict[str, dict[int, Choice]] = {
     },
 }
 
-# Under dense masks, where the usual tile would spill more than other tiles do.
-BIASED = {("dkdv", 128): Tile(16, 8, 1, 1)}
+# Under dense masks and for unaligned rows, where the usual tile would spill more than other tiles do.
+CROWDED = {("dkdv", 112): Tile(16, 8, 1, 1), ("dkdv", 128): Tile(16, 8, 1, 1)}

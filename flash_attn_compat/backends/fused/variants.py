@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from flash_attn_compat.backends.fused.tiles import BIASED, SPLIT_K_2, SPLIT_K_4, SPLIT_N, TURING, Tile
+from flash_attn_compat.backends.fused.tiles import CROWDED, SPLIT_K_2, SPLIT_K_4, SPLIT_N, TURING, Tile
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
@@ -273,8 +273,8 @@ def _turings(entry: str, kind: Kind) -> Tile:
     choice = TURING[entry][kind.size]
     if kind.short and kind.size <= _SHORT_SIZE:
         return _halved(choice.small)
-    if kind.bias and (entry, kind.size) in BIASED:
-        choice = choice._replace(usual=BIASED[entry, kind.size])
+    if (kind.bias or kind.vec != 8) and (entry, kind.size) in CROWDED:
+        choice = choice._replace(usual=CROWDED[entry, kind.size])
     mixed = choice.usual.roles and kind.D != kind.DV  # both roles need operands of one size
     return choice.small if _is_narrow(kind) or kind.few_rows or mixed else choice.usual
 
