@@ -120,7 +120,10 @@ def forked(code: str, **variables: str) -> Answer:
 
 def forked_child(code: str, variables: dict[str, str] | None = None) -> Answer:
     """``forked`` as a child with these variables, by default this process's: their path and its sitecustomize."""
-    start = "import os, site, sys; sys.path[1:2] = os.environ['PYTHONPATH'].split(os.pathsep); site.execsitecustomize()"
+    start = (
+        "import os, site, sys; sys.path[1:2] = os.environ['PYTHONPATH'].split(os.pathsep);"
+        "sys.modules.pop('sitecustomize', None); site.execsitecustomize()"  # which Debian's Python has imported
+    )
     return _at_once([f"{start}\n{code}"], dict(os.environ) if variables is None else variables)[0]
 
 

@@ -31,6 +31,8 @@ ONE_TILE = {
     "128 channels": replace(SHORT, head_dim=128, causal=True),
     "packed, 64 channels": replace(PACKED, head_dim=64, nheads_k=2, causal=True),
     "packed, 48 channels, 40 of values": replace(PACKED, head_dim=48, head_dim_v=40),
+    "scores far below 0": replace(DENSE, seqlens_q=(6,), seqlens_k=(1,), magnitude=3.0),
+    "scores far below 0, packed": replace(PACKED, seqlens_q=(70, 14), seqlens_k=(1, 2), magnitude=4.0),
     "more rows than keys": replace(PACKED, seqlens_q=(150, 5, 0, 70), seqlens_k=(20, 0, 9, 64), causal=True),
 }
 

@@ -300,12 +300,12 @@ struct Block {
           if (SPLIT_K) store_partial_scores(dP, partials_at(shared, false, buffer, thread), side);
           else compute_ds(dS, S + n, dP, stationary, rows_at + n * 32, p.dropout_scale, ds_exponent);
           if (SPLIT_N) store_half(dS, exchange_at(shared, KEYS_STATIONARY, thread, side));
-          if (WITH_DQ) store_ds(dS, shared, thread, n);
+          if (WITH_DQ) store_ds(dS, shared, thread, n, stationary_tile.rows);
           if (!SPLIT_K) accumulate<AT_ONCE>(grad_qk, dS, qk_transposed, n);
         }
       } else if (WITH_DQ) {
         const u32 none[MMA_N][MMA_M][2] = {};
-        store_ds(none, shared, thread, 0);
+        store_ds(none, shared, thread, 0, stationary_tile.rows);
       }
       if (SPLIT_K) {
         __syncthreads();

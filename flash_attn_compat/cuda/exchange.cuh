@@ -75,10 +75,14 @@ constexpr int ROW_WARPS = STREAMED_ROWS / 16,
 static_assert(!WITH_DQ || (KEYS_STATIONARY && TYPE == 0 && !EXCHANGES && !MMA_K16 && !QK_IN_REGS), "dq needs K");
 static_assert(!WITH_DQ || WARPS % ROW_WARPS == 0, "warps share out 16 queries each");
 
-// Stores blocks of dS from `first` on.
-template <int N> DEVICE void store_ds(const u32 (&dS)[N][MMA_M][2], u32 shared, int thread, int first) {
-  const u32 at = shared + DS_AT + LayoutDS::at(group_of(thread) * WARP_ROWS + (thread >> 2 & 7), 0) + (thread & 3) * 4;
+// Stores blocks of dS from `first` on. Rows without a key get 0: their P may have overflowed, and K is 0 there.
+template <int N>
+DEVICE void store_ds(const u32 (&dS)[N][MMA_M][2], u32 shared, int thread, int first, int keys) {
+  const int key = group_of(thread) * WARP_ROWS + (thread >> 2 & 7);
+  const u32 at = shared + DS_AT + LayoutDS::at(key, 0) + (thread & 3) * 4;
   UNROLLED(n, N)
     UNROLLED(m, MMA_M)
-      UNROLLED(r, 2) shared_store(LayoutDS::along(at, first + n) + (m * 16 + r * 8) * LayoutDS::ROW_BYTES, dS[n][m][r]);
+      UNROLLED(r, 2)
+        shared_store(LayoutDS::along(at, first + n) + (m * 16 + r * 8) * LayoutDS::ROW_BYTES,
+                     key + m * 16 + r * 8 < keys ? dS[n][m][r] : 0);
 }
