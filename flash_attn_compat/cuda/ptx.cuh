@@ -75,10 +75,7 @@ DEVICE void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// A barrier of its own for `threads` of the block: arrive_at() goes on at once, wait_at() once all have come.
-DEVICE void arrive_at(u32 barrier, u32 threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
+// A barrier of its own for `threads` of the block. They all wait: racecheck took stores before a bar.arrive for races.
 DEVICE void wait_at(u32 barrier, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

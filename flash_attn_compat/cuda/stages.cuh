@@ -127,7 +127,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
       if (!SPLIT_R || side == 0) block.recompute(X, packed, p, mask, range, rows_at, first, g, t);
       if (SPLIT_R && side == 0) {
         UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], exchanged + i * 512);
-        if (!LAGS) arrive_at(barrier, 64);
+        if (!LAGS) wait_at(barrier, 64);
       }
     }
     CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT + next_vo_slot * VO_TILE_BYTES, block.vo_scale);

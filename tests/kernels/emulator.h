@@ -57,7 +57,6 @@ void ldmatrix(u32 (&r)[4], u32 address);
 void ldmatrix_transposed(u32 (&r)[4], u32 address);
 void __syncwarp();
 void __syncthreads();
-void arrive_at(u32 barrier, u32 threads);
 void wait_at(u32 barrier, u32 threads);
 bool __syncthreads_or(bool x);
 u32 __byte_perm(u32 low, u32 high, u32 selector);

@@ -136,8 +136,7 @@ void __syncwarp() {
   warp().phase = warp().meetings;
 }
 void __syncthreads() { meet_block(); }
-void arrive_at(u32 barrier, u32 threads) { meet_named(barrier, threads, false); }
-void wait_at(u32 barrier, u32 threads) { meet_named(barrier, threads, true); }
+void wait_at(u32 barrier, u32 threads) { meet_named(barrier, threads); }
 bool __syncthreads_or(bool x) {
   if (x) block->is_any = true;
   meet_block();

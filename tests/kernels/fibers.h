@@ -197,18 +197,15 @@ static void meet_block() {
   }
 }
 
-// Counts this thread at a named barrier of `threads`; whoever waits there goes on once the last one has come.
-static void meet_named(u32 id, u32 threads, bool waits) {
+// Waits at a named barrier of `threads` for the last one to come.
+static void meet_named(u32 id, u32 threads) {
   Named &named = block->named[id];
   const u32 me = threadIdx.x;
   named.times[me / 32] = ++block->clock;
   named.warps |= 1u << me / 32;
-  if (waits) block->states[me] = AT_NAMED, block->waits_at[me] = id;
+  block->states[me] = AT_NAMED, block->waits_at[me] = id;
   if (++named.arrived > threads) fail("more than %u threads come to barrier %u", threads, id);
-  if (named.arrived < threads) {
-    if (waits) step_aside();
-    return;
-  }
+  if (named.arrived < threads) return step_aside();
   for (u32 i = 0; i < blockDim.x; i++) {
     if (block->states[i] != AT_NAMED || block->waits_at[i] != (int)id) continue;
     for (u32 w = 0; w < MAX_WARPS; w++)
