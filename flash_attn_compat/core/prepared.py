@@ -31,6 +31,10 @@ Bind = Callable[[Tensors, int | None], tuple[AttentionCall, Append | None]]
 Check = Callable[[Tensors, int | None], None]
 
 
+def _never_run(tensors: Tensors, length: int | None) -> Result:
+    raise AssertionError("a backward alone is never run forward")
+
+
 @dataclass(eq=False, slots=True)
 class Prepared:
     """Everything that follows from a cache key: a checked call, and after its preparation a backend and a run.
@@ -44,7 +48,7 @@ class Prepared:
     whole: the call over all slots of a cache, which differs from ``call`` where the length is an int; None once sealed
     new: the keys and values that the call appends; None for none, and once sealed
     backend: None where nothing is to be computed
-    run: as Run; None for a backward alone
+    run: as Run; of a backward alone it raises AssertionError
     tables: the tables that hold this entry, while they are the current ones
     backward: (backend, run) of the backward, by the signatures of the upstream gradients
     """
@@ -59,13 +63,13 @@ class Prepared:
     whole: AttentionCall | None = None
     new: Append | None = None
     backend: Any = None
-    run: Any = None
+    run: Run = _never_run
     tables: object = None
     backward: dict[Key, tuple[Any, BackwardRun]] = field(default_factory=dict)
 
     def seal(self, backend: Any, run: Run | None, tables: object) -> None:
         """Note the backend and the run, and let go of the caller's tensors."""
-        self.backend, self.run, self.tables = backend, run, tables
+        self.backend, self.run, self.tables = backend, run or _never_run, tables
         self.call, self.whole, self.new = self.call.with_tensors(), None, None
 
 

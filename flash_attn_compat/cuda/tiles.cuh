@@ -39,10 +39,7 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
                 "a thread's rows are swizzled alike");
   int row, chunk;   // this thread's first row and chunk
   u32 at;   // byte offset of this chunk in a tile
-  DEVICE TileCopy(int thread)
-        : row(SIDES == 1 ? thread / LANES : thread / LANES % ROW_STEP),
-          chunk(thread % LANES + (SIDES == 1 ? 0 : thread / (LANES * ROW_STEP) * LANES)), at(L::at(row, chunk)) {}
-  DEVICE TileCopy(u32 thread)
+  template <class T> DEVICE TileCopy(T thread)   // u32 or int: they divide by different instructions
         : row(SIDES == 1 ? thread / LANES : thread / LANES % ROW_STEP),
           chunk(thread % LANES + (SIDES == 1 ? 0 : thread / (LANES * ROW_STEP) * LANES)), at(L::at(row, chunk)) {}
   // Rows and chunks from the thread's first chunk to its i-th; whether the i-th lies in the row.

@@ -91,7 +91,7 @@ def _run_into(prepared: Prepared, tensors: Tensors, out: Tensor) -> Result:
         write = prepared.backend.run_into(prepared.run)
     if write is not None:
         return write(tensors, None, out)
-    result: Result = prepared.run(tensors, None)
+    result = prepared.run(tensors, None)
     checks.output(out, result.out.shape, result.out.dtype, result.out.device)
     return result._replace(out=out.copy_(result.out))
 

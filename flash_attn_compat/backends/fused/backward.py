@@ -72,8 +72,7 @@ def load_ahead(call: AttentionCall, vec: int) -> None:
     vec: elements of a load of the call's tensors
     """
     kind = _choose_kind(call, vec)
-    kernels = tuple(variants.MAKERS[entry](kind) for entry in variants.backward_entries(kind))
-    nvrtc.load_ahead(kernels, call.q.get_device())
+    nvrtc.load_ahead(variants.backward(kind), call.q.get_device())
 
 
 def _choose_kind(call: AttentionCall, vec: int) -> Kind:
@@ -145,8 +144,7 @@ def _build_plan(
         builder.add_output("copies", (elements,), torch.float16)
     rows = launcher.max_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
     keys = launcher.max_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
-    kernels = tuple(variants.MAKERS[entry](kind) for entry in variants.backward_entries(kind))
-    for variant, shares in zip(kernels, shared_grid):
+    for variant, shares in zip(variants.backward(kind), shared_grid):
         longest, heads, tokens = keys if variant.entry == "dkdv" else rows
         clears = variant.entry != "delta"
         grid = grids.choose_grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)

@@ -184,7 +184,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
     of ``_make_appends`` rotates.
     """
     (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
-    lengths = (kind.few_keys - 13, kind.few_keys - 1) if kind.few_keys else _KEYS
+    lengths = _key_lengths(kind)
     pages, is_dense = -(-max(lengths) // _PAGE), kind.bias > 0
     rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _UNUSED_TOKENS,)
     keys = (2, pages * _PAGE) if has_slots else (sum(lengths) + _UNUSED_TOKENS,)
@@ -231,10 +231,14 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
     )
 
 
+def _key_lengths(kind: Kind) -> tuple[int, int]:
+    """Return the keys of each sequence. The most are odd: a mask of one more key has aligned pairs."""
+    return (kind.few_keys - 13, kind.few_keys - 1) if kind.few_keys else _KEYS
+
+
 def _make_mask(kind: Kind) -> Tensor:
     """Return a mask with tiles that hide everything or nothing, a row without keys, and a row of biases far below 0."""
-    keys = kind.few_keys - 1 if kind.few_keys else max(_KEYS)
-    numbers = _randn(15, (2, _HEADS, max(_ROWS), keys + kind.bias_pairs), torch.float32)
+    numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_key_lengths(kind)) + kind.bias_pairs), torch.float32)
     hidden = numbers > 0.5
     hidden[:, :, :70, 64:100] = True
     hidden[:, :, 128:, 64:128] = True

@@ -326,7 +326,9 @@ def dkdv(kind: Kind) -> Variant:
         # Neighbouring lanes share a row if it has a multiple of 32 channels.
         size = -(-kind.size // 32) * 32
         kind = kind._replace(head_dim=size, head_dim_v=size)
-    tile = _one_tile(kind) if kind.few_keys else _tile("dkdv", kind, dkdv_tile)
+        tile = _one_tile(kind)
+    else:
+        tile = _tile("dkdv", kind, dkdv_tile)
     # A lane holds neighbouring queries, not keys: no pairs of biases.
     return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 8)
 
@@ -368,6 +370,11 @@ def backward_entries(kind: Kind) -> tuple[str, ...]:
     return ("dkdv",) if kind.few_keys else ("delta", "dkdv", "dq")
 
 
+def backward(kind: Kind) -> tuple[Variant, ...]:
+    """The variants of ``backward_entries``."""
+    return tuple(MAKERS[entry](kind) for entry in backward_entries(kind))
+
+
 def with_shared_grid(variant: Variant) -> Variant:
     """The same kernel for a grid that all packed sequences share."""
     return variant._replace(macros=(*variant.macros, ("SHARED_GRID", 1)))
@@ -383,7 +390,8 @@ MAKERS = {
 
 
 def _with_few_keys(kind: Kind) -> Iterator[Kind]:
-    yield from (kind._replace(few_keys=keys) for keys, widest in ONE_TILE.items() if kind.size <= widest)
+    if kind.few_rows and kind.number < 80 and kind.type == FP16:
+        yield from (kind._replace(few_keys=keys) for keys, widest in ONE_TILE.items() if kind.size <= widest)
 
 
 def kinds(number: int) -> Iterator[Kind]:
@@ -398,7 +406,7 @@ def kinds(number: int) -> Iterator[Kind]:
                 yield from (kind._replace(type=half_of(type), cache=cache) for cache in (E4M3, E5M2))
             if few_rows and window is None and not paged and number < 80 and D <= _SHORT_SIZE:
                 yield kind._replace(short=True)
-            if few_rows and window is None and not paged and number < 80 and type == FP16:
+            if window is None and not paged:
                 yield from _with_few_keys(kind)
             may_be_copied = type == BF16_AS_FP16 and vec == 8 and window is None and not paged and not few_rows
             if may_be_copied:
@@ -408,8 +416,7 @@ def kinds(number: int) -> Iterator[Kind]:
                     yield from (kind._replace(bias=bias, copied=copied, bias_words=words) for words in BIAS_WORDS)
                     if bias > BOOLEANS:
                         yield kind._replace(bias=bias, copied=copied, bias_pairs=True)
-                    if few_rows and number < 80 and type == FP16:
-                        yield from (one._replace(bias=bias) for one in _with_few_keys(kind))
+                    yield from (one._replace(bias=bias) for one in _with_few_keys(kind))
 
 
 def entries(kind: Kind) -> Iterator[str]:
