@@ -29,12 +29,12 @@ from benchmarks.kernel_tiles import format_tile, replace_result
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends.fused import aot, nvrtc, variants
 from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.backends.fused.variants import FEW_ROWS, FP16, Kind
+from flash_attn_compat.backends.fused.variants import FEW_ROWS, FP16, ONE_TILE, Kind
 from verify.graphs import capture
 from verify.timing import Failed, Job, attempt, fastest, free_memory
 
 TORCH = {"memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-ENTRIES = "forward", "dkdv", "dq"
+ENTRIES = "forward", "dkdv", "dq", "few_keys"  # the last is dkdv where one tile holds all keys
 Choice = Mapping[str, Tile]  # by entry; others have today's tile
 
 
@@ -49,11 +49,28 @@ class Shape(NamedTuple):
         return f"d{self.head_dim} {self.batch} x {self.seqlen}, {self.heads} heads" + " causal" * self.causal
 
     def kind(self, number: int) -> Kind:
-        return Kind(number, FP16, self.head_dim, local=self.causal, few_rows=self.seqlen <= FEW_ROWS)
+        few_keys = next(
+            (keys for keys, widest in ONE_TILE.items() if self.seqlen <= keys and self.head_dim <= widest), 0
+        )
+        kind = Kind(number, FP16, self.head_dim, local=self.causal, few_rows=self.seqlen <= FEW_ROWS)
+        return kind._replace(few_keys=few_keys if number < 80 else 0)
+
+    def entries(self, number: int) -> dict[str, tuple[Tile, ...]]:
+        """The tiles to time, of kernels that such calls take."""
+        few_keys, tiles = self.kind(number).few_keys, TILES[self.head_dim]
+        left_out = ("dkdv", "dq") if few_keys else ("few_keys",)
+        rows = few_keys or None
+        return {
+            entry: tuple(tile for tile in tiles[entry] if entry != "few_keys" or tile.rows == rows)
+            for entry in ENTRIES
+            if entry in tiles and entry not in left_out
+        }
 
 
 SHAPES = (
-    *(Shape(512, length, 12, 64) for length in (64, 100, 128)),
+    *(Shape(512, 64, 12, head_dim) for head_dim in (32, 64, 96, 128, 192, 256)),
+    *(Shape(512, length, 12, 64, causal) for length in (100, 128, 192, 256) for causal in (False, True)),
+    *(Shape(2, 256, 8, head_dim) for head_dim in (64, 128)),
     Shape(2, 256, 8, 160),
     Shape(2, 1024, 8, 80),
     *(Shape(4, 4096, 2048 // D, D, causal) for D in (64, 96, 112, 128, 160, 192, 256) for causal in (False, True)),
@@ -61,10 +78,17 @@ SHAPES = (
 _SHARED = {"qk_in_regs": False, "vo_in_regs": False}
 # All fit sm_75; of registers they spill at most what other tiles there do.
 TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
+    32: {
+        "forward": (Tile(64, 4, 1, 3, v_early=True), Tile(64, 4, 1, 4, v_early=True), Tile(64, 4, 1, 3)),
+        "dkdv": (Tile(64, 4, 1, 3),),
+        "dq": (Tile(64, 4, 1, 3),),
+        "few_keys": (Tile(32, 4, 1, 3, **_SHARED), Tile(64, 4, 1, 2, **_SHARED), Tile(64, 4, 1, 3, **_SHARED)),
+    },
     64: {
         "forward": (
             Tile(64, 8, 1, 1, stages=3), Tile(64, 4, 1, 3), Tile(64, 4, 1, 4), Tile(32, 4, 1, 4), Tile(64, 2, 2, 4),
-            Tile(64, 4, 2, 2),
+            Tile(64, 4, 2, 2), Tile(64, 4, 1, 3, v_early=True), Tile(64, 4, 1, 4, v_early=True),
+            Tile(64, 2, 2, 4, v_early=True),
         ),
         "dkdv": (
             Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3),
@@ -73,6 +97,12 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "dq": (
             Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(32, 4, 1, 4), Tile(64, 2, 2, 2),
             Tile(32, 2, 2, 4),
+        ),
+        "few_keys": (
+            *(Tile(32, 4, 1, blocks, **_SHARED) for blocks in (2, 3, 4)), Tile(32, 2, 2, 4, **_SHARED),
+            Tile(64, 4, 1, 2, qk_in_regs=False), Tile(64, 4, 1, 2, **_SHARED), Tile(16, 4, 1, 3, **_SHARED),
+            Tile(16, 4, 1, 3, qk_in_regs=False), Tile(32, 4, 2, 1, **_SHARED), Tile(32, 8, 1, 1, **_SHARED),
+            Tile(64, 8, 1, 1, qk_in_regs=False), Tile(64, 8, 1, 1, **_SHARED), Tile(16, 4, 2, 2, **_SHARED),
         ),
     },
     80: {
@@ -95,7 +125,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         ),
     },
     96: {
-        "forward": (Tile(32, 4, 2, 2), Tile(32, 8, 1, 1, stages=3)),
+        "forward": (Tile(32, 4, 2, 2), Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 4, 1, 2, v_early=True)),
         "dkdv": (Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1)),
         "dq": (Tile(32, 8, 1, 1, stages=3), Tile(64, 8, 1, 1)),
     },
@@ -105,12 +135,16 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "dq": (Tile(32, 8, 1, 1, stages=3), Tile(64, 8, 1, 1)),
     },
     128: {
-        "forward": (Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 8, 1, 1)),
+        "forward": (
+            Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, v_early=True),
+        ),
         "dkdv": (Tile(32, 8, 1, 1, stages=3), Tile(16, 8, 1, 1, stages=3), Tile(16, 8, 1, 1)),
         "dq": (Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2), Tile(32, 8, 1, 1)),
     },
     192: {
-        "forward": (Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1)),
+        "forward": (
+            Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1), Tile(32, 4, 1, 2), Tile(32, 4, 1, 2, v_early=True),
+        ),
         "dkdv": (
             Tile(32, 8, 1, 1, roles=True, stages=2), Tile(16, 8, 1, 1, roles=True, stages=3),
             Tile(32, 8, 1, 1, split_n=1),
@@ -118,7 +152,10 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "dq": (Tile(16, 8, 1, 1, stages=3), Tile(16, 4, 1, 2)),
     },
     256: {
-        "forward": (Tile(16, 8, 1, 1, stages=3), Tile(32, 4, 1, 1, qk_in_regs=False), Tile(16, 8, 1, 1)),
+        "forward": (
+            Tile(16, 8, 1, 1, stages=3), Tile(32, 4, 1, 1, qk_in_regs=False), Tile(16, 8, 1, 1), Tile(16, 4, 1, 2),
+            Tile(16, 4, 1, 2, v_early=True),
+        ),
         "dkdv": (Tile(16, 8, 1, 1, roles=True, stages=3), Tile(16, 8, 1, 1, split_k=1)),
         "dq": (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),
     },
@@ -128,11 +165,12 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
 def variants_of(shape: Shape, number: int) -> set[variants.Variant]:
     """Return the variants that a sweep of one shape launches."""
     kind, found = shape.kind(number), {variants.delta(shape.kind(number))}
-    for entry in ENTRIES:
-        found.add(variants.MAKERS[entry](kind))
-        for tile in TILES[shape.head_dim][entry]:
+    for entry, tiles in shape.entries(number).items():
+        make = variants.MAKERS["dkdv" if entry == "few_keys" else entry]
+        found.add(make(kind))
+        for tile in tiles:
             with replace_result(variants, f"{entry}_tile", tile):
-                found.add(variants.MAKERS[entry](kind))
+                found.add(make(kind))
     return found
 
 
@@ -201,8 +239,8 @@ def sweep(shape: Shape) -> list[dict[str, object]]:
     today = time_calls(ours, qkv, {})
     report("today", today)
     best: dict[str, Tile] = {}
-    for entry in ENTRIES:
-        measured = {tile: time_calls(ours, qkv, {entry: tile}) for tile in TILES[shape.head_dim][entry]}
+    for entry, tiles in shape.entries(nvrtc.target(0).number).items():
+        measured = {tile: time_calls(ours, qkv, {entry: tile}) for tile in tiles}
         for tile, found in measured.items():
             report(f"{entry} {format_tile(tile)}", found)
         times = {tile: found[entry != "forward"] for tile, found in measured.items() if not isinstance(found, Failed)}

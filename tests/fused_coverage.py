@@ -42,7 +42,8 @@ def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]
             yield f"{entry} {label}", kind, partial(eight_bit_steps.check, step, place)
     for kind in kinds(number):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
-        names += " narrow" * is_narrow(kind) + " few rows" * kind.few_rows + " short" * kind.short
+        names += " narrow" * is_narrow(kind) + " few rows" * kind.few_rows
+        names += f" at most {kind.short}" * (kind.short > 0)
         names += f" {kind.few_keys} keys" * (kind.few_keys > 0)
         label = f"d{kind.D}/{kind.DV} type {kind.type} vec {kind.vec}{names}"
         for entry, problem in problems(kind).items():
@@ -63,6 +64,8 @@ def _check_masked(problem: fuzz.Problem, place: torch.device) -> None:
 
 # Which have each feature alone, too.
 _USUAL = 32, 64, 128, 256
+# More than small tiles take, in packed and in dense sequences; and of those, where one tile has all keys.
+_TALL_ROWS, _TALL_DENSE_ROWS, _TALL_OF_FEW_KEYS = 350, 520, 250
 
 
 def kinds(number: int) -> Iterator[Kind]:
@@ -84,8 +87,11 @@ def kinds(number: int) -> Iterator[Kind]:
                 yield plain._replace(**{name: True}, window=1000 if name == "local" else None)
             yield plain._replace(local=True, window=34)
             yield plain._replace(few_rows=True)
-            if number < 80 and D <= 64:
-                yield plain._replace(few_rows=True, short=True, few_keys=variants.SHORT * (type == FP16))
+            if number < 80:
+                yield plain._replace(few_rows=True, local=True, window=1000)
+                for short in (variants.SHORT, variants.FEW_ROWS) if D <= 64 else (variants.FEW_ROWS,):
+                    few_keys = short if type == FP16 and variants.ONE_TILE[short] >= D else 0
+                    yield plain._replace(few_rows=True, short=short, few_keys=few_keys)
             if number < 80 and type == FP16:
                 for keys in (keys for keys, widest in variants.ONE_TILE.items() if widest >= D):
                     yield plain._replace(few_keys=keys)
@@ -141,11 +147,13 @@ _MASKS = {
 
 def masked_problem(kind: Kind) -> fuzz.Problem:
     """A call of that kind, for PyTorch's operator; of keys in pairs there is an even number."""
-    rows, keys = (150, 170) if kind.vec == 8 else (70, 160)
+    rows, keys = (_TALL_DENSE_ROWS, 170) if kind.vec == 8 else (70, 160)
+    if kind.vec == 8 and kind.type == BF16_AS_FP16:  # without copies
+        rows = _TALL_OF_FEW_KEYS if kind.size <= 64 else _TALL_ROWS
     if kind.few_rows:
         rows = 60
     if kind.few_keys:
-        keys = kind.few_keys - 2
+        rows, keys = _TALL_OF_FEW_KEYS, kind.few_keys - 2
     if kind.copied:  # which takes many
         rows, keys = 1300, 1500
     dtype, dim = "float16" if kind.type == FP16 else "bfloat16", kind.D if kind.vec == 8 else kind.D - 3
@@ -166,19 +174,23 @@ def problems(kind: Kind) -> dict[str, Problem]:
     if kind.local:
         window = (30, 3) if is_narrow(kind) else (-1, 20)
     # Gradients take rows that are anywhere as they are in small problems only.
-    rows, keys, nheads_k = ((19, 150), (45, 171), 2) if kind.vec == 8 else ((9, 70), (21, 50), 1)
+    rows, keys, nheads_k, group = (19, _TALL_ROWS), (45, 171), 2, 2
+    if kind.vec != 8:
+        rows, keys, nheads_k, group = (9, 70), (21, 50), 1, 2
+        if kind.size == 128:
+            rows, group = (1, _TALL_ROWS), 1
     if kind.vec != 8 and kind.type == FP16 and kind.size <= 128:
         keys = 21, 140  # more than one tile has
     if kind.few_rows:
-        rows = 19, 60
+        rows = 19, 100 if kind.local else 60
     if kind.few_keys:
-        keys = kind.few_keys - 13, kind.few_keys - 1
+        rows, keys = (19, _TALL_OF_FEW_KEYS), (kind.few_keys - 13, kind.few_keys - 1)
     if kind.short:
-        rows = keys = 19, 30
+        rows = keys = 19, kind.short - 2
     if kind.copied:  # which takes many
         rows, keys = (900, 700), (1700, 1500)
     common = Problem(
-        "varlen", rows, keys, nheads_k, group=2,
+        "varlen", rows, keys, nheads_k, group,
         head_dim=kind.D if kind.vec == 8 else kind.D - 3,
         head_dim_v=kind.DV - 8 if kind.vec == 8 else kind.DV - 1,
         dtype="float16" if kind.type == FP16 else "bfloat16",

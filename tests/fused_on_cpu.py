@@ -33,6 +33,7 @@ from flash_attn_compat.backends.fused import (
     params,
     self_test,
     tuned,
+    variants,
     workspaces,
 )
 from flash_attn_compat.backends.fused.nvrtc import Kernel, Target
@@ -114,7 +115,7 @@ def record(
     """Let the backend serve CPU tensors from now on; every launch is written down.
 
     number: the architecture's; tried: whether kernels are tried before their first call; compute: gets every launch and
-    the bytes of its struct; one_tile: whether one kernel finds all gradients of few keys
+    the bytes of its struct; one_tile: whether sequences of few keys or rows have kernels of their own, as on a GPU
     """
     found = LaunchRecord()
 
@@ -148,6 +149,7 @@ def record(
     monkeypatch.setattr(self_test, "_passed", set())
     if not one_tile:
         monkeypatch.setattr(grids, "choose_one_tile", lambda *sizes: 0)
+        monkeypatch.setattr(grids, "takes_small_tiles", lambda rows, *others: rows <= variants.FEW_ROWS)
     if not tried:
         monkeypatch.setattr(self_test, "check_kernels", lambda *what: None)
     monkeypatch.setattr(call_cache, "_current", call_cache.empty_tables())

@@ -223,6 +223,7 @@ def test_one_kernel_for_few_keys_is_right_where_sequences_share_a_grid(
     [
         (64, 32, 64, 1, 32),
         (64, 33, 64, 1, 64),
+        (64, 96, 64, 1, 96),
         (64, 128, 64, 1, 128),
         (64, 129, 64, 1, 0),
         (64, 64, 128, 1, 64),
@@ -237,6 +238,20 @@ def test_one_tile_takes_few_keys_of_rows_that_are_few_or_of_many_heads(
     rows: int, keys: int, head_dim: int, heads: int, tile: int
 ) -> None:
     assert grids.choose_one_tile(rows, keys, head_dim, heads, processors=40) == tile
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "local", "small"),
+    [
+        (64, 256, False, True), (65, 64, False, False), (65, 64, True, True), (65, 128, False, True),
+        (129, 64, False, True), (193, 64, True, False), (193, 128, False, True), (256, 192, False, True),
+        (256, 193, True, False), (257, 96, False, True), (320, 256, True, True), (321, 128, True, False),
+    ],
+)  # fmt: skip
+def test_small_tiles_take_few_rows_of_which_a_tall_one_would_waste_more(
+    rows: int, head_dim: int, local: bool, small: bool
+) -> None:
+    assert grids.takes_small_tiles(rows, head_dim, local) == small
 
 
 def test_sequences_share_a_grid_unasked_where_one_of_many_is_long(monkeypatch: pytest.MonkeyPatch) -> None:

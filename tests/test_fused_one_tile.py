@@ -23,6 +23,8 @@ ONE_TILE = {
     if max(problem.seqlens_k) <= 128 and problem.head_dim <= 64 and problem.dtype == "float16"
 } | {
     "64 channels": SHORT,
+    "64 channels, many rows": replace(SHORT, seqlens_q=(150,), seqlens_k=(64,), causal=True),
+    "64 channels, 90 keys": replace(SHORT, seqlens_k=(90,), window=(40, 3)),
     "64 channels, 128 keys": replace(SHORT, seqlens_k=(128,), causal=True),
     "64 channels, 32 keys": replace(SHORT, seqlens_k=(32,), causal=True),
     "64 channels, all at once": replace(TOGETHER, head_dim=64, group=3),
@@ -43,6 +45,19 @@ def test_one_kernel_finds_all_gradients_of_few_keys(name: str, monkeypatch: pyte
     with flash_attn_compat.use_backend("fused"):
         check(ONE_TILE[name])
     assert launches.entries[1:] == ["dkdv"] and launches.conflicts[-1] == 0
+
+
+@pytest.mark.parametrize(("rows", "causal"), [(50, True), (50, False), (130, False)])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_short_sequences_load_their_values_with_their_keys(
+    head_dim: int, rows: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, one_tile=True)
+    problem = replace(DENSE, seqlens_q=(rows,), seqlens_k=(rows + 10 - 2 * (rows == 50),), head_dim=head_dim)
+    with flash_attn_compat.use_backend("fused"):
+        check(replace(problem, causal=causal))
+    (forward,) = [one.variant for one in launches.seen if one.variant.entry == "forward"]
+    assert dict(forward.macros).get("V_EARLY") and launches.conflicts[-1] == 0
 
 
 @pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])

@@ -255,7 +255,7 @@ def test_a_row_keeps_a_tile_as_numbers_in_order_so_that_rows_of_earlier_versions
         step=32, warps=8, mma_m=1, min_blocks=1, qk_in_regs=True, vo_in_regs=False, cp_async=True, split_n=1, split_k=0
     )
     assert tuned.from_row(json.dumps(row)).tiles == (TileChoice("dkdv", 160, "float16", tile),)
-    row["tiles"] = [["dkdv", 160, "float16", [*numbers, False, 1]]]  # with the fields that came later
+    row["tiles"] = [["dkdv", 160, "float16", [*numbers, False, 1, False, False]]]  # with the fields that came later
     assert json.loads(tuned.to_row(tuned.from_row(json.dumps(row)))) == row
 
 

@@ -231,7 +231,8 @@ struct Block {
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
       // Compiler steering: streamed addresses are recomputed where they would take too many registers.
       const int anew = D > 64 && D < 128 ? zero : 0;
-      const int buffer = step & 1, side = side_of(thread), half = EXCHANGES ? side & 1 : 0,
+      const int buffer = DS_OVER_Q ? 0 : step & 1, next_buffer = DS_OVER_Q ? 0 : buffer ^ 1;
+      const int side = side_of(thread), half = EXCHANGES ? side & 1 : 0,
                 first = tile * STREAMED_ROWS, seen = first + half * SCORED_ROWS, scored_head = this_head;
       const u32 qk_tile = shared + QK_TILES_AT + buffer * QK_TILE_BYTES +
                           half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutQK::ROW_BYTES,
@@ -284,9 +285,15 @@ struct Block {
       if (!last && WITH_DQ) load_all(p, loads, streamed, tile, this_head, thread, anew);
       if (!last && !WITH_DQ) {
         load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(thread),
-             shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, anew);
+             shared + QK_TILES_AT + next_buffer * QK_TILE_BYTES, anew);
         row_value = load_row_value(p, streamed, tile, this_head, thread, anew);
       }
+      const auto store_next = [&] {
+        CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + next_buffer * QK_TILE_BYTES, qk_scale);
+        store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), thread,
+                        next_buffer);
+      };
+      u32 whole_dS[DS_OVER_Q ? MMA_N : 1][MMA_M][2] = {};
       if (active) {
         if (SPLIT_K) add_partial_scores(S, partials_at(shared, true, buffer, thread), side), recompute();
         if (KEYS_STATIONARY && !SPLIT_K) accumulate<MMA_N>(grad_vo, P, vo_transposed);
@@ -300,10 +307,12 @@ struct Block {
           if (SPLIT_K) store_partial_scores(dP, partials_at(shared, false, buffer, thread), side);
           else compute_ds(dS, S + n, dP, stationary, rows_at + n * 32, p.dropout_scale, ds_exponent);
           if (SPLIT_N) store_half(dS, exchange_at(shared, KEYS_STATIONARY, thread, side));
-          if (WITH_DQ) store_ds(dS, shared, thread, n, stationary_tile.rows);
+          if (WITH_DQ && !DS_OVER_Q) store_ds(dS, shared, thread, n, stationary_tile.rows);
+          UNROLLED(i, DS_OVER_Q ? AT_ONCE * MMA_M * 2 : 0)
+            whole_dS[n + i / 2 / MMA_M][i / 2 % MMA_M][i % 2] = dS[i / 2 / MMA_M][i / 2 % MMA_M][i % 2];
           if (!SPLIT_K) accumulate<AT_ONCE>(grad_qk, dS, qk_transposed, n);
         }
-      } else if (WITH_DQ) {
+      } else if (WITH_DQ && !DS_OVER_Q) {
         const u32 none[MMA_N][MMA_M][2] = {};
         store_ds(none, shared, thread, 0, stationary_tile.rows);
       }
@@ -323,15 +332,22 @@ struct Block {
           accumulate_exchanged(grad_qk, dS, exchange_at(shared, KEYS_STATIONARY, thread, side ^ 1), qk_transposed,
                                half);
       }
-      if (!last) {
-        CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + (buffer ^ 1) * QK_TILE_BYTES, qk_scale);
-        store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), thread,
-                        buffer ^ 1);
+      if (DS_OVER_Q) {
+        __syncthreads();   // Q and dout are no longer read
+        store_ds(whole_dS, shared, thread, 0, stationary_tile.rows);
+      } else if (!last) {
+        store_next();
       }
       __syncthreads();
       if (WITH_DQ) {
         u16 *const out = row_at(p.dq, p.dq_s, b, streamed.row + first, streamed.head + scored_head);
-        write_dq(p, out, streamed.rows - first, stationary_tile.rows, QK_TILES_AT + buffer * QK_TILE_BYTES, thread);
+        const u32 place = DS_OVER_Q ? VO_TILE_AT : QK_TILES_AT + buffer * QK_TILE_BYTES;
+        write_dq(p, out, streamed.rows - first, stationary_tile.rows, place, thread);
+      }
+      if (DS_OVER_Q && !last) {
+        __syncthreads();
+        store_next();
+        __syncthreads();
       }
     }
   }

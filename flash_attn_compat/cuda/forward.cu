@@ -18,6 +18,8 @@ constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, BLOCK_M = WARPS 
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
 constexpr int AHEAD = CACHE && !MMA_K16 && !PAGED;   // 8-bit tiles are converted while tensor cores multiply
+constexpr int BOTH = AHEAD || V_EARLY;   // loads of K and of V are on their way at once
+static_assert(!V_EARLY || !(CACHE || STAGES || CP_ASYNC), "with one stage, through registers");
 constexpr bool CAN_SPLIT = D <= 192 || MMA_K16;   // Turing has no registers left to merge the widest heads
 typedef Layout<D> LayoutQK;   // of Q and K
 typedef Layout<DV> LayoutV;
@@ -152,18 +154,19 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
             v_tile = k_tile + K_SLOTS * K_BYTES;
   const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
               v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
-  // K and V take turns in `staged`. 8-bit tiles are half as large: there both have a place, for tiles that are loaded
-  // one half of the loop before they are converted.
-  uint4 q_staged[CopyQ::N], staged[1 + AHEAD][larger(CopyK::N, CopyV::N)];
+  // K and V take turns in `staged`. Small tiles, whose loads take longer than their products, have a place for both
+  // there (V_EARLY), and so have 8-bit tiles, which are loaded one half of the loop before they are converted.
+  uint4 q_staged[CopyQ::N], staged[1 + BOTH][larger(CopyK::N, CopyV::N)];
 #define LOAD(mover, place, base, strides, j, there, dim, target) \
   mover.load(staged[place], p, base, strides, pages, seq.first_k + (j) * BLOCK_N, \
              there ? seq.seqlen_k - (j) * BLOCK_N : 0, dim, target)
 #define LOAD_KEYS(j, there) LOAD(copy_k, 0, k, p.k_s, j, there, p.head_dim, k_tile)
-#define LOAD_VALUES(j, there) LOAD(copy_v, AHEAD, v, p.v_s, j, there, p.head_dim_v, v_tile)
+#define LOAD_VALUES(j, there) LOAD(copy_v, BOTH, v, p.v_s, j, there, p.head_dim_v, v_tile)
   // cp.async may write K only once Q has left.
   const bool at_once = !(CP_ASYNC && QK_IN_REGS), some = first_tile < last_tile;
   copy_q.load_stationary(q_staged, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
   if (at_once && some) LOAD_KEYS(first_tile, true);
+  if (V_EARLY && some) LOAD_VALUES(first_tile, true);
   float q_scale = 1.f;
 #if TYPE == 2   // the block's rows have a power of their own; the backward gets the head's maximum
   int largest = max_of<32>(finite_magnitude(q_staged));
@@ -227,8 +230,8 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
                                 : D != 256 || MMA_K16 || p.zero == 0;
     const bool more = next < last_tile;
     if (AHEAD) LOAD_KEYS(next, more);
-    else if (!STAGES) LOAD_VALUES(j, true);
-    else if (more) LOAD_KEYS(next, true);
+    else if (STAGES && more) LOAD_KEYS(next, true);
+    else if (!STAGES && !V_EARLY) LOAD_VALUES(j, true);
     float S[MMA_N][MMA_M][4];
     if (active) {   // S = Q K^T
       set_zero(S);
@@ -245,10 +248,10 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       if (SPLIT_K) __syncthreads();
       if (more) LOAD_VALUES(next, true);
     } else {
-      if (!AHEAD || !active) copy_v.store(staged[AHEAD], v_tile, v_scale);
+      if (!AHEAD || !active) copy_v.store(staged[BOTH], v_tile, v_scale);
       __syncthreads();
-      if (AHEAD) LOAD_VALUES(next, more);
-      else if (more) LOAD_KEYS(next, true);
+      if (!AHEAD && more) LOAD_KEYS(next, true);
+      if (AHEAD || (V_EARLY && more)) LOAD_VALUES(next, more);
     }
     const auto exponentiate = [&] {
       if (SPLIT_K)

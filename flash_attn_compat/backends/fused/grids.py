@@ -28,6 +28,9 @@ _MERGED_PER_STEP = 9
 _SPLIT_ROWS = 512
 # Rows of Turing's tall tiles; the fewest and the most rows, and the most keys, of calls for which they may be too few.
 _TALL, _MIDDLE_LENGTHS = 128, (256, 512)
+# The most small tiles of a sequence that are compared with tall ones, and the head dims whose tall tiles, of which a
+# multiprocessor holds one, are no faster.
+_MOST_SMALL, _ALIKE = 5, range(112, 193)
 # Rows over which one block may walk however idle the GPU is.
 _FEW_ROWS = 256
 # KB of shared memory of a multiprocessor by architecture, and the minimum for all other architectures.
@@ -77,6 +80,15 @@ def fills_gpu(rows: int, keys: int, heads: int, processors: int) -> bool:
     """
     is_middle = _MIDDLE_LENGTHS[0] <= rows <= _MIDDLE_LENGTHS[1] >= keys
     return not is_middle or -(-rows // _TALL) * heads > processors
+
+
+def takes_small_tiles(rows: int, head_dim: int, local: bool) -> bool:
+    """Return whether small tiles pay on Turing for sequences of ``rows``: in tall ones more rows would be empty or hidden.
+
+    local: under a causal mask, or in a window
+    """
+    tiles = -(-rows // variants.FEW_ROWS)
+    return tiles % 2 == 1 and tiles <= _MOST_SMALL or tiles == 2 and local or tiles <= 4 and head_dim in _ALIKE
 
 
 def choose_one_tile(rows: int, keys: int, head_dim: int, heads: int, processors: int) -> int:

@@ -316,22 +316,26 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     fills = not is_plain or grids.fills_gpu(
         max_rows(call), max_keys(call), call.batch * call.nheads, count_multiprocessors(call.q.get_device())
     )
+    # A single row is at the last key: no key is to its right.
+    local, size = left is not None or (right is not None and not has_one_row), max(call.q.shape[-1], call.v.shape[-1])
+    rows, longest = max_rows(call), max(max_rows(call), max_keys(call))
+    few_rows = grids.takes_small_tiles(rows, size, local) if number < 80 else rows <= variants.FEW_ROWS
+    is_long = call.bias is not None or call.block_table is not None
     kind = Kind(
         number=number,
         type=variants.BF16_AS_FP16 if half and (number < 80 or cache) else half,
         cache=cache,
         head_dim=call.q.shape[-1],
         head_dim_v=call.v.shape[-1],
-        # A single row is at the last key: no key is to its right.
-        local=left is not None or (right is not None and not has_one_row),
+        local=local,
         alibi=call.alibi_slopes is not None,
         softcap=call.softcap > 0.0,
         dropout=call.dropout_p > 0.0,
         paged=call.block_table is not None,
         vec=vec,
         window=None if left is None or right is None else left + right + 1,
-        few_rows=max_rows(call) <= variants.FEW_ROWS or not fills,
-        short=call.bias is None and max(max_rows(call), max_keys(call)) <= variants.SHORT,
+        few_rows=few_rows or not fills,
+        short=0 if is_long else next((most for most in (variants.SHORT, variants.FEW_ROWS) if longest <= most), 0),
         bias=masks.bias_macro(call.bias),
         bias_pairs=masks.can_load_pairs(call.bias),
     )

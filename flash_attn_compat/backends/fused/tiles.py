@@ -22,6 +22,8 @@ class Tile(NamedTuple):
     split_k: int = 0  # 2^split_k warps share rows; each multiplies a share of all channels, and they add up scores
     roles: bool = False  # two warps of a backward share rows; one computes P, the other dP
     stages: int = 1  # tiles of each streamed operand in shared memory
+    v_early: bool = False  # a forward with one stage loads V with K, not after it
+    ds_over_q: bool = False  # dkdv with dq stores dS over its tile of Q, which then has one slot
 
     @property
     def rows(self) -> int:

@@ -27,8 +27,8 @@ _NARROW = 256
 FEW_ROWS = 64
 # Rows and keys for which tiles are halved, up to a head dim at which two such blocks fit in the place of one.
 SHORT, _SHORT_SIZE = 32, 64
-# Keys of a tile that may hold all keys of a sequence, and the widest head that has registers for it.
-ONE_TILE = {32: 64, 64: 128, 128: 64}
+# The most keys of sequences for which one tile holds all keys, and the widest head that has registers for it.
+ONE_TILE = {32: 64, 64: 128, 96: 64, 128: 64}
 _DECODE_ROWS = 16
 # Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
@@ -42,7 +42,10 @@ _CONVERSIONS = 10
 
 
 # Macros that are 0 unless a variant sets them.
-_OFF = "SPLIT_N", "SPLIT_K", "SPLIT_R", "STAGES", "WITH_DQ", "APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC"
+_OFF = (
+    *("SPLIT_N", "SPLIT_K", "SPLIT_R", "STAGES", "V_EARLY", "WITH_DQ", "DS_OVER_Q", "APPEND", "SHARED_GRID"),
+    *("MMA_K16", "CP_ASYNC"),
+)
 # Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS", "CACHE"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
@@ -79,8 +82,8 @@ class Kind(NamedTuple):
     local: whether positions hide keys: causal, or a window; window: keys in sight, None unbounded
     alibi, softcap, dropout, paged: whether the call asks for it
     vec: elements of a load: 8 where every row starts on 16 bytes, else 1
-    few_rows: no sequence has more rows than FEW_ROWS, or tall tiles leave multiprocessors idle (grids.fills_gpu)
-    short: no sequence has more rows or keys than SHORT
+    few_rows: tall tiles would leave half of a tile empty, or multiprocessors idle (grids.takes_small_tiles)
+    short: SHORT or FEW_ROWS if no sequence has more rows or keys, else 0
     few_keys: one of ONE_TILE if no sequence has more keys: one kernel then finds all gradients. Else 0
     tiles: the fastest tiles on this GPU by entry, from ``tune``; copied: whether streamed rows are fp16 copies of bf16
     bias, bias_pairs: of a dense mask, as in cuda/mask.cuh; 0 without one
@@ -102,7 +105,7 @@ class Kind(NamedTuple):
     tiles: tuple[tuple[str, Tile], ...] = ()
     head_dim_v: int | None = None
     copied: bool = False
-    short: bool = False
+    short: int = 0
     few_keys: int = 0
     bias: int = 0
     bias_pairs: bool = False
@@ -162,10 +165,12 @@ def forward_tile(kind: Kind) -> Tile:
     more_work, D = kind.softcap or kind.dropout, _timed(kind)
     if kind.number < 80:
         choice = TURING["forward"][kind.size]
-        if kind.short and kind.size <= _SHORT_SIZE:
+        if kind.short == SHORT and kind.size <= _SHORT_SIZE:
             return _halved(choice.small)
-        if _is_narrow(kind) or kind.few_rows or more_work or (kind.bias > BOOLEANS and kind.size <= 96):
+        if _is_narrow(kind) or more_work or (kind.bias > BOOLEANS and kind.size <= 96):
             return choice.small
+        if kind.few_rows:
+            return _for_few_rows(kind, choice.small)
         converts = kind.type == BF16_AS_FP16 and not kind.copied
         if kind.bias > BOOLEANS:  # leaves no registers for stages
             return choice.usual._replace(stages=1)
@@ -182,6 +187,15 @@ def forward_tile(kind: Kind) -> Tile:
     return Tile(64, 4, 1, 2) if kind.size <= 192 else Tile(64, 4, 1, 1, qk_in_regs=False)
 
 
+def _for_few_rows(kind: Kind, small: Tile) -> Tile:
+    """The tile of a forward on Turing whose blocks mostly wait for their first loads."""
+    if kind.type != FP16 or kind.vec != 8 or kind.bias:  # leave no registers
+        return small
+    more_blocks = kind.size <= 64 and (kind.local or kind.short > 0)
+    v_early = kind.short > 0 or not kind.local
+    return small._replace(v_early=v_early, min_blocks=4 if more_blocks else small.min_blocks)
+
+
 def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
     kind = _rounded(kind, tile)
@@ -189,7 +203,7 @@ def forward(kind: Kind) -> Variant:
     macros += tile.macros()
     macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + kind.newer()
     stages = 1 if kind.cache else tile.stages
-    macros += [("STAGES", stages)] * (stages > 1)
+    macros += [("STAGES", stages)] * (stages > 1) + [("V_EARLY", 1)] * (tile.v_early and not kind.cache)
     row, row_v = 2 * kind.D, 2 * kind.DV
     # Warps with the same rows exchange partial scores of a tile.
     partial_sums = tile.warps * tile.mma_m * 16 * tile.step * 4 * (tile.split_k > 0)
@@ -271,7 +285,7 @@ def _power_of_two(D: int) -> int:
 
 def _turings(entry: str, kind: Kind) -> Tile:
     choice = TURING[entry][kind.size]
-    if kind.short and kind.size <= _SHORT_SIZE:
+    if kind.short == SHORT and kind.size <= _SHORT_SIZE:
         return _halved(choice.small)
     if (kind.bias or kind.vec != 8) and (entry, kind.size) in CROWDED:
         choice = choice._replace(usual=CROWDED[entry, kind.size])
@@ -312,12 +326,16 @@ def dq_tile(kind: Kind) -> Tile:
     return Tile(16, 4, 1, 1, qk_in_regs=False, vo_in_regs=False)
 
 
-def _one_tile(kind: Kind) -> Tile:
+def few_keys_tile(kind: Kind) -> Tile:
     """Of dkdv with dq, which reads K from shared memory: without spills, and on sm_75 most blocks at once."""
-    if kind.size <= 32 and kind.few_keys == 128:
+    if kind.size <= 32 and kind.few_keys > 64:
         return Tile(32, 4, 2, 2, qk_in_regs=False)
+    if kind.size == 64 and kind.few_keys == 64:
+        return Tile(64, 4, 1, 2, qk_in_regs=False, ds_over_q=True)
+    if kind.size == 64 and kind.few_keys > 64:
+        return Tile(64 if kind.few_keys == 128 else 32, 8, 1, 1, qk_in_regs=False)
     warps, is_wide = kind.few_keys // 16, kind.size > 64
-    blocks = 1 if is_wide or kind.few_keys == 128 else 3 if kind.size <= 32 else 2
+    blocks = 1 if is_wide else 3 if kind.size <= 32 else 2
     return Tile(32 if kind.size <= 96 else 16, warps, 1, blocks, qk_in_regs=False, vo_in_regs=not is_wide)
 
 
@@ -326,7 +344,7 @@ def dkdv(kind: Kind) -> Variant:
         # Neighbouring lanes share a row if it has a multiple of 32 channels.
         size = -(-kind.size // 32) * 32
         kind = kind._replace(head_dim=size, head_dim_v=size)
-        tile = _one_tile(kind)
+        tile = few_keys_tile(kind)
     else:
         tile = _tile("dkdv", kind, dkdv_tile)
     # A lane holds neighbouring queries, not keys: no pairs of biases.
@@ -343,7 +361,7 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
     macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
     has_dq = entry == "dkdv" and kind.few_keys > 0
-    macros += [("WITH_DQ", 1)] * has_dq + [("SPLIT_N", 1)] * tile.split_n
+    macros += [("WITH_DQ", 1)] * has_dq + [("DS_OVER_Q", 1)] * tile.ds_over_q + [("SPLIT_N", 1)] * tile.split_n
     macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + [("SPLIT_R", 1)] * tile.roles
     macros += [("STAGES", tile.stages)] * (tile.stages > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
@@ -352,11 +370,11 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     exchanged = (tile.warps * tile.mma_m * 16 * tile.step // 2 * 2 * 2) * (exchanges > 0)  # halves of P and dS
     partial_sums = tile.warps * tile.split_k * tile.mma_m * 512
     # Partial sums of S lie in the next tile's place, if that has room.
-    exchanged += tile.rows * tile.step * 2 * has_dq
+    exchanged += tile.rows * tile.step * 2 * (has_dq and not tile.ds_over_q)
     exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
     if tile.roles:  # P, for each stage but the one that is loaded
         exchanged = tile.rows * tile.step * 4 * (tile.stages - 1)
-    slots, slots_v = max(tile.stages, 2), 2 if tile.roles else tile.stages
+    slots, slots_v = 1 if tile.ds_over_q else max(tile.stages, 2), 2 if tile.roles else tile.stages
     streamed = tile.step * (slots * row + slots_v * row_v) + row_values * slots + exchanged
     # Stationary operands go to registers through shared memory; gradients leave through all of it.
     through = tile.rows * max(tile.qk_in_regs * row, tile.vo_in_regs * row_v)
@@ -404,11 +422,11 @@ def kinds(number: int) -> Iterator[Kind]:
             yield kind
             if not dropout:
                 yield from (kind._replace(type=half_of(type), cache=cache) for cache in (E4M3, E5M2))
-            if few_rows and window is None and not paged and number < 80 and D <= _SHORT_SIZE:
-                yield kind._replace(short=True)
+            if few_rows and window is None and not paged and number < 80:
+                yield from (kind._replace(short=short) for short in (SHORT, FEW_ROWS))
             if window is None and not paged:
                 yield from _with_few_keys(kind)
-            may_be_copied = type == BF16_AS_FP16 and vec == 8 and window is None and not paged and not few_rows
+            may_be_copied = type == BF16_AS_FP16 and vec == 8 and window is None and not paged
             if may_be_copied:
                 yield kind._replace(copied=True)
             if not (local or alibi or softcap or paged):
