@@ -7,6 +7,8 @@ import functools
 import graphlib
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "flash_attn_compat"
 # Bottom to top. A name stands for its submodules too, unless they are named themselves; "" is the package itself.
 LAYERS = (
@@ -63,12 +65,19 @@ def inside(name: str) -> str | None:
 def layer(module: str) -> int:
     parts = module.split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    return next(LAYER_OF[name] for name in names if name in LAYER_OF)
+    known = [name for name in names if name in LAYER_OF]
+    assert known, f"{module} has no layer: add {parts[0]!r} to LAYERS in tests/test_architecture.py"
+    return LAYER_OF[known[0]]
 
 
 def test_nothing_imports_upwards() -> None:
     arrows = [(module, name) for module, path in MODULES.items() for name in imported(path)]
     assert arrows and not [(module, name) for module, name in arrows if layer(name) > layer(module)]
+
+
+def test_a_module_without_a_layer_is_named_with_the_table_that_lacks_it() -> None:
+    with pytest.raises(AssertionError, match=r"foo\.bar has no layer: add 'foo' to LAYERS in tests"):
+        layer("foo.bar")
 
 
 def test_no_door_of_the_functions_leads_through_another() -> None:

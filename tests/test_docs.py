@@ -91,10 +91,10 @@ def test_sources_that_are_named_without_a_folder_are_there(page: Path) -> None:
     assert named <= SOURCES
 
 
-@pytest.mark.parametrize("name", ["README.md", "examples/t4.ipynb"])
+@pytest.mark.parametrize("name", ["README.md", "docs/vllm.md", "examples/t4.ipynb"])
 def test_the_repository_is_installed_from_the_address_that_the_project_names(name: str) -> None:
     project = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    named = set(re.findall(r"git\+(http.+?)\.git", (ROOT / name).read_text(encoding="utf-8")))
+    named = set(re.findall(r"git(?:\+| clone )(http.+?)\.git", (ROOT / name).read_text(encoding="utf-8")))
     assert project is not None and named == {project[1]}
 
 

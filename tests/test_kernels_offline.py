@@ -1,6 +1,7 @@
 """Kernels compile for their GPUs, and on Turing fit its registers: seen without a GPU.
 
-The variants that have gone wrong before; all of them by `python -m benchmarks.kernel_report`.
+The variants that have gone wrong before. `python -m benchmarks.kernel_report` compiles each feature of each kernel,
+alone and all together; with --every all variants, in hours.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class FlashBackend(SingleLaunchBackend):
 
 
 def window_arguments(call: AttentionCall) -> tuple[bool, int, int]:
-    """Return causal, left, right as the kernels take them: -1 for unbounded.
+    """Return (causal, left, right) of a call's mask as the kernels take them: -1 for unbounded.
 
     With causal, right is -1: the kernels fold one row of grouped heads, and so read its keys once, only where both
     sides are unbounded.

@@ -94,6 +94,7 @@ class TorchEfficient(SingleLaunchBackend):
         return gradients
 
     def to_flash_attn_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+        """As SingleLaunchBackend's; drops the kernel's padding, and writes +inf for rows without keys."""
         starts, _ = _sequence_starts(call)
         if starts is None:
             return lse[:, :, : call.q.shape[1]]
@@ -115,14 +116,17 @@ def _add_batch_axis(call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, ...]
 
 
 def _max_lengths(call: AttentionCall) -> tuple[int | None, int | None]:
-    """Return the queries and keys of the longest packed sequences; None, None for a dense call."""
+    """Return the most queries and keys of a packed sequence, at least 1 each; (None, None) for a dense call."""
     if call.cu_seqlens_q is None:
         return None, None
     return max(1, min(call.max_seqlen_q, call.q.shape[0])), max(1, min(call.max_seqlen_k, call.k.shape[0]))
 
 
 def _sequence_starts(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
-    """Return cu_seqlens of queries and keys, None if dense. A causal sequence becomes two: rows without keys, rest."""
+    """Return cu_seqlens of queries and keys; (None, None) if dense, twice q's if all lengths are equal.
+
+    Under a causal mask each sequence becomes two: its rows without keys, and the rest with all keys.
+    """
     q, k = call.cu_seqlens_q, call.cu_seqlens_k
     if q is None or k is None or call.equal_lengths:
         return q, q

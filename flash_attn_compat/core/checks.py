@@ -26,7 +26,7 @@ _PAGED = {"k": "(num_blocks, page_block_size, num_heads_k, head_size)"}
 
 
 def wrong_type(name: str, expected: str, value: object, hint: str = "") -> RuntimeError:
-    """PyTorch's message for an argument of a wrong type: flash-attn's functions are custom operators."""
+    """Return the error for an argument of a wrong type, in PyTorch's words: flash-attn's functions are operators."""
     found = type(value).__name__
     return RuntimeError(
         f"Expected a value of type '{expected}' for argument '{name}' but instead found type '{found}'{hint}"
@@ -34,7 +34,7 @@ def wrong_type(name: str, expected: str, value: object, hint: str = "") -> Runti
 
 
 def causal(value: object) -> bool:
-    """A bool as flash-attn's operators take it: a number, None, or a tensor of one element, too."""
+    """Return ``value`` as a bool; it may be a number, None or a tensor of one element. Else raises RuntimeError."""
     if isinstance(value, bool):
         return value
     if isinstance(value, Tensor) and value.numel() != 1:
@@ -46,7 +46,7 @@ def causal(value: object) -> bool:
 
 
 def number(name: str, value: Any) -> float:
-    """A float as flash-attn's operators take it: an int, or a tensor of one element, too."""
+    """Return ``value`` as a float; it may be an int or a tensor of one element. Else raises RuntimeError."""
     if type(value) is float:
         return value
     if not hasattr(value, "__float__") or not _is_one(value):
@@ -55,7 +55,7 @@ def number(name: str, value: Any) -> float:
 
 
 def two_bounds(value: Any) -> tuple[Any, Any]:
-    """The two bounds of a window, of whatever type."""
+    """Return the two bounds of a window, of any type. Raises TypeError unless ``value`` holds two."""
     try:
         left, right = value
     except (TypeError, ValueError):
@@ -64,7 +64,7 @@ def two_bounds(value: Any) -> tuple[Any, Any]:
 
 
 def dropout(dropout_p: object) -> float:
-    """A probability below 1."""
+    """Return a probability in [0, 1). Raises RuntimeError for other numbers, and as ``number`` does."""
     found = number("dropout_p", dropout_p)
     if found >= 1.0:
         raise RuntimeError(f"Expected p_dropout < 1.f to be true, but got {found}")
@@ -74,7 +74,7 @@ def dropout(dropout_p: object) -> float:
 
 
 def softcap(value: object) -> float:
-    """0.0 for none, which some callers write as None or -1."""
+    """Return a softcap, 0.0 for None, 0 and -1. Raises RuntimeError for other negative numbers, inf and NaN."""
     found = 0.0 if value is None else number("softcap", value)
     if not (0.0 <= found < math.inf or found == -1.0):
         raise RuntimeError(f"softcap must be positive, or 0 for none, got {found}")
@@ -88,7 +88,7 @@ def _is_one(value: object) -> bool:
 
 
 def is_tensor(name: str, value: object) -> None:
-    """A dense tensor in memory of its own."""
+    """Raise RuntimeError unless ``value`` is a dense tensor, neither nested nor sparse."""
     if not isinstance(value, Tensor):
         raise wrong_type(name, "Tensor", value)
     if value.is_nested:
@@ -101,19 +101,23 @@ def is_tensor(name: str, value: object) -> None:
 
 
 def are_dense(given: Mapping[str, object]) -> None:
-    """For a call that PyTorch dispatches before anything else looks at it."""
+    """Raise RuntimeError if one of the values, by their names, is a nested or sparse tensor."""
     for name, value in given.items():
         if isinstance(value, Tensor):
             is_tensor(name, value)
 
 
 def are_tensors(q: object, k: object, v: object) -> None:
+    """Raise RuntimeError unless q, k and v are dense tensors."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         is_tensor(name, value)
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor, takes_eight_bits: bool = False) -> None:
-    """One floating dtype and one device. takes_eight_bits: k and v may be 8-bit floats where q is fp16 or bf16"""
+    """Raise RuntimeError unless q, k and v share a device and one of the dtypes fp16, bf16, fp32 and fp64.
+
+    takes_eight_bits: k and v may also be 8-bit floats if q is fp16 or bf16
+    """
     dtype, device = q.dtype, q.device
     if dtype == k.dtype == v.dtype and device == k.device == v.device and dtype in _DTYPES:
         return
@@ -134,7 +138,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor, takes_eight_bits: bool = False) -> 
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k, v of shapes (batch, seqlen, heads, head_dim)."""
+    """Raise RuntimeError unless q, k, v are (batch, seqlen, heads, head_dim); IndexError for fewer than four axes."""
     are_tensors(q, k, v)
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
@@ -151,7 +155,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """q, k, v of shapes (total, heads, head_dim) with (batch + 1,) int32 starts."""
+    """Raise RuntimeError unless q, k, v are (total, heads, head_dim), and both cu_seqlens (batch + 1,) int32."""
     are_tensors(q, k, v)
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if len(q_shape) != 3:
@@ -168,7 +172,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: 
 def packed_over_pages(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor
 ) -> None:
-    """Packed q over k, v of shape (num_blocks, page_size, heads, head_dim)."""
+    """Raise RuntimeError unless q is packed, and k and v are (num_blocks, page_size, heads, head_dim) pages."""
     are_tensors(q, k, v)
     if q.dim() != 3:
         raise _packed_rank_error(q, k, v)
@@ -178,6 +182,7 @@ def packed_over_pages(
 
 
 def starts(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Raise RuntimeError unless both are contiguous (batch + 1,) int32 tensors on q's device."""
     int32("cu_seqlens_q", cu_seqlens_q, q.device)
     if cu_seqlens_k is not cu_seqlens_q:
         int32("cu_seqlens_k", cu_seqlens_k, q.device)
@@ -193,7 +198,7 @@ def starts(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> None:
-    """Paged keys and values, and the (batch, max_blocks) int32 table that finds them."""
+    """Raise RuntimeError unless k and v are pages for q, and block_table is (batch, max_blocks) int32."""
     is_tensor("block_table", block_table)
     if block_table.dtype != torch.int32:
         raise RuntimeError(f"block_table must have dtype torch.int32, got {block_table.dtype}")
@@ -211,7 +216,7 @@ def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> N
 
 
 def may_read(tensor: Tensor) -> bool:
-    """Whether its values are to be checked: on the host, where looking is free, and anywhere while debugging."""
+    """Whether to check a tensor's values: on a CPU always, on a GPU if FLASH_ATTN_COMPAT_DEBUG is 1, in no capture."""
     if tensor.is_cpu:
         return tensor.numel() > 0
     return settings.is_on(settings.DEBUG) and tensor.is_cuda and not cuda_capture.is_capturing(tensor.get_device())
@@ -221,10 +226,11 @@ def values_of_starts(
     starts_q: Tensor, starts_k: Tensor, total_q: int, total_k: int | None, longest_q: int, longest_k: int,
     used: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Packed sequences lie one behind the other, from the first token on, and none is longer than the caller says.
+    """Raise RuntimeError unless starts begin with 0, do not decrease, end within the tensor, and no length is too long.
 
     Args:
         total_k: None where keys lie in pages
+        longest_q, longest_k: the caller's max_seqlen_q and max_seqlen_k, which no sequence may exceed
         used: (batch,), how many of a sequence's keys count, where not all do
     """
     found = _values_of_starts("cu_seqlens_q", starts_q, "q", total_q)
@@ -258,7 +264,7 @@ def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None)
 
 
 def values_of_pages(k: Tensor, block_table: Tensor, lengths: Tensor | int) -> None:
-    """Pages that hold the first ``lengths`` (batch,) keys of each sequence exist. Others may have any number."""
+    """Raise RuntimeError unless the pages of the first ``lengths`` (batch,) keys exist; others may have any number."""
     pages, page_size, columns = k.shape[0], k.shape[1], block_table.shape[1]
     needed = torch.as_tensor(lengths, dtype=torch.int64, device=block_table.device).reshape(-1, 1)
     needed = needed.add(page_size - 1) // max(page_size, 1)
@@ -277,14 +283,14 @@ def values_of_pages(k: Tensor, block_table: Tensor, lengths: Tensor | int) -> No
 
 
 def values_of_rows(k_cache: Tensor, cache_batch_idx: Tensor) -> None:
-    """Rows that exist in the cache."""
+    """Raise RuntimeError unless each number of cache_batch_idx is a row of the cache."""
     rows = k_cache.shape[0]
     if bool(((cache_batch_idx < 0) | (cache_batch_idx >= rows)).any()):
         raise RuntimeError(f"cache_batch_idx must be below the kcache's {rows} rows, got {cache_batch_idx.tolist()}")
 
 
 def values_of_leftpad(name: str, leftpad: Tensor) -> None:
-    """How many slots are skipped: fewer than none would be another sequence's, or no memory of the tensor's."""
+    """Raise RuntimeError if a number of slots to skip is negative: they would lie outside of the sequence."""
     if bool((leftpad < 0).any()):
         raise RuntimeError(f"{name} must not be negative, got {_first_of(leftpad.tolist())}")
 
@@ -294,7 +300,7 @@ def _first_of(found: list[int]) -> str:
 
 
 def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
-    """(nheads,) or (batch, nheads) fp32."""
+    """Raise RuntimeError unless slopes are (nheads,) or (batch, nheads) fp32 on q's device."""
     is_tensor("alibi_slopes", slopes)
     if slopes.dtype != torch.float32:
         raise RuntimeError(f"ALiBi slopes must have dtype fp32, got {slopes.dtype}")
@@ -308,7 +314,7 @@ def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
 
 
 def upstream_memory(given: BackwardInputs, *gradients: Tensor | None) -> None:
-    """Of what ``upstream`` looks at: that there are tensors, and memory for what is to be written."""
+    """Raise RuntimeError unless dout, out, softmax_lse are dense, and dq, dk, dv (or None) within their memory."""
     for name in ("dout", "out", "softmax_lse"):
         is_tensor(name, getattr(given, name))
     for name, gradient in zip("qkv", gradients):
@@ -319,7 +325,7 @@ def upstream_memory(given: BackwardInputs, *gradients: Tensor | None) -> None:
 
 
 def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | None) -> None:
-    """A backward's dout, out and softmax_lse, and the dq, dk, dv it is to write (each may be None), as they lie."""
+    """Raise RuntimeError unless dout, out, softmax_lse, dq, dk, dv (or None) and, under dropout, rng_state fit."""
     expected = ("dout", given.dout, call.out_shape), ("out", given.out, call.out_shape)
     for name, tensor, shape in (*expected, ("softmax_lse", given.lse, call.lse_shape)):
         if name != "softmax_lse" and tensor.dtype != call.q.dtype:
@@ -343,7 +349,7 @@ def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | No
 
 
 def output(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Memory of the caller's for a result."""
+    """Raise RuntimeError unless the caller's ``out`` has this shape, dtype and device, and can be written."""
     if out.shape != tuple(shape) or out.dtype != dtype:
         raise RuntimeError(f"out must have shape {tuple(shape)} and {dtype}, got {tuple(out.shape)} and {out.dtype}")
     is_on("out", out, device)
@@ -356,7 +362,7 @@ def output(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.
 
 
 def is_int32(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Indices beside the data."""
+    """Raise RuntimeError unless ``tensor`` is a dense int32 tensor on ``device``."""
     is_tensor(name, tensor)
     if tensor.dtype != torch.int32:
         raise RuntimeError(f"{name} must have dtype int32, got {str(tensor.dtype).removeprefix('torch.')}")
@@ -364,21 +370,21 @@ def is_int32(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def int32(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Indices as CUDA kernels read them: contiguous, too."""
+    """Raise RuntimeError unless ``tensor`` is a contiguous int32 tensor on ``device``, as CUDA kernels read it."""
     is_int32(name, tensor, device)
     if not tensor.is_contiguous():
         raise RuntimeError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
 def per_sequence(name: str, tensor: Tensor, batch: int, device: torch.device) -> None:
-    """A (batch,) int32 tensor."""
+    """Raise RuntimeError unless ``tensor`` is a contiguous (batch,) int32 tensor on ``device``."""
     int32(name, tensor, device)
     if tensor.shape != (batch,):
         raise RuntimeError(f"{name} must have shape (batch_size), got {tuple(tensor.shape)} for batch size {batch}")
 
 
 def descale_factor(name: str, value: object) -> float:
-    """A descale that is a number."""
+    """Return a descale that is a number. Raises RuntimeError unless it is positive and finite."""
     found = number(name, value)
     if not 0.0 < found < math.inf:
         raise RuntimeError(f"{name} must be positive and finite, got {found}")
@@ -388,7 +394,11 @@ def descale_factor(name: str, value: object) -> float:
 def descales(
     k: Tensor, k_descale: Tensor | None, v_descale: Tensor | None, k_factor: float, v_factor: float, batch: int
 ) -> None:
-    """(batch or 1, nheads_k or 1) fp32 tensors, or numbers; of 8-bit keys and values only."""
+    """Raise RuntimeError unless each descale is missing, or of 8-bit keys and well formed.
+
+    k_descale, v_descale: None, or (batch or 1, nheads_k or 1) fp32 on k's device
+    k_factor, v_factor: descales that are numbers; 1.0 counts as missing
+    """
     for name, tensor, factor in (("k_descale", k_descale, k_factor), ("v_descale", v_descale, v_factor)):
         if tensor is None and factor == 1.0:
             continue
@@ -409,7 +419,7 @@ def descales(
 
 
 def no_gradients(k: Tensor) -> None:
-    """Raise for 8-bit keys of a call that needs gradients."""
+    """Raise RuntimeError if ``k`` is of 8-bit floats; for calls that need gradients."""
     if eight_bit.is_eight_bit(k):
         raise RuntimeError(
             f"keys and values of 8-bit floats have no gradients, got k of {k.dtype}: call under torch.no_grad()"
@@ -417,7 +427,7 @@ def no_gradients(k: Tensor) -> None:
 
 
 def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Query heads in groups of one size, heads of at least one channel; the last two dimensions are (heads, dim)."""
+    """Raise RuntimeError unless key heads divide query heads, and heads have channels. Last axes: (heads, head_dim)."""
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     if nheads_k == 0 or nheads % nheads_k:
         hint = ""
@@ -434,6 +444,7 @@ def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def is_on(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise RuntimeError unless ``tensor`` is on ``device``, which is q's."""
     if tensor.device != device:
         raise RuntimeError(_must_be_on(name, device))
 

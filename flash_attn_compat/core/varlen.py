@@ -70,15 +70,16 @@ class BlockPlan(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """(row, key) pairs that are computed."""
+        """sequences * rows * keys, padding and hidden keys included; heads are not counted."""
         return len(self.sequences) * self.seqlen_q * self.seqlen_k
 
     @property
     def tokens(self) -> int:
-        """Rows, or keys where these are more."""
+        """sequences * rows, or sequences * keys if these are more; padding included."""
         return len(self.sequences) * max(self.seqlen_q, self.seqlen_k)
 
     def join(self, other: BlockPlan) -> BlockPlan:
+        """Return one plan of both plans' sequences, all as long as the longest."""
         return BlockPlan(self.sequences + other.sequences, *map(max, self[1:], other[1:]))
 
 
@@ -103,19 +104,19 @@ class Block(NamedTuple):
         return self.k.shape[1] - self.q.shape[1]
 
     def narrow(self, n: slice) -> Block:
-        """The same for some of the sequences."""
+        """Return the block of some of the sequences; its tensors are views."""
         per_sequence = (self.slopes, self.first_row, self.first_key)
         slopes, first_row, first_key = (None if tensor is None else tensor[n] for tensor in per_sequence)
         return Block(self.q[n], self.k[n], self.v[n], slopes, self.sequences[n], first_row, first_key)
 
     def padding(self, keys: Range) -> Tensor | None:
-        """(n, 1, 1, keys) bool, True where a key is padding; None where none is."""
+        """Return (n, 1, 1, keys) bool, True where a key is padding; None if no sequence of the block is padded."""
         if self.first_key is None:
             return None
         return (_indices(keys, self.first_key, self.k.device) < 0)[:, None, None]
 
     def kept(self, rng_state: Tensor | None, dropout_p: float, heads: Range, rows: Range, keys: Range) -> Tensor:
-        """(n, heads, rows, keys) bool, which probabilities survive dropout; heads: query heads."""
+        """Return (n, heads, rows, keys) bool, True where a probability survives dropout. heads: query heads"""
         device = self.q.device
         return dropout.keep_tile(
             rng_state,
@@ -128,7 +129,7 @@ class Block(NamedTuple):
 
 
 def whole_block(call: AttentionCall) -> Block | None:
-    """A dense call's own tensors as one block; None where sequences have lengths of their own."""
+    """Return a dense call's tensors as one block, 8-bit keys dequantized; None if sequences have their own lengths."""
     if not call.is_dense:
         return None
     batch = call.q.shape[0]
@@ -183,7 +184,7 @@ class Places:
             self.missing = self._ints(missing)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """(n, seqlen, heads, head_dim), a view where the sequences lie evenly.
+        """Return (n, seqlen, heads, head_dim), a view where the sequences lie evenly.
 
         Padding repeats its sequence's first token: infinities, which a weight of 0 would not undo, stay its own.
         """
@@ -211,11 +212,11 @@ class Places:
         target.index_put_(where, values.to(target.dtype), accumulate=self.spans.table is not None)
 
     def gather_lse(self, source: Tensor, fill: float = torch.inf) -> Tensor:
-        """(n, nheads, seqlen) of a call.lse_shape; in padding +inf, by which probabilities are 0, or ``fill``."""
+        """Return (n, nheads, seqlen) from ``source`` of call.lse_shape. fill: for padding; +inf gives probability 0"""
         return self.with_padding(self.gather(self._by_token(source)), fill).squeeze(-1).transpose(1, 2)
 
     def with_padding(self, gathered: Tensor, fill: float) -> Tensor:
-        """What ``gather`` gave, with ``fill`` in padding."""
+        """Return ``gather``'s result with ``fill`` in padding: itself if there is none, else a copy."""
         if self.missing is None:
             return gathered
         padding = _indices(Range(0, self.seqlen), self.missing, gathered.device) < 0
@@ -267,12 +268,15 @@ class Layout:
         self.keys = _key_spans(call)
 
     def alone(self) -> list[BlockPlan]:
-        """A plan for each sequence that has rows and keys."""
+        """Return a plan for each sequence that has rows and keys."""
         lengths = enumerate(zip(self.rows.lengths, self.keys.lengths))
         return [BlockPlan([index], *seqlens) for index, seqlens in lengths if all(seqlens)]
 
     def plans(self) -> list[BlockPlan]:
-        """Neighbours of one length as they lie, and short sequences of like length together."""
+        """Return plans that cover every sequence with rows and keys once.
+
+        Neighbours of one length share a plan, and so do short sequences of about equal length.
+        """
         call = self.call
         runs: list[BlockPlan] = []
         for plan in self.alone():
@@ -296,7 +300,7 @@ class Layout:
         return others + _joined(short, padding, most_tokens, joining.few)
 
     def blocks(self, plans: list[BlockPlan]) -> Iterator[tuple[Block, Places, Places]]:
-        """The block of each plan, and where its rows and keys lie."""
+        """Yield the block of each plan, and the places of its rows and of its keys."""
         call, device = self.call, self.call.q.device
         for sequences, seqlen_q, seqlen_k in plans:
             rows = Places(self.rows, sequences, seqlen_q, device)
@@ -310,7 +314,10 @@ class Layout:
             yield Block(q, k, v, slopes, sequences, rows.missing, keys.missing), rows, keys
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor) -> Tensor:
-        """Zeros to scatter into; under a transform with every axis that vmap hides in the call, or in ``others``."""
+        """Return zeros on q's device, to scatter into.
+
+        Under a transform, they have every axis that vmap hides in the call's tensors or in ``others``.
+        """
         like = self.call.q
         if self.call.transformed:
             given = (*self.call.tensors, *others)
@@ -318,7 +325,7 @@ class Layout:
         return like.new_zeros(shape, dtype=dtype)
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
-        """``out`` and ``softmax_lse`` to scatter into: 0 and +inf where a sequence has no keys."""
+        """Return ``out`` and ``softmax_lse`` to scatter into: 0, but an LSE of +inf where a sequence has no keys."""
         call = self.call
         out, lse = self.zeros(call.out_shape, call.q.dtype), self.zeros(call.lse_shape, lse_dtype(call.q.dtype))
         for index, (start, seqlen_q) in enumerate(zip(self.rows.starts, self.rows.lengths)):
@@ -390,5 +397,5 @@ def _numbers(name: str, lengths: Tensor) -> list[int]:
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """softmax_lse is fp32, except that fp64 problems keep theirs in fp64."""
+    """Return softmax_lse's dtype for q's: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -71,10 +71,10 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Which backend ``function(*args, **kwargs)`` would get and why not the others; nothing is computed.
+    """Return the backend of the call ``function(*args, **kwargs)`` and all reasons to decline it; computes nothing.
 
     ``function`` is one of flash_attn's, or anything that calls one: then its first attention call counts.
-    Raises ValueError if no attention was called.
+    Raises ValueError if no attention was called, and as the call itself for malformed arguments.
     """
     try:
         with settings.explaining():
@@ -88,11 +88,12 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
 
 def backend_counts() -> dict[str, int]:
-    """Calls served since the start or the last reset, per backend; a forward and its backward count once."""
+    """Return the calls served since the start or the last reset, by backend; a forward and its backward count once."""
     return dict(served)
 
 
 def reset_backend_counts() -> None:
+    """Set every count of ``backend_counts`` to 0."""
     served.clear()
 
 

@@ -41,6 +41,9 @@ def find(
         build, tensors, scalars, flags: as ``keyed`` in core/arguments.py returns them, or of a call over a cache; of
             the scalars only bounds and longest lengths must be numbers already
         length: an int cache_seqlens for all sequences, which is in no key
+    Raises:
+        BackendNotSupported, CallRefused: no backend serves the call, or not the forced one
+        RuntimeError, IndexError: an argument is malformed (core/checks.py); ValueError: an environment variable is
     """
     key, prepared = call_cache.look_up(build, tensors, scalars, flags)
     if prepared is None:
@@ -62,6 +65,7 @@ def run(
     """Run a prepared call; return its result, and the prepared call that served in the end (a fallback's, maybe).
 
     out: a tensor to write the result's ``out`` to, or None; no input shares its memory
+    Raises BackendNotSupported or CallRefused if kernels fail and no other backend serves.
     """
     while True:
         try:
@@ -110,7 +114,10 @@ def _without_negated_views(prepared: Prepared, tensors: Tensors) -> Tensors:
 def whole(
     build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, softmax_lse, S_dmask, rng_state) outside autograd; outputs not asked for have no elements."""
+    """Return (out, softmax_lse, S_dmask, rng_state) outside autograd. Raises as ``find`` does.
+
+    A softmax_lse or S_dmask that the flags do not ask for has no elements; rng_state is 0 without dropout.
+    """
     prepared, result = run(find(build, tensors, scalars, flags), tensors)
     out, rng_state = result.out, result.rng_state
     lse = result.lse.contiguous() if prepared.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
@@ -196,7 +203,12 @@ def _prepare(
 ) -> Prepared:
     """Choose a backend for a checked call, prepare its run, and cache both under ``key``.
 
-    failed, failure: the backend whose kernels failed last time, and its error
+    Nothing is cached without a key or in a capture.
+
+    Args:
+        failed, failure: the backend whose kernels failed last time, and its error; None for a first attempt
+    Raises:
+        BackendNotSupported, CallRefused: no backend serves the call
     """
     call = prepared.call
     fallback = _note(failed, call, failure)
@@ -238,7 +250,15 @@ def _prepare_backward(
     failed: Backend | None = None,
     failure: KernelsFailed | None = None,
 ) -> tuple[Backend, BackwardRun]:
-    """Choose a backend for the backward of a served call, prepare its run, and cache both under ``key``."""
+    """Choose a backend for the backward of a served call, prepare its run, and cache both under ``key``.
+
+    Nothing is cached without a key, in a capture, or if a failure discarded the prepared calls meanwhile.
+
+    Args:
+        failed, failure: the backend whose kernels failed last time, and its error; None for a first attempt
+    Raises:
+        BackendNotSupported, CallRefused: no backend serves the backward
+    """
     call, has_dlse, own = prepared.call.with_tensors(*tensors), upstream.dlse is not None, prepared.backend
     # The call as a fallback would see it: a backward from another backend's results.
     given = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0, lse_gradient=has_dlse)

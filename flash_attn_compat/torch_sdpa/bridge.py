@@ -24,9 +24,9 @@ as_own = heads_first.as_own
 
 
 def attend(tensors: Tensors, scalars: Scalars) -> Tensor | None:
-    """Compute dense attention, recorded by autograd; None if another backend would serve the call.
+    """Return dense attention's out, recorded by autograd; None if another backend would serve the call.
 
-    Returns (batch, heads, rows, channels); the memory is contiguous as (batch, rows, heads, channels).
+    out is (batch, heads, rows, channels), contiguous in memory as (batch, rows, heads, channels).
     """
     flags = observers.recording_flags(tensors[:3])
     call = keyed(tensors, scalars, _deciding_flags(flags, scalars))
@@ -52,7 +52,7 @@ def _deciding_flags(flags: int, scalars: Scalars) -> int:
 
 
 def forward(tensors: Tensors, scalars: Scalars, return_lse: bool) -> Result | None:
-    """Compute out and the LSE, dense or packed, outside of autograd; None if another backend would serve the call."""
+    """Return a forward's result, dense or packed, outside of autograd; None if another backend would serve the call."""
     call = keyed(tensors, scalars, RETURN_LSE if return_lse else 0)
     prepared = _find_fused(call)
     return None if prepared is None else serve.run(prepared, call[1])[1]
@@ -61,7 +61,10 @@ def forward(tensors: Tensors, scalars: Scalars, return_lse: bool) -> Result | No
 def backward(
     tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, into: Gradients | None
 ) -> Gradients | None:  # fmt: skip
-    """Compute gradients from any kernel's out and LSE, outside of autograd; None if another backend would do so."""
+    """Return dq, dk, dv from any kernel's out and LSE, outside of autograd; None if another backend would serve.
+
+    into: tensors to write to, or None for new ones
+    """
     call = keyed(tensors, scalars, GIVEN_LSE)
     prepared = _find_fused(call)
     if prepared is None:
@@ -70,13 +73,13 @@ def backward(
 
 
 def decline_reasons(tensors: Tensors, scalars: Scalars) -> list[str]:
-    """Return our kernels' reasons to decline the call. Shapes as in flash_attn_func."""
+    """Return our kernels' reasons to decline the call; an empty list if they serve it. Shapes as in flash_attn_func."""
     flags = _deciding_flags(observers.recording_flags(tensors[:3]), scalars)
     return choice.reasons_against(KERNELS, call_of(tensors, scalars, flags))
 
 
 def explain(reasons: list[str]) -> NoReturn:
-    """End the call under ``explain`` with our kernels' reasons to decline it; without reasons they would serve it."""
+    """Raise Explained, which ends ``explain``. reasons: our kernels' to decline the call; none if they serve it"""
     computed_by = PYTORCH if reasons else KERNELS
     raise choice.Explained(choice.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
 
@@ -93,7 +96,8 @@ def _find_fused(call: Keyed) -> Prepared | None:
 def align_with_last_key(q: Tensor, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor, bool, int]:
     """Express a causal mask aligned with the first key in flash-attn's terms, which align it with the last key.
 
-    Returns k and v without the keys that no row sees, causal, and window_size_right. axis: of rows and keys
+    Returns k and v without the keys that no row sees, causal, and window_size_right. axis: the index of the axis of
+    rows in q and of keys in k and v
     """
     rows, keys = q.shape[axis], k.shape[axis]
     if rows < keys:

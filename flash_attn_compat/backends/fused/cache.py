@@ -121,17 +121,20 @@ def _create_folder() -> Path:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """Open a file without waiting for a named pipe's writer, and without taking a terminal as the controlling one."""
+    """Return a file descriptor, for open()'s ``opener``: does not wait for a named pipe's writer.
+
+    A terminal does not become the process's controlling terminal.
+    """
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def open_readable_by_all(path: str, flags: int) -> int:
-    """Open a file; a new one may be read by all users and written by this one."""
+    """Return a file descriptor, for open()'s ``opener``; all users may read a new file, only this one may write it."""
     return os.open(path, flags, 0o644)
 
 
 def seal(name: str, payload: bytes) -> bytes:
-    """Return the bytes of the file ``name`` with ``payload``: its digest first."""
+    """Return the content of the file ``name``: the digest of name and payload, then ``payload``."""
     return _digest(name, payload) + payload
 
 

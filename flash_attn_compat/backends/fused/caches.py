@@ -14,12 +14,12 @@ _MACROS = {dtype: macro for macro, dtype in DTYPES.items()}
 
 
 def cache_macro(k: Tensor) -> int:
-    """Return the macro CACHE for keys; 0 if they have 16 bits."""
+    """Return the macro CACHE for keys: E4M3 or E5M2, 0 for any other dtype."""
     return _MACROS.get(k.dtype, 0)
 
 
 def cache_fields(call: AttentionCall) -> dict[str, params.Value]:
-    """Return the factors and the strides of descales; nothing for keys of 16 bits."""
+    """Return the factors and the strides of descales as fields of struct Params; no field unless keys have 8 bits."""
     if not cache_macro(call.k):
         return {}
     strides = {f"{name}_s": _descale_strides(getattr(call, name)) for name in params.TAIL_ADDRESSES}

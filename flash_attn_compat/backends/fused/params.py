@@ -47,19 +47,25 @@ Value = int | float | tuple[int, int, int]
 
 
 def head_struct(names: Collection[str]) -> struct.Struct:
-    """Return the struct that packs a head from the addresses ``names`` and seqlen_k. All other addresses are null."""
+    """Return the struct that packs a head from the addresses ``names`` and seqlen_k. All other addresses are null.
+
+    Raises ValueError unless the names are in the order of ADDRESSES.
+    """
     if [name for name in ADDRESSES if name in names] != list(names):
         raise ValueError(f"addresses must be in the order of struct Params, got {', '.join(names)}")
     return struct.Struct("<" + "".join("Q" if name in names else "8x" for name in ADDRESSES) + "i4x")
 
 
 def tail_struct(names: Collection[str]) -> struct.Struct:
-    """Return the struct that packs a tail from those of TAIL_ADDRESSES that are in ``names``; the others are null."""
+    """Return the struct that packs a tail: the addresses ``names`` in the order of TAIL_ADDRESSES; others are null."""
     return struct.Struct("<" + "".join("Q" if name in names else "8x" for name in TAIL_ADDRESSES))
 
 
 def pack_rest(fields: dict[str, Value]) -> bytes:
-    """Return the bytes after the head: ``fields``, and 0 elsewhere. Strides are (batch, row, head) in elements."""
+    """Return the bytes after the head. A field that is not given is 0, the tail's addresses among them.
+
+    fields: by name; strides are (batch, row, head) in elements. Raises KeyError for an unknown name.
+    """
     unknown = fields.keys() - dict(REST_FIELDS).keys()
     if unknown:
         raise KeyError(f"struct Params has no {', '.join(sorted(unknown))}")
