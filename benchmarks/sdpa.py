@@ -73,7 +73,10 @@ SHAPES = (
     ),
     *(Shape(f"short, 512 x 128, head_dim {D}", 512, (128, 128), (768 // D, 768 // D), D) for D in (32, 96, 128, 256)),
     *(Shape(f"short, 512 x 64, head_dim {D}", 512, (64, 64), (768 // D, 768 // D), D) for D in (32, 96, 128, 192, 256)),
-    *(Shape(f"short, padded 512 x {length}", 512, (length, length), (12, 12), 64, mask="keys") for length in (32, 64, 100)),
+    *(
+        Shape(f"short, padded 512 x {length}", 512, (length, length), (12, 12), 64, mask="keys")
+        for length in (32, 64, 100)
+    ),
     Shape("short, padded 512 x 64, head_dim 128", 512, (64, 64), (6, 6), 128, mask="keys"),
     Shape("a causal mask, 4 x 2048", 4, (2048, 2048), (32, 32), 128, mask="causal"),
     Shape("a packed step, 8192", 1, (8192, 8192), (32, 32), 128, mask="blocks"),

@@ -28,8 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.kernel_tiles import format_tile, replace_result
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends.fused import aot, nvrtc, variants
+from flash_attn_compat.backends.fused.grids import takes_small_tiles
 from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.backends.fused.variants import FEW_ROWS, FP16, ONE_TILE, Kind
+from flash_attn_compat.backends.fused.variants import FP16, ONE_TILE, Kind
 from verify.graphs import capture
 from verify.timing import Failed, Job, attempt, fastest, free_memory
 
@@ -52,14 +53,15 @@ class Shape(NamedTuple):
         few_keys = next(
             (keys for keys, widest in ONE_TILE.items() if self.seqlen <= keys and self.head_dim <= widest), 0
         )
-        kind = Kind(number, FP16, self.head_dim, local=self.causal, few_rows=self.seqlen <= FEW_ROWS)
+        few_rows = takes_small_tiles(self.seqlen, self.head_dim, self.causal)
+        kind = Kind(number, FP16, self.head_dim, local=self.causal, few_rows=few_rows, short=64 * (self.seqlen <= 64))
         return kind._replace(few_keys=few_keys if number < 80 else 0)
 
     def entries(self, number: int) -> dict[str, tuple[Tile, ...]]:
         """The tiles to time, of kernels that such calls take."""
         few_keys, tiles = self.kind(number).few_keys, TILES[self.head_dim]
         left_out = ("dkdv", "dq") if few_keys else ("few_keys",)
-        rows = few_keys or None
+        rows = -(-few_keys // 64) * 64
         return {
             entry: tuple(tile for tile in tiles[entry] if entry != "few_keys" or tile.rows == rows)
             for entry in ENTRIES
@@ -100,7 +102,8 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         ),
         "few_keys": (
             *(Tile(32, 4, 1, blocks, **_SHARED) for blocks in (2, 3, 4)), Tile(32, 2, 2, 4, **_SHARED),
-            Tile(64, 4, 1, 2, qk_in_regs=False), Tile(64, 4, 1, 2, **_SHARED), Tile(16, 4, 1, 3, **_SHARED),
+            Tile(64, 4, 1, 2, qk_in_regs=False, ds_over_q=True), Tile(64, 4, 1, 2, **_SHARED),
+            Tile(16, 4, 1, 3, **_SHARED),
             Tile(16, 4, 1, 3, qk_in_regs=False), Tile(32, 4, 2, 1, **_SHARED), Tile(32, 8, 1, 1, **_SHARED),
             Tile(64, 8, 1, 1, qk_in_regs=False), Tile(64, 8, 1, 1, **_SHARED), Tile(16, 4, 2, 2, **_SHARED),
         ),

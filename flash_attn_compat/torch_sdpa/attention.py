@@ -117,7 +117,8 @@ def decline_reason(policy: Policy, call: SdpaCall) -> str | None:
     is_always_faster = goes_to_formula and not (policy.always and has_flash(q.device))
     drops = dropout_p != 0.0
     is_recorded = drops or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
-    reason = check_size(policy, q, rows, keys, batch * heads * width, attn_mask, is_recorded, is_always_faster)
+    size = (rows, keys), batch * heads * width
+    reason = check_size(policy, q, *size, attn_mask, is_causal, is_recorded, is_always_faster)
     if reason is not None:
         return reason
     if attn_mask is not None and is_causal:

@@ -175,7 +175,8 @@ def decline_reason(policy: Policy, problem: Problem, is_recorded: bool) -> str |
     if not q.dim() == k.dim() == v.dim() == 4:
         return "our kernels need four axes: (batch, rows, heads, channels)"
     (batch, _, heads, width), rows = q.shape, problem.rows
-    reason = check_size(policy, q, rows, problem.keys, problem.sequences * heads * width, bias, is_recorded)
+    size, is_causal = ((rows, problem.keys), problem.sequences * heads * width), problem.custom_mask_type != NO_MASK
+    reason = check_size(policy, q, *size, bias, is_causal, is_recorded)
     if reason is not None:
         return reason
     if bias is not None and (problem.is_packed or problem.seqlen_k is not None or problem.custom_mask_type != NO_MASK):

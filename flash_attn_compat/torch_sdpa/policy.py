@@ -21,12 +21,12 @@ RECORDED = 4
 # Biases are read from memory: at twice the least products, 0.95 of the speed of PyTorch's kernel.
 BIASED = 2
 LEAST_KEYS = 2048
-# GPU time on an H100, as a Turing GPU. With gradients, sequences of 64 tokens at head dim 64 took 1.14 times as long as
-# PyTorch's kernel, 1.04 under a mask; of 100 tokens as long. Of 32 tokens, or at head dims of 32, 96 and more, it was
-# 0.3 to 0.8 times as long. On an H200, biases that differ in each sequence and head took up to 1.4 times as long, 1.7
-# with gradients: PyTorch's kernel reads them once.
-SHORT, FEW_TOKENS = 32, 96
-FEW_CHANNELS, SOME_CHANNELS = 32, 64
+# GPU time on an H100, as a Turing GPU, of 512 sequences, as a share of PyTorch's kernel: the shapes below took 1.02 to
+# 1.16 times as long with gradients, and 1.03 to 1.5 times without; of their neighbours all took at most as long. On an
+# H200, biases that differ in each sequence and head took up to 1.4 times as long, 1.7 with gradients: PyTorch's kernel
+# reads them once.
+SHORT, FEW_TOKENS, SOME_TOKENS = 32, 64, 128
+FEW_CHANNELS, SOME_CHANNELS, MANY_CHANNELS, MOST_CHANNELS = 32, 64, 128, 192
 
 
 class Policy(NamedTuple):
@@ -105,14 +105,15 @@ def _largest_index(mask: Tensor, copy_stride: int) -> int:
 
 
 def check_size(
-    policy: Policy, q: Tensor, rows: int, keys: int, channels: int, mask: Tensor | None, is_recorded: bool,
-    is_always_faster: bool = False,
+    policy: Policy, q: Tensor, lengths: tuple[int, int], channels: int, mask: Tensor | None, is_causal: bool,
+    is_recorded: bool, is_always_faster: bool = False,
 ) -> str | None:  # fmt: skip
     """Return the reason to leave a call of this size to PyTorch, or None.
 
-    channels: of all heads of the batch; is_recorded: whether a backward may follow
+    lengths: rows and keys; channels: of all heads of the batch; is_recorded: whether a backward may follow
     is_always_faster: whether PyTorch has no fused kernel for the call, so that ours is faster at any size
     """
+    rows, keys = lengths
     products = rows * keys * channels
     if products == 0:
         return "it has no elements"
@@ -122,12 +123,22 @@ def check_size(
     bias = None if mask is None or mask.dtype is torch.bool else mask
     if products < least * (1 if bias is None else BIASED):
         return "it is so small that host time decides, and ours is longer"
-    is_short = SHORT < max(rows, keys) <= FEW_TOKENS and FEW_CHANNELS < q.shape[-1] <= SOME_CHANNELS
-    if is_recorded and is_short and least:
-        return "with gradients, PyTorch's kernel is faster for sequences this short of so many channels"
+    if least and _is_short(max(lengths), q.shape[-1], is_causal, mask is not None, is_recorded):
+        return "PyTorch's kernel is faster for sequences this short of so many channels"
     if bias is not None and least and _count_stored(bias) * q.shape[-1] == products:
         return "every score has a bias of its own, which PyTorch's kernel reads once and ours twice"
     return None
+
+
+def _is_short(tokens: int, head_dim: int, is_causal: bool, has_mask: bool, is_recorded: bool) -> bool:
+    """Return whether PyTorch's kernel is faster for sequences of at most so many tokens."""
+    if not SHORT < tokens <= SOME_TOKENS:
+        return False
+    if not is_recorded:
+        return head_dim > MOST_CHANNELS
+    if FEW_CHANNELS < head_dim <= SOME_CHANNELS:
+        return is_causal or (has_mask and tokens <= FEW_TOKENS)
+    return SOME_CHANNELS < head_dim <= MANY_CHANNELS and tokens > FEW_TOKENS and not is_causal
 
 
 def _count_stored(mask: Tensor) -> int:

@@ -83,12 +83,14 @@ def fills_gpu(rows: int, keys: int, heads: int, processors: int) -> bool:
 
 
 def takes_small_tiles(rows: int, head_dim: int, local: bool) -> bool:
-    """Return whether small tiles pay on Turing for sequences of ``rows``: in tall ones more rows would be empty or hidden.
+    """Return whether small tiles pay on Turing for sequences of ``rows``: tall ones would be emptier, or hide more.
 
     local: under a causal mask, or in a window
     """
     tiles = -(-rows // variants.FEW_ROWS)
-    return tiles % 2 == 1 and tiles <= _MOST_SMALL or tiles == 2 and local or tiles <= 4 and head_dim in _ALIKE
+    if tiles % 2:
+        return tiles <= _MOST_SMALL
+    return (tiles == 2 and local) or (tiles <= 4 and head_dim in _ALIKE)
 
 
 def choose_one_tile(rows: int, keys: int, head_dim: int, heads: int, processors: int) -> int:
