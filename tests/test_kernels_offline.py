@@ -54,9 +54,9 @@ class Row(NamedTuple):
 CAUSAL = Kind(75, FP16, 64, local=True)
 SHARES = {
     "forward": {80: 0.99, 96: 0.99, 128: 0.88, 160: 0.88, 256: 0.88, 512: 0.72},
-    # At 192 and 256 the code of both roles (SPLIT_R) counts, of which a warp runs one.
-    "dkdv": {64: 0.86, 96: 0.86, 128: 0.89, 160: 0.77, 192: 0.70, 224: 0.71, 256: 0.70, 512: 0.60},
-    "dq": {48: 0.99, 128: 0.92, 160: 0.83, 256: 0.82, 512: 0.55},
+    # At 160, 192 and 256 the code of both roles (SPLIT_R) counts, of which a warp runs one.
+    "dkdv": {64: 0.86, 96: 0.83, 128: 0.87, 160: 0.66, 192: 0.70, 224: 0.71, 256: 0.70, 512: 0.60},
+    "dq": {48: 0.99, 128: 0.88, 160: 0.83, 256: 0.82, 512: 0.55},
 }
 OF_SHARES = [
     Row(75, variants.MAKERS[entry](CAUSAL._replace(head_dim=D)), share)
@@ -87,6 +87,10 @@ KERNELS = [
             *(variants.MAKERS[entry](full(75, BF16_AS_FP16, 512)) for entry in ("forward", "dkdv")),
             variants.decode_append(Kind(75, BF16_AS_FP16, 512)),
             variants.dq(CAUSAL._replace(head_dim=128, few_rows=True)),
+            variants.forward(Kind(75, FP16, 64, few_rows=True, short=64)),
+            variants.forward(Kind(75, FP16, 192, few_rows=True)),
+            variants.dkdv(CAUSAL._replace(head_dim=64, few_rows=True, few_keys=64)),
+            variants.dkdv(Kind(75, FP16, 64, few_keys=128)),
             variants.decode(Kind(75, FP16, 64)),
             SPARE,
             variants.decode_append(Kind(75, FP16, 128)),
