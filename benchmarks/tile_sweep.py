@@ -50,9 +50,7 @@ class Shape(NamedTuple):
         return f"d{self.head_dim} {self.batch} x {self.seqlen}, {self.heads} heads" + " causal" * self.causal
 
     def kind(self, number: int) -> Kind:
-        few_keys = next(
-            (keys for keys, widest in ONE_TILE.items() if self.seqlen <= keys and self.head_dim <= widest), 0
-        )
+        few_keys = next((keys for keys, sizes in ONE_TILE.items() if self.seqlen <= keys and self.head_dim in sizes), 0)
         few_rows = takes_small_tiles(self.seqlen, self.head_dim, self.causal)
         kind = Kind(number, FP16, self.head_dim, local=self.causal, few_rows=few_rows, short=64 * (self.seqlen <= 64))
         return kind._replace(few_keys=few_keys if number < 80 else 0)
@@ -72,6 +70,7 @@ class Shape(NamedTuple):
 SHAPES = (
     *(Shape(512, 64, 12, head_dim) for head_dim in (32, 64, 96, 128, 192, 256)),
     *(Shape(512, length, 12, 64, causal) for length in (100, 128, 192, 256) for causal in (False, True)),
+    *(Shape(512, length, 12, 128, causal) for length in (96, 128, 192) for causal in (False, True)),
     *(Shape(2, 256, 8, head_dim) for head_dim in (64, 128)),
     Shape(2, 256, 8, 160),
     Shape(2, 1024, 8, 80),
@@ -131,6 +130,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "forward": (Tile(32, 4, 2, 2), Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 4, 1, 2, v_early=True)),
         "dkdv": (Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1)),
         "dq": (Tile(32, 8, 1, 1, stages=3), Tile(64, 8, 1, 1)),
+        "few_keys": (Tile(32, 4, 1, 1, **_SHARED), Tile(32, 4, 1, 2, qk_in_regs=False, ds_over_q=True)),
     },
     112: {
         "forward": (Tile(64, 8, 1, 1), Tile(32, 8, 1, 1, stages=3)),
@@ -143,6 +143,10 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         ),
         "dkdv": (Tile(32, 8, 1, 1, stages=3), Tile(16, 8, 1, 1, stages=3), Tile(16, 8, 1, 1)),
         "dq": (Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2), Tile(32, 8, 1, 1)),
+        "few_keys": (
+            Tile(16, 4, 1, 1, **_SHARED), Tile(16, 4, 1, 2, qk_in_regs=False, ds_over_q=True),
+            Tile(32, 8, 1, 1, qk_in_regs=False, ds_over_q=True),
+        ),
     },
     192: {
         "forward": (

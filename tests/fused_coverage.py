@@ -90,10 +90,10 @@ def kinds(number: int) -> Iterator[Kind]:
             if number < 80:
                 yield plain._replace(few_rows=True, local=True, window=1000)
                 for short in (variants.SHORT, variants.FEW_ROWS) if D <= 64 else (variants.FEW_ROWS,):
-                    few_keys = short if type == FP16 and variants.ONE_TILE[short] >= D else 0
+                    few_keys = short if type == FP16 and D in variants.ONE_TILE[short] else 0
                     yield plain._replace(few_rows=True, short=short, few_keys=few_keys)
             if number < 80 and type == FP16:
-                for keys in (keys for keys, widest in variants.ONE_TILE.items() if widest >= D):
+                for keys in (keys for keys, sizes in variants.ONE_TILE.items() if D in sizes):
                     yield plain._replace(few_keys=keys)
                     yield plain._replace(few_keys=keys, local=True, alibi=True, softcap=True, dropout=True, window=24)
             yield plain._replace(local=True, alibi=True, softcap=True, paged=True, vec=1, window=104)

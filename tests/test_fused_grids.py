@@ -219,25 +219,27 @@ def test_one_kernel_for_few_keys_is_right_where_sequences_share_a_grid(
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "head_dim", "heads", "tile"),
+    ("rows", "keys", "size", "heads", "tile"),
     [
         (64, 32, 64, 1, 32),
+        (64, 32, 80, 1, 64),
         (64, 33, 64, 1, 64),
         (64, 96, 64, 1, 96),
         (64, 128, 64, 1, 128),
         (64, 129, 64, 1, 0),
         (64, 64, 128, 1, 64),
-        (64, 65, 65, 1, 0),
-        (64, 64, 129, 1, 0),
+        (64, 65, 96, 1, 0),
+        (64, 128, 112, 1, 128),
+        (64, 64, 160, 1, 0),
         (64, 0, 64, 1, 0),
         (257, 64, 64, 159, 0),
         (257, 64, 64, 160, 64),
     ],
 )
 def test_one_tile_takes_few_keys_of_rows_that_are_few_or_of_many_heads(
-    rows: int, keys: int, head_dim: int, heads: int, tile: int
+    rows: int, keys: int, size: int, heads: int, tile: int
 ) -> None:
-    assert grids.choose_one_tile(rows, keys, head_dim, heads, processors=40) == tile
+    assert grids.choose_one_tile(rows, keys, size, heads, processors=40) == tile
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ ONE_TILE = {
     "80 channels": replace(SHORT, head_dim=80, window=(20, 3)),
     "96 channels": replace(SHORT, head_dim=96, causal=True),
     "128 channels": replace(SHORT, head_dim=128, causal=True),
+    "128 channels, 120 keys": replace(SHORT, seqlens_k=(120,), head_dim=128, causal=True),
+    "126 channels, 80 keys, many rows": replace(SHORT, seqlens_q=(150,), seqlens_k=(80,), head_dim=126, group=1),
     "packed, 64 channels": replace(PACKED, head_dim=64, nheads_k=2, causal=True),
     "packed, 48 channels, 40 of values": replace(PACKED, head_dim=48, head_dim_v=40),
     "scores far below 0": replace(DENSE, seqlens_q=(6,), seqlens_k=(1,), magnitude=3.0),

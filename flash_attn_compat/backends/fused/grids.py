@@ -93,15 +93,15 @@ def takes_small_tiles(rows: int, head_dim: int, local: bool) -> bool:
     return (tiles == 2 and local) or (tiles <= 4 and head_dim in _ALIKE)
 
 
-def choose_one_tile(rows: int, keys: int, head_dim: int, heads: int, processors: int) -> int:
+def choose_one_tile(rows: int, keys: int, size: int, heads: int, processors: int) -> int:
     """Return the keys of the tile that holds each sequence's keys, one of variants.ONE_TILE; 0 where it does not pay.
 
     Its blocks walk over all rows of a head: few heads of many rows would leave multiprocessors idle.
-    heads: key heads of all sequences together
+    size: of a head, one of variants.HEAD_DIMS; heads: key heads of all sequences together
     """
     if keys == 0 or (rows > _FEW_ROWS and heads < 4 * processors):
         return 0
-    return next((tile for tile, widest in variants.ONE_TILE.items() if keys <= tile and head_dim <= widest), 0)
+    return next((tile for tile, sizes in variants.ONE_TILE.items() if keys <= tile and size in sizes), 0)
 
 
 class Gpu(NamedTuple):

@@ -27,8 +27,14 @@ _NARROW = 256
 FEW_ROWS = 64
 # Rows and keys for which tiles are halved, up to a head dim at which two such blocks fit in the place of one.
 SHORT, _SHORT_SIZE = 32, 64
-# The most keys of sequences for which one tile holds all keys, and the widest head that has registers for it.
-ONE_TILE = {32: 64, 64: 128, 96: 64, 128: 64}
+# The most keys of sequences for which one tile holds all keys, and the sizes of heads that have room for it.
+_NARROW_HEADS, _WIDE_HEADS = (16, 32, 48, 64), (112, 128)
+ONE_TILE = {
+    32: _NARROW_HEADS,
+    64: (*_NARROW_HEADS, 80, 96, *_WIDE_HEADS),
+    96: (*_NARROW_HEADS, *_WIDE_HEADS),
+    128: (*_NARROW_HEADS, *_WIDE_HEADS),
+}
 _DECODE_ROWS = 16
 # Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
@@ -330,13 +336,12 @@ def few_keys_tile(kind: Kind) -> Tile:
     """Of dkdv with dq, which reads K from shared memory: without spills, and on sm_75 most blocks at once."""
     if kind.size <= 32 and kind.few_keys > 64:
         return Tile(32, 4, 2, 2, qk_in_regs=False)
-    if kind.size == 64 and kind.few_keys == 64:
-        return Tile(64, 4, 1, 2, qk_in_regs=False, ds_over_q=True)
-    if kind.size == 64 and kind.few_keys > 64:
-        return Tile(64 if kind.few_keys == 128 else 32, 8, 1, 1, qk_in_regs=False)
-    warps, is_wide = kind.few_keys // 16, kind.size > 64
-    blocks = 1 if is_wide else 3 if kind.size <= 32 else 2
-    return Tile(32 if kind.size <= 96 else 16, warps, 1, blocks, qk_in_regs=False, vo_in_regs=not is_wide)
+    if kind.few_keys > 64:
+        step = 64 if kind.size == 64 and kind.few_keys == 128 else 32
+        return Tile(step, 8, 1, 1, qk_in_regs=False, ds_over_q=kind.size > 64)
+    if kind.few_keys == 64 and kind.size > 32:
+        return Tile({64: 64, 96: 32, 128: 16}[kind.size], 4, 1, 2, qk_in_regs=False, ds_over_q=True)
+    return Tile(32, kind.few_keys // 16, 1, 3 if kind.size <= 32 else 2, qk_in_regs=False)
 
 
 def dkdv(kind: Kind) -> Variant:
@@ -409,7 +414,7 @@ MAKERS = {
 
 def _with_few_keys(kind: Kind) -> Iterator[Kind]:
     if kind.few_rows and kind.number < 80 and kind.type == FP16:
-        yield from (kind._replace(few_keys=keys) for keys, widest in ONE_TILE.items() if kind.size <= widest)
+        yield from (kind._replace(few_keys=keys) for keys, sizes in ONE_TILE.items() if kind.size in sizes)
 
 
 def kinds(number: int) -> Iterator[Kind]:
