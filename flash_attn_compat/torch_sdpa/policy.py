@@ -22,11 +22,11 @@ RECORDED = 4
 BIASED = 2
 LEAST_KEYS = 2048
 # GPU time on an H100, as a Turing GPU, of 512 sequences, as a share of PyTorch's kernel: the shapes below took 1.02 to
-# 1.16 times as long with gradients, and 1.03 to 1.5 times without; of their neighbours all took at most as long. On an
+# 1.08 times as long with gradients, and 1.03 to 1.5 times without; of their neighbours all took at most as long. On an
 # H200, biases that differ in each sequence and head took up to 1.4 times as long, 1.7 with gradients: PyTorch's kernel
 # reads them once.
-SHORT, FEW_TOKENS, SOME_TOKENS = 32, 64, 128
-FEW_CHANNELS, SOME_CHANNELS, MANY_CHANNELS, MOST_CHANNELS = 32, 64, 128, 192
+SHORT, FEW_TOKENS, SOME_TOKENS, MORE_TOKENS = 32, 64, 96, 128
+FEW_CHANNELS, SOME_CHANNELS, MORE_CHANNELS, MANY_CHANNELS = 32, 64, 96, 192
 
 
 class Policy(NamedTuple):
@@ -132,13 +132,13 @@ def check_size(
 
 def _is_short(tokens: int, head_dim: int, is_causal: bool, has_mask: bool, is_recorded: bool) -> bool:
     """Return whether PyTorch's kernel is faster for sequences of at most so many tokens."""
-    if not SHORT < tokens <= SOME_TOKENS:
+    if not SHORT < tokens <= MORE_TOKENS:
         return False
     if not is_recorded:
-        return head_dim > MOST_CHANNELS
+        return head_dim > MANY_CHANNELS
     if FEW_CHANNELS < head_dim <= SOME_CHANNELS:
         return is_causal or (has_mask and tokens <= FEW_TOKENS)
-    return SOME_CHANNELS < head_dim <= MANY_CHANNELS and tokens > FEW_TOKENS and not is_causal
+    return SOME_CHANNELS < head_dim <= MORE_CHANNELS and tokens > SOME_TOKENS and not is_causal
 
 
 def _count_stored(mask: Tensor) -> int:
