@@ -1,4 +1,4 @@
-"""From flash-attn's arguments to a cache key, and from that to an AttentionCall: checks, defaults and conversions."""
+"""From flash-attn's arguments to an AttentionCall: which function builds the call, checks, defaults and conversions."""
 
 from __future__ import annotations
 
@@ -27,36 +27,26 @@ from flash_attn_compat.core.call import (
 from flash_attn_compat.core.mask import MOST_TOKENS, Mask
 from flash_attn_compat.core.prepared import Build, Prepared, Tensors, checked
 
-_VALUES = frozenset({bool, int, float, str, type(None)})
 _PADDING = (None,) * 8
 _BIAS = TENSORS.index("bias") - 4  # behind the slopes
 _DENSE_COUNTS = TENSORS.index("alibi_slopes") + 1, TENSORS.index("bias") + 1
 _PACKED_COUNT = TENSORS.index("cu_seqlens_k") + 1
 _DEFAULTS = Scalars()
-_INTEGERS = [
-    Scalars._fields.index(name) for name in ("window_size_left", "window_size_right", "max_seqlen_q", "max_seqlen_k")
-]
-# A call's family, tensors, scalars and flags, as call_cache.look_up takes them.
+# A call's family, tensors, scalars and flags, as ``find`` takes them.
 Keyed = tuple[Build, Tensors, tuple[Any, ...], int]
 
 
 def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
-    """Return ``look_up``'s arguments for a dense call, or for a packed or paged one.
+    """Return the arguments of ``find`` (dispatch/serve.py) for a dense call, or for a packed or paged one.
 
     Args:
         tensors: not checked here, in the order of TENSORS. Of a dense call as far as alibi_slopes, or as far as bias;
             of a packed one at least as far as cu_seqlens_k, at most as far as v_descale. With block_table cu_seqlens_k
             gives lengths only
-        scalars: the fields of Scalars as the caller gave them
+        scalars: the fields of Scalars as the caller gave them, returned unchanged
     Returns:
-        The family's build, and the others as keys take them; scalars unchanged where bounds and lengths are ints. A key
-        may hold them: tensors and the like are found in none, for ``find`` keeps calls by ``hashable`` scalars alone.
-    Raises:
-        RuntimeError: a bound or a longest length is no integer
+        The family's build, and the others as ``find`` takes them.
     """
-    _, _, _, left, right, _, _, longest_q, longest_k, _, _ = scalars
-    if not type(left) is type(right) is type(longest_q) is type(longest_k) is int:  # 1.0 is no bound, and equals 1
-        scalars = hashable(scalars)
     count = len(tensors)
     if count == _PACKED_COUNT:
         starts_q, starts_k = tensors[4:]
@@ -81,28 +71,8 @@ def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
 
 def call_of(tensors: Tensors, scalars: Scalars = _DEFAULTS, flags: int = 0) -> AttentionCall:
     """Return the checked call of the same arguments. Raises as checks.dense and checks.packed do."""
-    build, tensors, hashables, flags = keyed(tensors, scalars, flags)
-    return build(tensors, hashables, flags, None).call
-
-
-def hashable(scalars: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return scalars that may be kept in a cache key: unchanged, or with numbers in the place of tensors and the like.
-
-    scalars: the fields of Scalars as the caller gave them, or a shorter tuple of these fields and further values
-    """
-    if len(scalars) < len(_DEFAULTS):
-        fields = hashable(scalars[0])
-        return scalars if fields is scalars[0] else (fields, *scalars[1:])
-    if _VALUES.issuperset(map(type, scalars)) and {type(scalars[index]) for index in _INTEGERS} == {int}:
-        return scalars
-    dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, k_factor, v_factor = scalars
-    left, right = integer("window_size_left", left), integer("window_size_right", right)
-    longest_q, longest_k = integer("max_seqlen_q", longest_q), integer("max_seqlen_k", longest_k)
-    if not _VALUES.issuperset(map(type, (dropout_p, scale, causal, softcap, deterministic))):
-        dropout_p, causal = checks.number("dropout_p", dropout_p), checks.causal(causal)
-        scale = None if scale is None else checks.number("softmax_scale", scale)
-        softcap, deterministic = checks.softcap(softcap), bool(deterministic)
-    return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, k_factor, v_factor
+    build, tensors, _, flags = keyed(tensors, scalars, flags)
+    return build(tensors, scalars, flags, None).call
 
 
 def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
@@ -110,7 +80,7 @@ def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | 
     q, k, v, slopes, *others = tensors
     checks.dense(q, k, v)
     lengths = q.shape[0], q.shape[1], k.shape[1], k.shape[1]
-    call = _call(q, k, v, slopes, scalars, flags, *lengths, bias=others[_BIAS] if others else None)
+    call = make_call(q, k, v, slopes, scalars, flags, *lengths, bias=others[_BIAS] if others else None)
     return checked(dense, scalars, flags, call)
 
 
@@ -136,7 +106,7 @@ def packed(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int |
     for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_k", longest_k)):
         if longest > MOST_TOKENS:
             raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {longest}")
-    call = _call(
+    call = make_call(
         q, k, v, slopes, scalars, flags, batch, longest_q, longest_k, longest_k,
         cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, block_table=table, seqused_k=used, leftpad_k=leftpad,
         k_descale=k_descale, v_descale=v_descale,
@@ -163,65 +133,10 @@ def _check_numbers(longest_q: int, longest_k: int, may_be_hidden: bool, tensors:
         checks.values_of_leftpad("leftpad_k", leftpad)
 
 
-def cache_call(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: int | Tensor | None,
-    seqlen_new: int,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    scalars: tuple[Any, ...],
-    flags: int = 0,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-) -> AttentionCall:
-    """(batch, seqlen_q, nheads, headdim) queries over a cache; dispatch/kvcache.py has checked all but the values.
-
-    The tensors are flash_attn_with_kvcache's; seqlen_new: how many keys are written behind cache_seqlens before.
-    Lengths that are known to the host and equal become dense slices of the cache, any others seqused_k, with the new
-    keys in both. scalars: as ``hashable`` returns them
-    """
-    used, leftpad, table = cache_seqlens, cache_leftpad, block_table
-    batch, seqlen_q, slots = q.shape[0], q.shape[1], k_cache.shape[1]
-    capacity = slots if table is None else slots * table.shape[1]
-    appends = seqlen_new > 0
-    if cache_batch_idx is not None:
-        table = cache_batch_idx.unsqueeze(1)  # a cache row is a page that holds its whole sequence
-    elif table is None and k_cache.shape[0] != batch:
-        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-    if used is not None and appends:
-        used = used + seqlen_new
-    given = alibi_slopes, scalars, flags, batch, seqlen_q
-    descales: dict[str, Any] = {"k_descale": k_descale, "v_descale": v_descale}
-    if isinstance(used, int):
-        # The LSE differs between a window that hides nothing in the whole cache and one that hides no used key.
-        shows_capacity = alibi_slopes is not None and Scalars(*scalars).window_size_left >= 0
-        if table is None and leftpad is None and not shows_capacity:
-            return _call(q, k_cache[:, :used], v_cache[:, :used], *given, used, capacity, appends=appends, **descales)
-        used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
-    return _call(
-        q, k_cache, v_cache, *given, capacity, capacity,
-        seqused_k=used, leftpad_k=leftpad, block_table=table, appends=appends, **descales,
-        is_dense=used is None and leftpad is None and table is None,
-    )  # fmt: skip
-
-
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    scalars: tuple[Any, ...],
-    flags: int,
-    batch: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    capacity: int,
-    **others: Any,
-) -> AttentionCall:
+def make_call(
+    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, scalars: tuple[Any, ...], flags: int, batch: int,
+    max_seqlen_q: int, max_seqlen_k: int, capacity: int, **others: Any,
+) -> AttentionCall:  # fmt: skip
     """Return the call of checked tensors.
 
     scalars: as ``hashable`` returns them; capacity: the number of keys that windows are measured against

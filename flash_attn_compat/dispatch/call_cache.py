@@ -15,11 +15,17 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.core import torch_state
+from flash_attn_compat.core import checks, torch_state
+from flash_attn_compat.core.arguments import integer
+from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.core.prepared import PLAIN, Build, Key, Prepared, Tensors
 from flash_attn_compat.core.torch_state import is_any_autocast_on, transforms_are_on
 
 MOST = 4096
+_VALUES = frozenset({bool, int, float, str, type(None)})
+_INTEGERS = [
+    Scalars._fields.index(name) for name in ("window_size_left", "window_size_right", "max_seqlen_q", "max_seqlen_k")
+]
 
 
 class Tables(NamedTuple):
@@ -72,6 +78,25 @@ def look_up(
         return None, None  # q is no tensor, a tensor has no address, a scalar has no hash: the checks name it
 
 
+def hashable(scalars: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return scalars that may be kept in a cache key: unchanged, or with numbers in the place of tensors and the like.
+
+    scalars: the fields of Scalars as the caller gave them, and further values that are hashable
+    Raises:
+        RuntimeError: a bound or a longest length is no integer
+    """
+    if _VALUES.issuperset(map(type, scalars)) and {type(scalars[index]) for index in _INTEGERS} == {int}:
+        return scalars
+    dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, *others = scalars
+    left, right = integer("window_size_left", left), integer("window_size_right", right)
+    longest_q, longest_k = integer("max_seqlen_q", longest_q), integer("max_seqlen_k", longest_k)
+    if not _VALUES.issuperset(map(type, (dropout_p, scale, causal, softcap, deterministic))):
+        dropout_p, causal = checks.number("dropout_p", dropout_p), checks.causal(causal)
+        scale = None if scale is None else checks.number("softmax_scale", scale)
+        softcap, deterministic = checks.softcap(softcap), bool(deterministic)
+    return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, *others
+
+
 def backward_key(tensors: Tensors) -> Key | None:
     """Return the cache key of a backward's tensors; None where it cannot be cached."""
     try:
@@ -85,16 +110,13 @@ def tensor_signatures(tensors: Iterable[Tensor | None]) -> Key:
 
     True stands for the strides of a contiguous tensor. Raises RuntimeError for types that are not PLAIN.
     """
-    return tuple(
-        [
-            None
-            if x is None
-            else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, x.data_ptr() & 15)
-            if type(x) is Tensor or type(x) in PLAIN
-            else _refuse_subclass(x)
-            for x in tensors
-        ]
-    )
+    return tuple([
+        None if x is None
+        else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+        if type(x) is Tensor or type(x) in PLAIN
+        else _refuse_subclass(x)
+        for x in tensors
+    ])  # fmt: skip
 
 
 def _refuse_subclass(x: object) -> NoReturn:
