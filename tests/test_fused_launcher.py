@@ -26,9 +26,9 @@ from flash_attn_compat.backends.fused import forward, launcher, nvrtc, variants,
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import cuda_capture, torch_state
-from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.dispatch import call_cache, kvcache
+from flash_attn_compat.dispatch.call_cache import call_of
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
 from tests.kinds import Wrapper

@@ -1,4 +1,4 @@
-"""From flash-attn's arguments to an AttentionCall: which function builds the call, checks, defaults and conversions."""
+"""From flash-attn's arguments to an AttentionCall: checks, defaults and conversions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import operator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, torch_state
@@ -22,57 +21,12 @@ from flash_attn_compat.core.call import (
     TENSORS,
     TRANSFORMED,
     AttentionCall,
-    Scalars,
 )
 from flash_attn_compat.core.mask import MOST_TOKENS, Mask
-from flash_attn_compat.core.prepared import Build, Prepared, Tensors, checked
+from flash_attn_compat.core.prepared import Prepared, Tensors, checked
 
 _PADDING = (None,) * 8
 _BIAS = TENSORS.index("bias") - 4  # behind the slopes
-_DENSE_COUNTS = TENSORS.index("alibi_slopes") + 1, TENSORS.index("bias") + 1
-_PACKED_COUNT = TENSORS.index("cu_seqlens_k") + 1
-_DEFAULTS = Scalars()
-# A call's family, tensors, scalars and flags, as ``find`` takes them.
-Keyed = tuple[Build, Tensors, tuple[Any, ...], int]
-
-
-def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
-    """Return the arguments of ``find`` (dispatch/serve.py) for a dense call, or for a packed or paged one.
-
-    Args:
-        tensors: not checked here, in the order of TENSORS. Of a dense call as far as alibi_slopes, or as far as bias;
-            of a packed one at least as far as cu_seqlens_k, at most as far as v_descale. With block_table cu_seqlens_k
-            gives lengths only
-        scalars: the fields of Scalars as the caller gave them, returned unchanged
-    Returns:
-        The family's build, and the others as ``find`` takes them.
-    """
-    count = len(tensors)
-    if count == _PACKED_COUNT:
-        starts_q, starts_k = tensors[4:]
-        if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
-            flags |= EQUAL_LENGTHS
-        return packed, tensors, scalars, flags
-    if count in _DENSE_COUNTS:
-        return dense, tensors, scalars, flags
-    q, k, v, slopes, starts_q, starts_k, used, leftpad, table, k_descale, v_descale = (*tensors, *_PADDING)[:11]
-    if table is not None:
-        if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
-            used = starts_k[1:] - starts_k[:-1]
-        tensors = (
-            q, k, v, slopes, starts_q, None, used, leftpad, table, k_descale, v_descale, None, None, starts_k,
-        )  # fmt: skip
-    elif used is None and leftpad is None:
-        if k_descale is None and v_descale is None:
-            return keyed((q, k, v, slopes, starts_q, starts_k), scalars, flags)
-        flags = keyed((q, k, v, slopes, starts_q, starts_k), scalars, flags)[3]
-    return packed, tensors, scalars, flags
-
-
-def call_of(tensors: Tensors, scalars: Scalars = _DEFAULTS, flags: int = 0) -> AttentionCall:
-    """Return the checked call of the same arguments. Raises as checks.dense and checks.packed do."""
-    build, tensors, _, flags = keyed(tensors, scalars, flags)
-    return build(tensors, scalars, flags, None).call
 
 
 def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
@@ -85,7 +39,7 @@ def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | 
 
 
 def packed(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
-    """Check a packed or paged call and return it without a backend. tensors: as ``keyed`` returns them"""
+    """Check a packed or paged call and return it without a backend. tensors: as dispatch's ``keyed`` returns them"""
     q, k, v, slopes, starts_q, starts_k, *others = tensors
     used, leftpad, table, k_descale, v_descale, _, _, paged_starts = (*others, *_PADDING)[:8]
     *_, longest_q, longest_k, k_factor, v_factor = scalars
@@ -200,16 +154,3 @@ def integer(name: str, value: object) -> int:
         return operator.index(value)  # type: ignore[arg-type]  # or TypeError
     except TypeError:
         raise checks.wrong_type(name, "int", value) from None
-
-
-def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
-    """Whether both hold the same numbers, as far as the host can read them without waiting for a GPU."""
-    if not isinstance(cu_seqlens_q, Tensor) or not isinstance(cu_seqlens_k, Tensor):
-        return False
-    if cu_seqlens_q.is_nested or cu_seqlens_k.is_nested:
-        return False  # the checks name it
-    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.device != cu_seqlens_k.device:
-        return False
-    if cu_seqlens_q.device.type == "cpu":
-        return torch.equal(cu_seqlens_q, cu_seqlens_k)
-    return cu_seqlens_q.is_cuda and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import torch_state
-from flash_attn_compat.core.arguments import keyed
 from flash_attn_compat.core.call import (
     NEEDS_GRAD,
     RNG_STATE,
@@ -24,6 +23,7 @@ from flash_attn_compat.core.call import (
 )
 from flash_attn_compat.core.prepared import Prepared, Tensors
 from flash_attn_compat.dispatch import at_exit, choice
+from flash_attn_compat.dispatch.call_cache import keyed
 from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run
 
 
@@ -47,8 +47,12 @@ def attend(inputs: tuple[Tensor, ...], tensors: Tensors, scalars: tuple[Any, ...
         slopes = unwrapped(tensors[3]) if flags & SLOPES_GRADIENT else None
         outputs: Outputs = _record(prepared, tensors, slopes, *map(unwrapped, inputs))
         return outputs
-    prepared, result = run(prepared, tensors)
-    return _outputs(prepared, tensors, result) if prepared.call.return_lse else (result.out, None, None)
+    return _outputs(*run(prepared, tensors))
+
+
+def _outputs(prepared: Prepared, result: Result) -> Outputs:
+    asked = prepared.call.return_lse
+    return (result.out, result.lse.contiguous(), result.probabilities) if asked else (result.out, None, None)
 
 
 def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
@@ -67,8 +71,7 @@ class _Attention(torch.autograd.Function):
         ctx.others = len(others)
         ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
         ctx.set_materialize_grads(False)
-        is_asked = ctx.prepared.call.return_lse
-        return _outputs(ctx.prepared, tensors, result) if is_asked else (result.out, None, None)
+        return _outputs(ctx.prepared, result)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
@@ -169,7 +172,3 @@ def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
     if gradient is not None:
         return gradient
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
-
-
-def _outputs(prepared: Prepared, tensors: Tensors, result: Result) -> Outputs:
-    return result.out, result.lse.contiguous(), result.probabilities

@@ -17,13 +17,13 @@ from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, dropout
-from flash_attn_compat.core.arguments import Keyed, keyed
 from flash_attn_compat.core.call import (
     GIVEN_LSE,
     NEEDS_GRAD,
     NO_TENSORS,
     RETURN_DMASK,
     RETURN_LSE,
+    RNG_STATE,
     SHARES_DROPOUT_MASK,
     TENSORS,
     TRANSFORMED,
@@ -38,19 +38,8 @@ from flash_attn_compat.core.torch_state import tracing_state, with_autograd
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, serve, sharding
 from flash_attn_compat.dispatch.autograd import differentiable_gradients, gradient_of_lse, gradient_of_slopes
+from flash_attn_compat.dispatch.call_cache import Keyed, keyed
 from flash_attn_compat.dispatch.observers import are_trained
-
-
-def attend(
-    tensors: Tensors, scalars: tuple[Any, ...], return_probs: bool, return_lse: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, softmax_lse, S_dmask), differentiable; the latter two have elements with return_probs.
-
-    return_lse: softmax_lse has elements in any case; tensors, scalars: as ``keyed`` takes them
-    """
-    return_dmask = return_probs and scalars[0] > 0.0
-    out, lse, dmask, _ = forward(tensors, scalars, return_dmask, return_probs or return_lse)
-    return out, lse, dmask
 
 
 def forward(
@@ -175,7 +164,7 @@ def _results(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     build, tensors, scalars, flags = _keyed(arguments, flags)
     if rng_state is not None:
-        tensors = serve.with_rng_state(tensors, rng_state)
+        tensors = *(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state, *tensors[RNG_STATE + 1 :]
     out, lse, dmask, rng_state = serve.whole(build, tensors, scalars, flags)
     return out.contiguous(), lse, dmask, rng_state
 

@@ -43,7 +43,8 @@ def attend(
     if not is_one_operator:
         outputs = autograd.attend(inputs, tensors, scalars, flags | RETURN_PROBS if return_attn_probs else flags)
     else:
-        outputs = ops.attend(tensors, scalars, return_attn_probs, s_aux is not None)
+        return_dmask = return_attn_probs and dropout_p > 0.0
+        outputs = ops.forward(tensors, scalars, return_dmask, return_attn_probs or s_aux is not None)[:3]
     if s_aux is not None:
         outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
     return outputs if return_attn_probs else outputs[0]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, unwritten
-from flash_attn_compat.core.arguments import Keyed, keyed
 from flash_attn_compat.core.call import (
     GIVEN_LSE,
     RETURN_DMASK,
@@ -27,6 +26,7 @@ from flash_attn_compat.core.call import (
 from flash_attn_compat.core.prepared import Tensors
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
+from flash_attn_compat.dispatch.call_cache import Keyed, keyed
 from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, recording_flags
 from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run, whole
 

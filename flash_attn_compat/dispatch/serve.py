@@ -37,7 +37,7 @@ def find(
     """Return the prepared call of these arguments. The numbers in tensors pass their checks here.
 
     Args:
-        build, tensors, flags: as ``keyed`` in core/arguments.py returns them, or of a call over a cache
+        build, tensors, flags: as ``keyed`` in call_cache.py returns them, or of a call over a cache
         scalars: the fields of Scalars as the caller gave them, and further numbers of a call over a cache
         length: an int cache_seqlens for all sequences, which is in no key
     Raises:
@@ -136,11 +136,6 @@ def whole(
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
     return out, lse, result.probabilities, rng_state
-
-
-def with_rng_state(tensors: Tensors, rng_state: Tensor) -> Tensors:
-    """Return a call's tensors with ``rng_state``, whose dropout mask is used instead of a new one."""
-    return *(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state, *tensors[RNG_STATE + 1 :]
 
 
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
