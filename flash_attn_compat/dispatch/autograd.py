@@ -47,12 +47,12 @@ def attend(inputs: tuple[Tensor, ...], tensors: Tensors, scalars: tuple[Any, ...
         slopes = unwrapped(tensors[3]) if flags & SLOPES_GRADIENT else None
         outputs: Outputs = _record(prepared, tensors, slopes, *map(unwrapped, inputs))
         return outputs
-    return _outputs(*run(prepared, tensors))
+    prepared, result = run(prepared, tensors)
+    return _outputs(result) if prepared.call.return_lse else (result.out, None, None)
 
 
-def _outputs(prepared: Prepared, result: Result) -> Outputs:
-    asked = prepared.call.return_lse
-    return (result.out, result.lse.contiguous(), result.probabilities) if asked else (result.out, None, None)
+def _outputs(result: Result) -> Outputs:
+    return result.out, result.lse.contiguous(), result.probabilities
 
 
 def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
@@ -71,7 +71,7 @@ class _Attention(torch.autograd.Function):
         ctx.others = len(others)
         ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
         ctx.set_materialize_grads(False)
-        return _outputs(ctx.prepared, result)
+        return _outputs(result) if ctx.prepared.call.return_lse else (result.out, None, None)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:

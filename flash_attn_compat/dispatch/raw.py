@@ -150,8 +150,9 @@ def _backward(call: Keyed, upstream: BackwardInputs, written: Written) -> Tensor
     dout, out, lse, given_state = upstream.dout, upstream.out, upstream.lse, upstream.rng_state
     upstream = BackwardInputs(dout.resolve_neg(), out.resolve_neg(), lse.resolve_neg(), given_state)
     rng_state = given_state if prepared.call.dropout_p else None
-    # A kernel writes the caller's gradients if it can write all three: none is missing, none is a negated view.
-    into = None if any([x is None or x.is_neg() for x in written]) else Gradients._make(written)
+    (dq, dk, dv), into = written, None
+    if not (dq is None or dk is None or dv is None or dq.is_neg() or dk.is_neg() or dv.is_neg()):
+        into = Gradients(dq, dk, dv)  # a kernel can write all three
     backend, found = gradients(
         prepared, backward_tensors(tensors, rng_state), upstream, into,
         lambda: checks.upstream(prepared.call.with_tensors(*tensors[:RNG_STATE]), upstream, *written),
