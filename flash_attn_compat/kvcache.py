@@ -68,7 +68,7 @@ def flash_attn_with_kvcache(
             the fused backend, and are a device assert elsewhere.
     """
     if s_aux is not None:
-        sinks.check(s_aux, q, alibi_slopes)
+        sinks.check(s_aux, q.shape[-2], q.device, alibi_slopes)
     out, lse = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, k_descale,

@@ -24,10 +24,10 @@ from torch import Tensor
 from flash_attn_compat.backends import base, official, smoke_test, torch_efficient, torch_flash
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import checks
-from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import RETURN_LSE, AttentionCall, BackwardInputs, Gradients, Scalars
 from flash_attn_compat.core.mask import Mask
 from flash_attn_compat.dispatch import call_cache
+from flash_attn_compat.dispatch.call_cache import call_of
 
 calls: list[str] = []  # what was called since the list was cleared
 # The kernels' arguments in their order; those of no interest here are _.

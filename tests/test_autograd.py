@@ -156,7 +156,8 @@ def test_a_backward_uses_the_forwards_choice_in_any_thread(
     serve_by(monkeypatch, backend)
     ways: tuple[Callable[..., Tensor], ...] = (
         flash_attn_func, lambda q, k, v: flash_attn_kvpacked_func(q, torch.stack([k, v], 2)),
-        lambda *x: _of_packed(*(y.flatten(0, 1) for y in x)), lambda *x: ops.attend((*x, None), Scalars(), False)[0],
+        lambda *x: _of_packed(*(y.flatten(0, 1) for y in x)),
+        lambda *x: ops.forward((*x, None), Scalars(), False, False)[0],
     )  # fmt: skip
     for attention in ways:
         with use_backend(named) if named else contextlib.nullcontext():

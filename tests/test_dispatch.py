@@ -29,9 +29,9 @@ from flash_attn_compat import (
 from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
 from flash_attn_compat.core import features
-from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.dispatch import call_cache
+from flash_attn_compat.dispatch.call_cache import call_of
 from tests.support import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]

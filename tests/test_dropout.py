@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
-from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import NEEDS_GRAD, Scalars
+from flash_attn_compat.dispatch.call_cache import call_of
 from flash_attn_compat.flash_attn_interface import _get_block_size_n
 from tests.support import cumulative, on_backend, qkv, randn
 from verify import oracle

@@ -17,9 +17,9 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_compat.backends.fused import Fused, launcher, nvrtc, self_test, variants
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.dispatch.call_cache import call_of
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import fused_on_cpu, support
 from tests.plain import some, some_of

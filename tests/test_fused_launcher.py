@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,15 +22,13 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import KernelsFailed
-from flash_attn_compat.backends.fused import forward, graphs, launcher, nvrtc, variants, workspaces
+from flash_attn_compat.backends.fused import forward, launcher, nvrtc, variants, workspaces
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import cuda_capture, torch_state
-from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.arguments import cache_call, call_of, dense
 from flash_attn_compat.core.call import Scalars
-from flash_attn_compat.core.prepared import checked
-from flash_attn_compat.dispatch import call_cache
+from flash_attn_compat.dispatch import call_cache, kvcache
+from flash_attn_compat.dispatch.call_cache import call_of
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
 from tests.kinds import Wrapper
@@ -318,18 +315,18 @@ def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_ca
 
 def test_graphs_that_are_replayed_in_order_share_their_streams_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.record(monkeypatch)
-    monkeypatch.setattr(graphs, "_kept", [])
+    monkeypatch.setattr(workspaces, "_kept", [])
     place = torch.device("cpu")
     eager = workspaces.acquire(9000, -1, place)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: True)
-    with graphs.replayed_in_order():
+    with workspaces.replayed_in_order():
         assert workspaces.acquire(9000, -1, place) is eager is workspaces.acquire(8000, -1, place)
         larger = workspaces.acquire(90000, -1, place)
     assert larger is not eager and larger.nbytes == 90000  # which the graph's own pool holds
     assert workspaces.acquire(9000, -1, place) is not eager
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: False)
     workspaces.acquire(90000, -1, place)
-    assert [one is eager for one in graphs._kept] == [True]  # it outlives the larger one that calls use now
+    assert [one is eager for one in workspaces._kept] == [True]  # it outlives the larger one that calls use now
 
 
 def test_a_workspace_that_is_kept_comes_from_no_pool_or_mode_of_the_callers_thread(
@@ -386,14 +383,15 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
     shapes = {"q": (2, 3, 2), "k_cache": (2, 50, 2), "v_cache": (2, 50, 2), "k": (2, seqlen_new, 2)}
     shapes |= {"v": (2, seqlen_new, 2), "rotary_cos": (50,), "rotary_sin": (50,)}
     given = {
-        name: torch.empty(*shape, 2**31 if name == far else 16, dtype=HALF, device="meta")[..., :16]
+        name: torch.empty(*shape, 2**31 if name == far else 16, dtype=HALF, device="meta")[
+            ..., : 16 if len(shape) > 1 else 8
+        ]
         for name, shape in shapes.items()
     }
     q, k_cache, v_cache, *new = given.values()
     lengths = torch.zeros(2, dtype=torch.int32, device="meta")
-    call = cache_call(q, k_cache, v_cache, lengths, seqlen_new, None, None, None, None, Scalars(causal=True))
-    step = replace(checked(dense, (), 0, call), new=Append(*new, True, lengths, True), is_over_cache=True)
-    run = forward.prepare(step)
+    tensors = q, k_cache, v_cache, None, None, None, lengths, *[None] * 6, *new
+    run = forward.prepare(kvcache.over_cache(tensors, (*Scalars(causal=True), True, 0, False, False, None), 0, None))
     if far is not None and far.endswith("cache"):
         assert run is None
     else:

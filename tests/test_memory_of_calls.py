@@ -26,9 +26,9 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends.fused import launcher
 from flash_attn_compat.core import cuda_capture, torch_state
-from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.dispatch import call_cache
+from flash_attn_compat.dispatch.call_cache import call_of
 from tests import fused_on_cpu, others_kernels, warm
 from tests.problems import PACKED, STEP
 from tests.support import ints, qkv, randn

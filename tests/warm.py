@@ -23,6 +23,7 @@ from torch import Tensor
 from flash_attn_compat import explain, flash_attn_interface, settings, use_backend
 from flash_attn_compat import flash_attn_2_cuda as raw
 from flash_attn_compat.backends.fused import params
+from flash_attn_compat.core.call import Scalars
 from flash_attn_compat.dispatch import call_cache
 from tests import calls, fused_on_cpu
 from tests.calls import CHANGES, FIRST
@@ -256,7 +257,7 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
 
 def has_length(scalars: tuple[Any, ...]) -> bool:
     """Whether a call over a cache has an int length, by its scalars as dispatch/kvcache.py orders them."""
-    return isinstance(scalars[0], tuple) and scalars[-2]
+    return len(scalars) > len(Scalars._fields) and scalars[-2]
 
 
 def launched(launches: fused_on_cpu.LaunchRecord) -> Callable[[WarmCall], Answer]:

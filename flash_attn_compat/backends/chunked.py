@@ -181,15 +181,9 @@ class SubBlock:
     """Some sequences and heads of a block in working precision, computed tile by tile."""
 
     def __init__(
-        self,
-        call: AttentionCall,
-        block: Block,
-        rng_state: Tensor | None,
-        n: slice,
-        heads_kv: slice,
-        size: TileSize,
+        self, call: AttentionCall, block: Block, rng_state: Tensor | None, n: slice, heads_kv: slice, size: TileSize,
         hidden: ByDistance[Tensor | None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.call, self.rng_state, self.n, self.heads_kv, self.size = call, rng_state, n, heads_kv, size
         self.group = call.nheads // call.nheads_k
         self.heads = slice(heads_kv.start * self.group, heads_kv.stop * self.group)

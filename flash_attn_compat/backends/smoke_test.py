@@ -15,7 +15,7 @@ from flash_attn_compat import installed
 from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import cuda_capture, torch_state
-from flash_attn_compat.core.arguments import call_of
+from flash_attn_compat.core.arguments import dense
 from flash_attn_compat.core.call import NEEDS_GRAD, AttentionCall, BackwardInputs, Scalars
 from flash_attn_compat.core.features import Feature, Traits
 
@@ -88,7 +88,7 @@ def _make_problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor
         window_size_right=3 if features & Feature.WINDOW_RIGHT else -1,
         softcap=2.0 if features & Feature.SOFTCAP else 0.0,
     )
-    return call_of((q, k, v, slopes), scalars, NEEDS_GRAD if kind.needs_backward else 0), dout
+    return dense((q, k, v, slopes), scalars, NEEDS_GRAD if kind.needs_backward else 0, None).call, dout
 
 
 def find_device(capability: tuple[int, int] | None) -> torch.device:

@@ -5,7 +5,7 @@ Everything has been checked before.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,17 +47,6 @@ def by_operators(call: AttentionCall, new: Append) -> Tensor:
             q = _rotated(q.flatten(1, 2).unsqueeze(1), new).view(q.shape)
     _write(call, new, k)
     return q
-
-
-def after_append(tensors: tuple[Any, ...], length: int | None, q: Tensor) -> tuple[tuple[Any, ...], int | None]:
-    """Return the tensors and the length of a call over a cache that is left once its new keys are in the cache.
-
-    tensors: in the order of TENSORS, then Append's four; q: the rotated queries
-    """
-    _, *others, lengths, leftpad, pages, k_descale, v_descale, bias, rng_state, k, _, _, _ = tensors
-    length = None if length is None else length + k.shape[1]
-    lengths = None if lengths is None else lengths + k.shape[1]
-    return (q, *others, lengths, leftpad, pages, k_descale, v_descale, bias, rng_state, None, None, None, None), length
 
 
 def _rotated(x: Tensor, new: Append) -> Tensor:

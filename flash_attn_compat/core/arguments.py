@@ -1,4 +1,4 @@
-"""From flash-attn's arguments to a cache key, and from that to an AttentionCall: checks, defaults and conversions."""
+"""From flash-attn's arguments to an AttentionCall: checks, defaults and conversions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import operator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, torch_state
@@ -22,87 +21,12 @@ from flash_attn_compat.core.call import (
     TENSORS,
     TRANSFORMED,
     AttentionCall,
-    Scalars,
 )
 from flash_attn_compat.core.mask import MOST_TOKENS, Mask
-from flash_attn_compat.core.prepared import Build, Prepared, Tensors, checked
+from flash_attn_compat.core.prepared import Prepared, Tensors, checked
 
-_VALUES = frozenset({bool, int, float, str, type(None)})
 _PADDING = (None,) * 8
 _BIAS = TENSORS.index("bias") - 4  # behind the slopes
-_DENSE_COUNTS = TENSORS.index("alibi_slopes") + 1, TENSORS.index("bias") + 1
-_PACKED_COUNT = TENSORS.index("cu_seqlens_k") + 1
-_DEFAULTS = Scalars()
-_INTEGERS = [
-    Scalars._fields.index(name) for name in ("window_size_left", "window_size_right", "max_seqlen_q", "max_seqlen_k")
-]
-# A call's family, tensors, scalars and flags, as call_cache.look_up takes them.
-Keyed = tuple[Build, Tensors, tuple[Any, ...], int]
-
-
-def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
-    """Return ``look_up``'s arguments for a dense call, or for a packed or paged one.
-
-    Args:
-        tensors: not checked here, in the order of TENSORS. Of a dense call as far as alibi_slopes, or as far as bias;
-            of a packed one at least as far as cu_seqlens_k, at most as far as v_descale. With block_table cu_seqlens_k
-            gives lengths only
-        scalars: the fields of Scalars as the caller gave them
-    Returns:
-        The family's build, and the others as keys take them; scalars unchanged where bounds and lengths are ints. A key
-        may hold them: tensors and the like are found in none, for ``find`` keeps calls by ``hashable`` scalars alone.
-    Raises:
-        RuntimeError: a bound or a longest length is no integer
-    """
-    _, _, _, left, right, _, _, longest_q, longest_k, _, _ = scalars
-    if not type(left) is type(right) is type(longest_q) is type(longest_k) is int:  # 1.0 is no bound, and equals 1
-        scalars = hashable(scalars)
-    count = len(tensors)
-    if count == _PACKED_COUNT:
-        starts_q, starts_k = tensors[4:]
-        if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
-            flags |= EQUAL_LENGTHS
-        return packed, tensors, scalars, flags
-    if count in _DENSE_COUNTS:
-        return dense, tensors, scalars, flags
-    q, k, v, slopes, starts_q, starts_k, used, leftpad, table, k_descale, v_descale = (*tensors, *_PADDING)[:11]
-    if table is not None:
-        if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
-            used = starts_k[1:] - starts_k[:-1]
-        tensors = (
-            q, k, v, slopes, starts_q, None, used, leftpad, table, k_descale, v_descale, None, None, starts_k,
-        )  # fmt: skip
-    elif used is None and leftpad is None:
-        if k_descale is None and v_descale is None:
-            return keyed((q, k, v, slopes, starts_q, starts_k), scalars, flags)
-        flags = keyed((q, k, v, slopes, starts_q, starts_k), scalars, flags)[3]
-    return packed, tensors, scalars, flags
-
-
-def call_of(tensors: Tensors, scalars: Scalars = _DEFAULTS, flags: int = 0) -> AttentionCall:
-    """Return the checked call of the same arguments. Raises as checks.dense and checks.packed do."""
-    build, tensors, hashables, flags = keyed(tensors, scalars, flags)
-    return build(tensors, hashables, flags, None).call
-
-
-def hashable(scalars: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return scalars that may be kept in a cache key: unchanged, or with numbers in the place of tensors and the like.
-
-    scalars: the fields of Scalars as the caller gave them, or a shorter tuple of these fields and further values
-    """
-    if len(scalars) < len(_DEFAULTS):
-        fields = hashable(scalars[0])
-        return scalars if fields is scalars[0] else (fields, *scalars[1:])
-    if _VALUES.issuperset(map(type, scalars)) and {type(scalars[index]) for index in _INTEGERS} == {int}:
-        return scalars
-    dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, k_factor, v_factor = scalars
-    left, right = integer("window_size_left", left), integer("window_size_right", right)
-    longest_q, longest_k = integer("max_seqlen_q", longest_q), integer("max_seqlen_k", longest_k)
-    if not _VALUES.issuperset(map(type, (dropout_p, scale, causal, softcap, deterministic))):
-        dropout_p, causal = checks.number("dropout_p", dropout_p), checks.causal(causal)
-        scale = None if scale is None else checks.number("softmax_scale", scale)
-        softcap, deterministic = checks.softcap(softcap), bool(deterministic)
-    return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, k_factor, v_factor
 
 
 def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
@@ -110,12 +34,12 @@ def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | 
     q, k, v, slopes, *others = tensors
     checks.dense(q, k, v)
     lengths = q.shape[0], q.shape[1], k.shape[1], k.shape[1]
-    call = _call(q, k, v, slopes, scalars, flags, *lengths, bias=others[_BIAS] if others else None)
+    call = make_call(q, k, v, slopes, scalars, flags, *lengths, bias=others[_BIAS] if others else None)
     return checked(dense, scalars, flags, call)
 
 
 def packed(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
-    """Check a packed or paged call and return it without a backend. tensors: as ``keyed`` returns them"""
+    """Check a packed or paged call and return it without a backend. tensors: as dispatch's ``keyed`` returns them"""
     q, k, v, slopes, starts_q, starts_k, *others = tensors
     used, leftpad, table, k_descale, v_descale, _, _, paged_starts = (*others, *_PADDING)[:8]
     *_, longest_q, longest_k, k_factor, v_factor = scalars
@@ -136,7 +60,7 @@ def packed(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int |
     for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_k", longest_k)):
         if longest > MOST_TOKENS:
             raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {longest}")
-    call = _call(
+    call = make_call(
         q, k, v, slopes, scalars, flags, batch, longest_q, longest_k, longest_k,
         cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, block_table=table, seqused_k=used, leftpad_k=leftpad,
         k_descale=k_descale, v_descale=v_descale,
@@ -163,65 +87,10 @@ def _check_numbers(longest_q: int, longest_k: int, may_be_hidden: bool, tensors:
         checks.values_of_leftpad("leftpad_k", leftpad)
 
 
-def cache_call(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: int | Tensor | None,
-    seqlen_new: int,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    scalars: tuple[Any, ...],
-    flags: int = 0,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-) -> AttentionCall:
-    """(batch, seqlen_q, nheads, headdim) queries over a cache; dispatch/kvcache.py has checked all but the values.
-
-    The tensors are flash_attn_with_kvcache's; seqlen_new: how many keys are written behind cache_seqlens before.
-    Lengths that are known to the host and equal become dense slices of the cache, any others seqused_k, with the new
-    keys in both. scalars: as ``hashable`` returns them
-    """
-    used, leftpad, table = cache_seqlens, cache_leftpad, block_table
-    batch, seqlen_q, slots = q.shape[0], q.shape[1], k_cache.shape[1]
-    capacity = slots if table is None else slots * table.shape[1]
-    appends = seqlen_new > 0
-    if cache_batch_idx is not None:
-        table = cache_batch_idx.unsqueeze(1)  # a cache row is a page that holds its whole sequence
-    elif table is None and k_cache.shape[0] != batch:
-        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-    if used is not None and appends:
-        used = used + seqlen_new
-    given = alibi_slopes, scalars, flags, batch, seqlen_q
-    descales: dict[str, Any] = {"k_descale": k_descale, "v_descale": v_descale}
-    if isinstance(used, int):
-        # The LSE differs between a window that hides nothing in the whole cache and one that hides no used key.
-        shows_capacity = alibi_slopes is not None and Scalars(*scalars).window_size_left >= 0
-        if table is None and leftpad is None and not shows_capacity:
-            return _call(q, k_cache[:, :used], v_cache[:, :used], *given, used, capacity, appends=appends, **descales)
-        used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
-    return _call(
-        q, k_cache, v_cache, *given, capacity, capacity,
-        seqused_k=used, leftpad_k=leftpad, block_table=table, appends=appends, **descales,
-        is_dense=used is None and leftpad is None and table is None,
-    )  # fmt: skip
-
-
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    scalars: tuple[Any, ...],
-    flags: int,
-    batch: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    capacity: int,
-    **others: Any,
-) -> AttentionCall:
+def make_call(
+    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, scalars: tuple[Any, ...], flags: int, batch: int,
+    max_seqlen_q: int, max_seqlen_k: int, capacity: int, **others: Any,
+) -> AttentionCall:  # fmt: skip
     """Return the call of checked tensors.
 
     scalars: as ``hashable`` returns them; capacity: the number of keys that windows are measured against
@@ -285,16 +154,3 @@ def integer(name: str, value: object) -> int:
         return operator.index(value)  # type: ignore[arg-type]  # or TypeError
     except TypeError:
         raise checks.wrong_type(name, "int", value) from None
-
-
-def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
-    """Whether both hold the same numbers, as far as the host can read them without waiting for a GPU."""
-    if not isinstance(cu_seqlens_q, Tensor) or not isinstance(cu_seqlens_k, Tensor):
-        return False
-    if cu_seqlens_q.is_nested or cu_seqlens_k.is_nested:
-        return False  # the checks name it
-    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.device != cu_seqlens_k.device:
-        return False
-    if cu_seqlens_q.device.type == "cpu":
-        return torch.equal(cu_seqlens_q, cu_seqlens_k)
-    return cu_seqlens_q.is_cuda and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()

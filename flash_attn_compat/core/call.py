@@ -203,18 +203,24 @@ class Result(NamedTuple):
 
     out: call.out_shape, in q's dtype; softmax_lse: call.lse_shape fp32 (None only where neither gradients
     nor return_lse asked for it); rng_state: (2,) int64, meaningful under dropout; saved: whatever else the
-    backend's own backward needs.
+    backend's own backward needs; dmask: S_dmask, which dispatch adds where the call asks for it.
     """
 
     out: Tensor
     softmax_lse: Tensor | None
     rng_state: Tensor | None = None
     saved: tuple[Any, ...] = ()
+    dmask: Tensor | None = None
 
     @property
     def lse(self) -> Tensor:
         """softmax_lse where it was asked for."""
         return _given(self.softmax_lse)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """S_dmask, without elements where it was not asked for."""
+        return self.out.new_empty(0) if self.dmask is None else self.dmask
 
 
 class Gradients(NamedTuple):

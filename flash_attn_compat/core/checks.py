@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -98,13 +98,6 @@ def is_tensor(name: str, value: object) -> None:
         )
     if value.layout != torch.strided:
         raise RuntimeError(f"{name} must be a dense tensor, got layout {value.layout}: call {name}.to_dense()")
-
-
-def are_dense(given: Mapping[str, object]) -> None:
-    """Raise RuntimeError if one of the values, by their names, is a nested or sparse tensor."""
-    for name, value in given.items():
-        if isinstance(value, Tensor):
-            is_tensor(name, value)
 
 
 def are_tensors(q: object, k: object, v: object) -> None:

@@ -47,6 +47,7 @@ class Prepared:
     is_over_cache: whether tensors may hold those of Append, and the call may have a length
     whole: the call over all slots of a cache, which differs from ``call`` where the length is an int; None once sealed
     new: the keys and values that the call appends; None for none, and once sealed
+    key: the cache key; None for a call that cannot be cached
     backend: None where nothing is to be computed
     run: as Run; of a backward alone it raises AssertionError
     tables: the tables that hold this entry, while they are the current ones
@@ -62,6 +63,7 @@ class Prepared:
     is_over_cache: bool = False
     whole: AttentionCall | None = None
     new: Append | None = None
+    key: Key | None = None
     backend: Any = None
     run: Run = _never_run
     tables: object = None

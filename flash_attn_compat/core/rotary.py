@@ -11,16 +11,9 @@ from torch import Tensor
 
 
 def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    interleaved: bool = False,
-    inplace: bool = False,
-    conjugate: bool = False,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, interleaved: bool = False, inplace: bool = False, conjugate: bool = False,
+) -> Tensor:  # fmt: skip
     """Rotate pairs of channels of `x` by the angle of their position. Not differentiable.
 
     The token at place t of sequence b has position t + seqlen_offsets[b]. The pair (a, b) becomes
@@ -61,13 +54,8 @@ def apply_rotary(
 
 
 def _check_shapes(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seqlen_offsets: int | Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> tuple[int, int]:
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> tuple[int, int]:  # fmt: skip
     if cu_seqlens is None:
         assert x.ndim == 4, f"x has shape {tuple(x.shape)}, expected (batch, seqlen, nheads, headdim)"
         batch, seqlen = x.shape[0], x.shape[1]

@@ -34,7 +34,10 @@ def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tenso
     layout = Layout(call)
     with torch_state.without_autocast(call.q.device):
         for block, _, _ in layout.blocks(layout.alone()):
-            tile = _signed_tile(call, block, rng_state)[0]
+            heads_first = block.k.float().repeat_interleave(call.nheads // call.nheads_k, dim=2)
+            scores, _ = scores_of(call, block, block.q.float(), heads_first)
+            weights, places = torch.exp(scores - _running_maxima(call, scores)), map(Range, (0, 0, 0), scores.shape[1:])
+            tile = torch.where(block.kept(rng_state, call.dropout_p, *places), weights, -weights)[0]
             rows, keys = min(tile.shape[1], shape[2]), min(tile.shape[2], shape[3])
             signed[block.sequences[0], :, :rows, :keys] = tile[:, :rows, :keys]
     return signed
@@ -83,15 +86,6 @@ def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[
     if padding is not None:
         scores = scores.masked_fill(padding, -torch.inf)
     return scores, softcap_slope
-
-
-def _signed_tile(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor:
-    rows, keys = Range(0, block.q.shape[1]), Range(0, block.k.shape[1])
-    group = call.nheads // call.nheads_k
-    scores, _ = scores_of(call, block, block.q.float(), block.k.float().repeat_interleave(group, dim=2))
-    weights = torch.exp(scores - _running_maxima(call, scores))
-    kept = block.kept(rng_state, call.dropout_p, Range(0, call.nheads), rows, keys)
-    return torch.where(kept, weights, -weights)
 
 
 def _running_maxima(call: AttentionCall, scores: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 
-def check(s_aux: Tensor, q: Tensor, alibi_slopes: Tensor | None) -> None:
+def check(s_aux: Tensor, nheads: int, device: torch.device, alibi_slopes: Tensor | None) -> None:
     """Raise unless s_aux is (nheads,) on q's device, and the call has no ALiBi."""
-    if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point() or s_aux.shape != (q.shape[-2],):
+    if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point() or s_aux.shape != (nheads,):
         found = f"{s_aux.dtype} of shape {tuple(s_aux.shape)}" if isinstance(s_aux, Tensor) else type(s_aux).__name__
-        raise RuntimeError(f"s_aux must be a floating-point tensor of shape (nheads,) = ({q.shape[-2]},), got {found}")
-    if s_aux.device != q.device:
-        raise RuntimeError(f"s_aux must be on q's device {q.device}, got {s_aux.device}")
+        raise RuntimeError(f"s_aux must be a floating-point tensor of shape (nheads,) = ({nheads},), got {found}")
+    if s_aux.device != device:
+        raise RuntimeError(f"s_aux must be on q's device {device}, got {s_aux.device}")
     if alibi_slopes is not None:
         raise RuntimeError("s_aux and alibi_slopes cannot be combined")
 

@@ -118,14 +118,10 @@ class Block(NamedTuple):
     def kept(self, rng_state: Tensor | None, dropout_p: float, heads: Range, rows: Range, keys: Range) -> Tensor:
         """Return (n, heads, rows, keys) bool, True where a probability survives dropout. heads: query heads"""
         device = self.q.device
-        return dropout.keep_tile(
-            rng_state,
-            dropout_p,
-            torch.tensor(list(self.sequences), dtype=torch.int64, device=device),
-            torch.arange(heads.start, heads.stop, device=device),
-            _indices(rows, self.first_row, device),
-            _indices(keys, self.first_key, device),
-        )
+        sequences = torch.tensor(list(self.sequences), dtype=torch.int64, device=device)
+        all_heads = torch.arange(heads.start, heads.stop, device=device)
+        row_indices, key_indices = _indices(rows, self.first_row, device), _indices(keys, self.first_key, device)
+        return dropout.keep_tile(rng_state, dropout_p, sequences, all_heads, row_indices, key_indices)
 
 
 def whole_block(call: AttentionCall) -> Block | None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.core import checks, torch_state
-from flash_attn_compat.core.arguments import keyed
+from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.call import (
     NEEDS_GRAD,
     RNG_STATE,
@@ -24,60 +23,17 @@ from flash_attn_compat.core.call import (
 )
 from flash_attn_compat.core.prepared import Prepared, Tensors
 from flash_attn_compat.dispatch import at_exit, choice
-from flash_attn_compat.dispatch.observers import are_transformed
-from flash_attn_compat.dispatch.serve import backward_tensors, dmask, find, gradients, run
+from flash_attn_compat.dispatch.call_cache import keyed
+from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run
 
 
-def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as views of the inputs (q, k, v), (q, kv) or (qkv,).
-
-    kv and qkv hold their tensors along the third axis from the end.
-    """
-    *alone, packed = inputs
-    if len(alone) < 2:
-        _check_packed(packed, 3 - len(alone))
-        q, k, v = (*alone, *[packed.select(-3, index) for index in range(3 - len(alone))])
-        return q, k, v
-    q, k, v = inputs
-    return q, k, v
-
-
-def _check_packed(packed: Tensor, expected: int) -> None:
-    name = {2: "kv", 3: "qkv"}[expected]
-    checks.is_tensor(name, packed)
-    axis = packed.dim() - 3
-    if axis < 0:
-        raise IndexError(f"Dimension out of range: {name} must have at least 4 dimensions, got {tuple(packed.shape)}")
-    size = packed.shape[axis]
-    if size < expected:
-        raise IndexError(
-            f"index {expected - 1} is out of bounds for dimension {axis} with size {size}: {name} of shape "
-            f"{tuple(packed.shape)} must hold {expected} tensors along its third axis from the end"
-        )
-    if size > expected:
-        raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")
+def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return q, k and v as views of checked inputs (q, k, v), (q, kv) or (qkv,)."""
+    return inputs if len(inputs) == 3 else (*inputs[:-1], *inputs[-1].unbind(-3))
 
 
 # out, softmax_lse, S_dmask. Any, because an output is None exactly where the call does not ask for it.
 Outputs = tuple[Tensor, Any, Any]
-
-
-def scale_queries(inputs: tuple[Any, ...], scale: Tensor) -> tuple[tuple[Any, ...], Tensor | None]:
-    """Return inputs and softmax_scale, with a differentiable scale moved into the queries and None in its place.
-
-    Kernels take a number: they get the default scale, head_dim ** -0.5, and the queries are multiplied by the rest.
-    Both are returned unchanged if the scale needs no derivative.
-    """
-    queries = inputs[0]
-    wants_gradient = scale.requires_grad and torch.is_grad_enabled()
-    is_traced = torch.compiler.is_compiling() or torch_state.tracing_state() is not None
-    if not (wants_gradient or is_traced or are_transformed((scale,))):
-        return inputs, scale
-    if scale.numel() != 1 or not isinstance(queries, Tensor):
-        return inputs, scale  # the checks say what is wrong
-    q, *others = inputs if len(inputs) > 1 else unpack(inputs)
-    wide = q.to(torch.promote_types(q.dtype, torch.float32))  # in which the scale's gradient is summed
-    return ((wide * (scale.reshape(()) * q.shape[-1] ** 0.5)).to(q.dtype), *others), None
 
 
 def attend(inputs: tuple[Tensor, ...], tensors: Tensors, scalars: tuple[Any, ...], flags: int) -> Outputs:
@@ -92,7 +48,11 @@ def attend(inputs: tuple[Tensor, ...], tensors: Tensors, scalars: tuple[Any, ...
         outputs: Outputs = _record(prepared, tensors, slopes, *map(unwrapped, inputs))
         return outputs
     prepared, result = run(prepared, tensors)
-    return _outputs(prepared, tensors, result) if prepared.call.return_lse else (result.out, None, None)
+    return _outputs(result) if prepared.call.return_lse else (result.out, None, None)
+
+
+def _outputs(result: Result) -> Outputs:
+    return result.out, result.lse.contiguous(), result.probabilities
 
 
 def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
@@ -111,8 +71,7 @@ class _Attention(torch.autograd.Function):
         ctx.others = len(others)
         ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
         ctx.set_materialize_grads(False)
-        is_asked = ctx.prepared.call.return_lse
-        return _outputs(ctx.prepared, tensors, result) if is_asked else (result.out, None, None)
+        return _outputs(result) if ctx.prepared.call.return_lse else (result.out, None, None)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
@@ -167,12 +126,9 @@ differentiate = _Attention.backward
 
 
 def differentiable_gradients(
-    inputs: tuple[Tensor | None, ...],
-    wanted: tuple[bool, ...],
-    call: AttentionCall,
-    dout: Tensor | None,
+    inputs: tuple[Tensor | None, ...], wanted: tuple[bool, ...], call: AttentionCall, dout: Tensor | None,
     dlse: Tensor | None,
-) -> list[Tensor | None]:
+) -> list[Tensor | None]:  # fmt: skip
     """Return gradients that can be differentiated again, by a second forward in differentiable operations.
 
     inputs: the call's slopes, then its tensors as ``unpack`` takes them
@@ -216,7 +172,3 @@ def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
     if gradient is not None:
         return gradient
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
-
-
-def _outputs(prepared: Prepared, tensors: Tensors, result: Result) -> Outputs:
-    return result.out, result.lse.contiguous(), dmask(prepared, tensors, result.rng_state)

@@ -81,9 +81,7 @@ def _values(tensor: Tensor | None) -> list[int] | None:
 _FORMULAS = {
     torch.ops.flash_attn_compat: {"attention": _forward, "attention_backward": _backward, "kvcache": _over_a_cache},
     torch.ops.flash_attn: {
-        "_flash_attn_forward": _forward,
-        "_flash_attn_varlen_forward": _forward,
-        "_flash_attn_backward": _backward,
-        "_flash_attn_varlen_backward": _backward,
+        **dict.fromkeys(("_flash_attn_forward", "_flash_attn_varlen_forward"), _forward),
+        **dict.fromkeys(("_flash_attn_backward", "_flash_attn_varlen_backward"), _backward),
     },
 }

@@ -60,7 +60,11 @@ class _HeadsFirst(torch.autograd.Function):
             mask = _kept_mask(ctx.prepared, saved[place], saved[others.stop :])
             saved = (*saved[:place], mask, *saved[place + 1 :])
         if ctx.out_version._version and not (torch.is_grad_enabled() or is_wrapped(dout)):  # which make their own
-            saved = (*saved[:3], _again(ctx, (*saved[:3], *saved[others]), saved[5]), *saved[4:])
+            # The caller has written to the first out. Hooks may have moved tensors, so the call is found again.
+            tensors = (*(*saved[:3], *saved[others], *NO_TENSORS)[:RNG_STATE], saved[5])
+            with settings.using_backend(ctx.used):
+                prepared = find(ctx.prepared.build, tensors, ctx.prepared.scalars, ctx.prepared.flags)
+                saved = (*saved[:3], run(prepared, tensors)[1].out, *saved[4:])
         state = SimpleNamespace(
             prepared=ctx.prepared, used=ctx.used, inputs=3, others=ctx.others, needs_input_grad=ctx.needs_input_grad,
             saved_tensors=saved,
@@ -93,10 +97,3 @@ def _kept_mask(prepared: Prepared, mask: Tensor, saved: tuple[Any, ...]) -> Tens
             f"backend {prepared.backend.name} kept no copy of it: give the forward a copy"
         )
     return found
-
-
-def _again(ctx: Any, tensors: tuple[Any, ...], rng_state: Tensor | None) -> Tensor:
-    """The forward's out once more: the caller has written to the first one. Hooks may have laid tensors elsewhere."""
-    prepared, tensors = ctx.prepared, (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state)
-    with settings.using_backend(ctx.used):
-        return run(find(prepared.build, tensors, prepared.scalars, prepared.flags), tensors)[1].out

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.arguments import cache_call, integer, split_descales
+from flash_attn_compat.core.arguments import integer, make_call, split_descales
 from flash_attn_compat.core.call import RETURN_LSE, AttentionCall, Scalars
 from flash_attn_compat.core.prepared import Check, Prepared, Tensors
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, ops
-from flash_attn_compat.dispatch.observers import must_be_one_operator, refuse_private
+from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, refuse_private
 from flash_attn_compat.dispatch.serve import find, run
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
+_COUNT = len(Scalars._fields)
 
 
 def attend(
@@ -52,10 +53,9 @@ def attend(
             q, k_cache, v_cache, k, v, cos, sin, lengths, rows, leftpad, table, slopes, softmax_scale, causal, left,
             right, softcap, rotary_interleaved, num_splits, k_descale, v_descale, k_factor, v_factor,
         )  # fmt: skip
-        if not torch.compiler.is_compiling():
-            checks.are_dense(dict(zip(_Arguments._fields, arguments)))
-        found: tuple[Tensor, Tensor] = _kvcache_op(*arguments, length, return_lse)
-        return found
+        if are_strided(arguments):
+            found: tuple[Tensor, Tensor] = _kvcache_op(*arguments, length, return_lse)
+            return found
     if rows is not None:
         if table is not None:
             raise RuntimeError("Paged KVcache does not support cache_batch_idx")
@@ -69,10 +69,8 @@ def attend(
             q, k_cache, v_cache, slopes, None, None, lengths, leftpad, table, k_descale, v_descale, None, None, k, v,
             cos, sin,
         )  # fmt: skip
-    if not type(left) is type(right) is int:  # 1.0 is no bound, and equals 1
-        left, right = integer("window_size_left", left), integer("window_size_right", right)
     scalars = (
-        (0.0, softmax_scale, causal, left, right, softcap, False, 0, 0, k_factor, v_factor), bool(rotary_interleaved),
+        0.0, softmax_scale, causal, left, right, softcap, False, 0, 0, k_factor, v_factor, bool(rotary_interleaved),
         num_splits, rows is not None, length is not None, None if length is None else _side_of_rows(q, k, length),
     )  # fmt: skip
     prepared = find(over_cache, tensors, scalars, RETURN_LSE if return_lse else 0, length)
@@ -101,7 +99,7 @@ def attend_into(
         q, k_cache, v_cache, slopes, None, None, lengths, None, table, k_descale, v_descale, None, None, k, v, None,
         None,
     )  # fmt: skip
-    flags, numbers = RETURN_LSE if return_lse else 0, (scalars, False, 0, False, False, None)
+    flags, numbers = RETURN_LSE if return_lse else 0, (*scalars, False, 0, False, False, None)
     result = run(find(over_cache, tensors, numbers, flags), tensors, out=out)[1]
     return result.lse if return_lse else None
 
@@ -156,8 +154,7 @@ def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
 def _arguments(tensors: Tensors, scalars: tuple[Any, ...], length: int | None) -> _Arguments:
     q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, *others = tensors
     k_descale, v_descale, _, _, k, v, cos, sin = others or (None,) * 8
-    numbers, interleaved, num_splits, has_rows, has_length, _ = scalars
-    x = Scalars(*numbers)
+    x, (interleaved, num_splits, has_rows, has_length, _) = Scalars._make(scalars[:_COUNT]), scalars[_COUNT:]
     rows, table = (pages, None) if has_rows else (None, pages)
     return _Arguments(
         q, k_cache, v_cache, k, v, cos, sin, length if has_length else lengths, rows, leftpad, table, slopes,
@@ -171,15 +168,15 @@ def over_cache(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: i
 
     tensors: in the order of TENSORS, then those of Append, or as far as block_table; lengths, and rows or pages, stand
         in seqused_k's and block_table's places
-    scalars: a tuple of the fields of Scalars, rotary_interleaved, num_splits, whether there are cache_batch_idx and an
-        int length, and the sign of keys - rows with such a length
+    scalars: the fields of Scalars, then rotary_interleaved, num_splits, whether there are cache_batch_idx and an int
+        length, and the sign of keys - rows with such a length
     """
     given = _arguments(tensors, scalars, length)
     _check(given)
 
     def bind(tensors: Tensors, length: int | None) -> tuple[AttentionCall, Append | None]:
         arguments = _arguments(tensors, scalars, length)
-        call = _call(arguments, scalars, flags)
+        call = _call(arguments, scalars[:_COUNT], flags)
         return call, _new_keys(arguments, call)
 
     call, new = bind(tensors, length)
@@ -188,11 +185,38 @@ def over_cache(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: i
 
 
 def _call(arguments: _Arguments, scalars: tuple[Any, ...], flags: int) -> AttentionCall:
-    x, numbers = arguments, scalars[0]
-    return cache_call(
-        x.q, x.k_cache, x.v_cache, x.cache_seqlens, x.seqlen_new, x.cache_batch_idx, x.cache_leftpad, x.block_table,
-        x.alibi_slopes, numbers, flags, x.k_descale, x.v_descale,
-    )  # fmt: skip
+    """Return the call of checked arguments. scalars: the fields of Scalars
+
+    Lengths that are known to the host and equal become dense slices of the cache, any others seqused_k, with the new
+    keys in both.
+    """
+    x = arguments
+    q, k_cache, v_cache, used, leftpad, table = (
+        x.q,
+        x.k_cache,
+        x.v_cache,
+        x.cache_seqlens,
+        x.cache_leftpad,
+        x.block_table,
+    )
+    batch, capacity = q.shape[0], x.capacity
+    if x.cache_batch_idx is not None:
+        table = x.cache_batch_idx.unsqueeze(1)  # a cache row is a page that holds its whole sequence
+    elif table is None and k_cache.shape[0] != batch:
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    if used is not None and x.seqlen_new:
+        used = used + x.seqlen_new
+    given = x.alibi_slopes, scalars, flags, batch, q.shape[1]
+    others: dict[str, Any] = {"k_descale": x.k_descale, "v_descale": x.v_descale, "appends": x.seqlen_new > 0}
+    if isinstance(used, int):
+        # The LSE differs between a window that hides nothing in the whole cache and one that hides no used key.
+        shows_capacity = x.alibi_slopes is not None and Scalars(*scalars).window_size_left >= 0
+        if table is None and leftpad is None and not shows_capacity:
+            return make_call(q, k_cache[:, :used], v_cache[:, :used], *given, used, capacity, **others)
+        used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
+    is_dense = used is None and leftpad is None and table is None
+    others |= {"seqused_k": used, "leftpad_k": leftpad, "block_table": table, "is_dense": is_dense}
+    return make_call(q, k_cache, v_cache, *given, capacity, capacity, **others)
 
 
 def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:

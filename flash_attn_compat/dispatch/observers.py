@@ -41,11 +41,18 @@ def _are_seen(tensors: tuple[object, ...]) -> bool:
     """Whether operators are intercepted by a mode, a trace or a tensor's class; if not, tensors have memory."""
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
         return False
-    if any([isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors]):
-        return False  # the checks refuse nested tensors by name; an operator would not
+    if not are_strided(tensors):
+        return False
     flops.register_if_needed()
     sharding.register_if_needed()
     return count_modes() > 0 or tracing_state() is not None or any(map(_has_dispatch, tensors))
+
+
+def are_strided(values: tuple[object, ...]) -> bool:
+    """Whether no tensor is nested or sparse: an eager call refuses those by name, an operator would not."""
+    return is_dynamo_compiling() or not any(
+        [isinstance(x, Tensor) and (x.is_nested or x.layout != torch.strided) for x in values]
+    )
 
 
 def _has_dispatch(tensor: object) -> bool:

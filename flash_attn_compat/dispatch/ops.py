@@ -17,13 +17,13 @@ from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, dropout
-from flash_attn_compat.core.arguments import Keyed, keyed
 from flash_attn_compat.core.call import (
     GIVEN_LSE,
     NEEDS_GRAD,
     NO_TENSORS,
     RETURN_DMASK,
     RETURN_LSE,
+    RNG_STATE,
     SHARES_DROPOUT_MASK,
     TENSORS,
     TRANSFORMED,
@@ -38,34 +38,25 @@ from flash_attn_compat.core.torch_state import tracing_state, with_autograd
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, serve, sharding
 from flash_attn_compat.dispatch.autograd import differentiable_gradients, gradient_of_lse, gradient_of_slopes
+from flash_attn_compat.dispatch.call_cache import Keyed, keyed
 from flash_attn_compat.dispatch.observers import are_trained
-
-
-def attend(
-    tensors: Tensors, scalars: tuple[Any, ...], return_probs: bool, return_lse: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, softmax_lse, S_dmask), differentiable; the latter two have elements with return_probs.
-
-    return_lse: softmax_lse has elements in any case; tensors, scalars: as ``keyed`` takes them
-    """
-    return_dmask = return_probs and scalars[0] > 0.0
-    out, lse, dmask, _ = forward(tensors, scalars, return_dmask, return_probs or return_lse)
-    return out, lse, dmask
 
 
 def forward(
     tensors: Tensors, scalars: tuple[Any, ...], return_dmask: bool = False, return_lse: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, softmax_lse, S_dmask, rng_state); outputs that tracing shows to be unused have no elements."""
-    _check(tensors)
     q, k, v, slopes, *_ = tensors
     arguments, trains_slopes = _flatten(tensors, scalars), are_trained(slopes)
     drops = arguments[_DROPOUT_P] > 0.0
-    may_be_theirs = not trains_slopes and _only_modes_look_on(q, k, v)
-    if under_flash_attns_name is not None and may_be_theirs and not (drops and _goes_into_graph()):
-        found = under_flash_attns_name(arguments, return_dmask)
-        if found is not None:
-            return found
+    theirs = under_flash_attns_name
+    if theirs is not None and not (trains_slopes or is_compiling()) and tracing_state() is None:
+        # Where make_fx records, flash-attn's operators draw inside, so a compiler may merge two of them.
+        draws_in_graph = drops and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        if PLAIN.issuperset(map(type, (q, k, v))) and not draws_in_graph:
+            found = theirs(arguments, return_dmask)
+            if found is not None:
+                return found
     needs_grad = trains_slopes or _gradients_follow(q, k, v)
     asked = return_lse or needs_grad, return_dmask, needs_grad
     rng_state = _draw_rng_state(q) if drops else None
@@ -82,21 +73,6 @@ def _draw_rng_state(q: Tensor) -> Tensor | None:
     return dropout.new_rng_state(q.device)
 
 
-def _check(tensors: Tensors, upstream: BackwardInputs | None = None) -> None:
-    """Refuse nested and sparse tensors by name; PyTorch's own error would name no argument."""
-    if not is_compiling():
-        checks.are_dense(dict(zip(TENSORS, tensors)) | ({} if upstream is None else upstream._asdict()))
-
-
-def _only_modes_look_on(*tensors: Tensor) -> bool:
-    return not is_compiling() and tracing_state() is None and PLAIN.issuperset(map(type, tensors))
-
-
-def _goes_into_graph() -> bool:
-    """Whether make_fx records the call. flash-attn's operators draw inside, so a compiler may merge two of them."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-
-
 def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a backward may follow. Under torch.jit.trace always: the recording may be trained later."""
     asks = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -109,7 +85,6 @@ under_flash_attns_name: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | No
 
 def backward(tensors: Tensors, scalars: tuple[Any, ...], upstream: BackwardInputs) -> Gradients:
     """Return dq, dk and dv as new tensors."""
-    _check(tensors, upstream)
     # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
     dout, out, softmax_lse, rng_state, _, _ = upstream
     return Gradients(*backward_op(dout, out, softmax_lse, rng_state, None, *_flatten(tensors, scalars)))
@@ -189,7 +164,7 @@ def _results(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     build, tensors, scalars, flags = _keyed(arguments, flags)
     if rng_state is not None:
-        tensors = serve.with_rng_state(tensors, rng_state)
+        tensors = *(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state, *tensors[RNG_STATE + 1 :]
     out, lse, dmask, rng_state = serve.whole(build, tensors, scalars, flags)
     return out.contiguous(), lse, dmask, rng_state
 

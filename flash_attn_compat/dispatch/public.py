@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flash_attn_compat.core import checks, sinks
+from flash_attn_compat.core import checks, sinks, torch_state
 from flash_attn_compat.core.call import RETURN_LSE, RETURN_PROBS, SHARES_DROPOUT_MASK
 from flash_attn_compat.dispatch import autograd, ops
-from flash_attn_compat.dispatch.observers import must_be_one_operator, recording_flags
+from flash_attn_compat.dispatch.observers import are_strided, are_transformed, must_be_one_operator, recording_flags
 
 
 def attend(
@@ -23,12 +24,12 @@ def attend(
     inputs: (q, k, v), (q, kv) or (qkv,); others: the tensors behind v, in the order of TENSORS
     """
     if isinstance(softmax_scale, Tensor):
-        inputs, softmax_scale = autograd.scale_queries(inputs, softmax_scale)
-    is_one_operator = must_be_one_operator(inputs)
+        inputs, softmax_scale = _scale_queries(inputs, softmax_scale)
+    q, k, v = inputs if len(inputs) == 3 else _unpack(inputs)
+    is_one_operator = must_be_one_operator(inputs) and are_strided(others)
     flags = 0 if is_one_operator else recording_flags(inputs, others[0])
-    q, k, v = inputs if len(inputs) == 3 else autograd.unpack(inputs)
     if s_aux is not None:
-        sinks.check(s_aux, q, others[0])
+        sinks.check(s_aux, q.shape[-2], q.device, others[0])
         flags |= RETURN_LSE | SHARES_DROPOUT_MASK
     try:
         left, right = window_size
@@ -39,10 +40,56 @@ def attend(
         v_factor,
     )  # fmt: skip
     tensors = (q, k, v, *others)
-    if is_one_operator:
-        outputs = ops.attend(tensors, scalars, return_attn_probs, s_aux is not None)
-    else:
+    if not is_one_operator:
         outputs = autograd.attend(inputs, tensors, scalars, flags | RETURN_PROBS if return_attn_probs else flags)
+    else:
+        return_dmask = return_attn_probs and dropout_p > 0.0
+        outputs = ops.forward(tensors, scalars, return_dmask, return_attn_probs or s_aux is not None)[:3]
     if s_aux is not None:
         outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
     return outputs if return_attn_probs else outputs[0]
+
+
+def _scale_queries(inputs: tuple[Any, ...], scale: Tensor) -> tuple[tuple[Any, ...], Tensor | None]:
+    """Return inputs and softmax_scale, with a differentiable scale moved into the queries and None in its place.
+
+    Kernels take a number: they get the default scale, head_dim ** -0.5, and the queries are multiplied by the rest.
+    Both are returned unchanged if the scale needs no derivative.
+    """
+    queries = inputs[0]
+    wants_gradient = scale.requires_grad and torch.is_grad_enabled()
+    is_traced = torch.compiler.is_compiling() or torch_state.tracing_state() is not None
+    if not (wants_gradient or is_traced or are_transformed((scale,))):
+        return inputs, scale
+    if scale.numel() != 1 or not isinstance(queries, Tensor):
+        return inputs, scale  # the checks say what is wrong
+    if len(inputs) == 1 and (queries.dim() < 4 or queries.shape[-3] != 3):
+        return inputs, scale
+    q, *others = inputs if len(inputs) > 1 else queries.unbind(-3)
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))  # in which the scale's gradient is summed
+    return ((wide * (scale.reshape(()) * q.shape[-1] ** 0.5)).to(q.dtype), *others), None
+
+
+def _unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return q, k and v as views of (q, kv) or (qkv,), which hold them along the third axis from the end."""
+    *alone, packed = inputs
+    if alone:
+        _check_packed("kv", packed)
+    else:
+        _check_packed("qkv", packed)
+    return *alone, *packed.unbind(-3)
+
+
+def _check_packed(name: str, packed: Tensor) -> None:
+    checks.is_tensor(name, packed)
+    axis, expected = packed.dim() - 3, len(name)
+    if axis < 0:
+        raise IndexError(f"Dimension out of range: {name} must have at least 4 dimensions, got {tuple(packed.shape)}")
+    size = packed.shape[axis]
+    if size < expected:
+        raise IndexError(
+            f"index {expected - 1} is out of bounds for dimension {axis} with size {size}: {name} of shape "
+            f"{tuple(packed.shape)} must hold {expected} tensors along its third axis from the end"
+        )
+    if size > expected:
+        raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")

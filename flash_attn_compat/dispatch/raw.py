@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, unwritten
-from flash_attn_compat.core.arguments import Keyed, keyed
 from flash_attn_compat.core.call import (
     GIVEN_LSE,
     RETURN_DMASK,
@@ -27,7 +26,8 @@ from flash_attn_compat.core.call import (
 from flash_attn_compat.core.prepared import Tensors
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
-from flash_attn_compat.dispatch.observers import must_be_one_operator, recording_flags
+from flash_attn_compat.dispatch.call_cache import Keyed, keyed
+from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, recording_flags
 from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run, whole
 
 # rng_state describes the mask, and any backend may draw it again.
@@ -49,7 +49,7 @@ def forward(tensors: Tensors, scalars: Scalars, return_softmax: bool) -> Results
     q, k, v, slopes, *_ = tensors
     if return_softmax and checks.dropout(scalars.dropout_p) <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
-    if must_be_one_operator((q, k, v), False):
+    if must_be_one_operator((q, k, v), False) and are_strided(tensors[3:]):
         return ops.forward(tensors, scalars, bool(return_softmax))
     flags = _FORWARD | RETURN_DMASK if return_softmax else _FORWARD
     call = keyed(tensors, scalars, flags)
@@ -119,7 +119,7 @@ def backward(tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, writt
     """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do."""
     dout, out, lse = upstream[:3]
     q, starts_q = tensors[0], (*tensors, None)[4]
-    if must_be_one_operator((dout, *tensors[:3], out, lse), False):
+    if must_be_one_operator((dout, *tensors[:3], out, lse), False) and are_strided(tensors[3:]):
         with torch.no_grad():
             _write(ops.backward(tensors, scalars, upstream), written)
         delta = None
@@ -150,7 +150,9 @@ def _backward(call: Keyed, upstream: BackwardInputs, written: Written) -> Tensor
     dout, out, lse, given_state = upstream.dout, upstream.out, upstream.lse, upstream.rng_state
     upstream = BackwardInputs(dout.resolve_neg(), out.resolve_neg(), lse.resolve_neg(), given_state)
     rng_state = given_state if prepared.call.dropout_p else None
-    into = _places_for_kernels(written)
+    (dq, dk, dv), into = written, None
+    if not (dq is None or dk is None or dv is None or dq.is_neg() or dk.is_neg() or dv.is_neg()):
+        into = Gradients(dq, dk, dv)  # a kernel can write all three
     backend, found = gradients(
         prepared, backward_tensors(tensors, rng_state), upstream, into,
         lambda: checks.upstream(prepared.call.with_tensors(*tensors[:RNG_STATE]), upstream, *written),
@@ -160,14 +162,6 @@ def _backward(call: Keyed, upstream: BackwardInputs, written: Written) -> Tensor
     if into is None:
         _write(found.gradients, written)
     return found.delta
-
-
-def _places_for_kernels(written: Written) -> Gradients | None:
-    """Return the caller's gradients if a kernel can write all three: none is missing, none is a negated view."""
-    dq, dk, dv = written
-    if dq is None or dk is None or dv is None or dq.is_neg() or dk.is_neg() or dv.is_neg():
-        return None
-    return Gradients(dq, dk, dv)
 
 
 def _write(found: Gradients, targets: Written) -> None:

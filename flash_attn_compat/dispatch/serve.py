@@ -14,8 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, NegatedView
 from flash_attn_compat.core import checks, cuda_capture, torch_state
-from flash_attn_compat.core.append import after_append, by_operators
-from flash_attn_compat.core.arguments import hashable
+from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.call import (
     NO_TENSORS,
     RNG_STATE,
@@ -38,22 +37,26 @@ def find(
     """Return the prepared call of these arguments. The numbers in tensors pass their checks here.
 
     Args:
-        build, tensors, scalars, flags: as ``keyed`` in core/arguments.py returns them, or of a call over a cache; of
-            the scalars only bounds and longest lengths must be numbers already
+        build, tensors, flags: as ``keyed`` in call_cache.py returns them, or of a call over a cache
+        scalars: the fields of Scalars as the caller gave them, and further numbers of a call over a cache
         length: an int cache_seqlens for all sequences, which is in no key
     Raises:
         BackendNotSupported, CallRefused: no backend serves the call, or not the forced one
         RuntimeError, IndexError: an argument is malformed (core/checks.py); ValueError: an environment variable is
     """
+    # Bounds and longest lengths must be ints: 1.0 is no bound, and equals 1 in a key.
+    if not type(scalars[3]) is type(scalars[4]) is type(scalars[7]) is type(scalars[8]) is int:
+        scalars = call_cache.hashable(scalars)
     key, prepared = call_cache.look_up(build, tensors, scalars, flags)
     if prepared is None:
-        values = hashable(scalars)
+        values = call_cache.hashable(scalars)
         if values is not scalars:
             return find(build, tensors, values, flags, length)
         prepared = build(tensors, scalars, flags, length)
         if prepared.check is not None:
             prepared.check(tensors, length)
-        return _prepare(key, prepared)
+        prepared.key = key
+        return _prepare(prepared)
     if prepared.check is not None:
         prepared.check(tensors, length)
     return prepared
@@ -77,10 +80,11 @@ def run(
             build, scalars, flags, backend = prepared.build, prepared.scalars, prepared.flags, prepared.backend
             again = build(tensors, scalars, flags, length)
             if failure.appended is None:
-                prepared = _prepare(call_cache.look_up(build, tensors, scalars, flags)[0], again, backend, failure)
+                again.key = prepared.key
+                prepared = _prepare(again, backend, failure)
             else:  # nothing is written twice
                 _note(backend, again.call, failure)
-                tensors, length = after_append(tensors, length, failure.appended)
+                tensors, length = _after_append(tensors, length, failure.appended)
                 prepared = find(build, tensors, scalars, flags, length)
         else:
             if prepared.backend is not None:
@@ -111,6 +115,14 @@ def _without_negated_views(prepared: Prepared, tensors: Tensors) -> Tensors:
     return stored
 
 
+def _after_append(tensors: Tensors, length: int | None, q: Tensor) -> tuple[Tensors, int | None]:
+    """Return the tensors and the length of a call over a cache whose new keys are in the cache. q: as rotated"""
+    _, *others, lengths, leftpad, pages, k_descale, v_descale, bias, rng_state, k, _, _, _ = tensors
+    length = None if length is None else length + k.shape[1]
+    lengths = None if lengths is None else lengths + k.shape[1]
+    return (q, *others, lengths, leftpad, pages, k_descale, v_descale, bias, rng_state, None, None, None, None), length
+
+
 def whole(
     build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -123,19 +135,7 @@ def whole(
     lse = result.lse.contiguous() if prepared.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
-    return out, lse, dmask(prepared, tensors, rng_state), rng_state
-
-
-def dmask(prepared: Prepared, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
-    """Return S_dmask, without elements where the call does not ask for it."""
-    if not prepared.call.return_dmask:
-        return torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
-    return signed_probabilities(prepared.call.with_tensors(*tensors[:RNG_STATE]), rng_state)
-
-
-def with_rng_state(tensors: Tensors, rng_state: Tensor) -> Tensors:
-    """Return a call's tensors with ``rng_state``, whose dropout mask is used instead of a new one."""
-    return *(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state, *tensors[RNG_STATE + 1 :]
+    return out, lse, result.probabilities, rng_state
 
 
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
@@ -186,7 +186,7 @@ def differentiable_call(
     build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int, rng_state: Tensor | None
 ) -> AttentionCall:
     """Return the checked call of a transformed function. No backend is chosen: a forced one may lack derivatives."""
-    prepared = build(tensors, scalars, flags, None)
+    prepared = build(tensors, call_cache.hashable(scalars), flags, None)
     if prepared.check is not None:
         prepared.check(tensors, None)
     return prepared.call.with_tensors(*backward_tensors(tensors, rng_state))
@@ -198,10 +198,8 @@ def plain_gradients(call: AttentionCall, upstream: BackwardInputs) -> Gradients:
         return choice.choose_unforced(call).backward(call, upstream, None)
 
 
-def _prepare(
-    key: Key | None, prepared: Prepared, failed: Backend | None = None, failure: KernelsFailed | None = None
-) -> Prepared:
-    """Choose a backend for a checked call, prepare its run, and cache both under ``key``.
+def _prepare(prepared: Prepared, failed: Backend | None = None, failure: KernelsFailed | None = None) -> Prepared:
+    """Choose a backend for a checked call, prepare its run, and cache both under the call's key.
 
     Nothing is cached without a key or in a capture.
 
@@ -221,12 +219,14 @@ def _prepare(
         try:
             run = backend.prepare(prepared)
         except KernelsFailed as error:
-            return _prepare(key, prepared, backend, error)
+            return _prepare(prepared, backend, error)
+    if run is not None and call.return_dmask:
+        run = _with_dmask(run, prepared)
     if run is not None and torch_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
     prepared.seal(backend, run, tables)
-    if key is not None and not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
-        call_cache.keep(tables.calls, key, prepared)
+    if prepared.key is not None and not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
+        call_cache.keep(tables.calls, prepared.key, prepared)
     return prepared
 
 
@@ -242,14 +242,9 @@ def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | 
 
 
 def _prepare_backward(
-    prepared: Prepared,
-    key: Key | None,
-    tensors: Tensors,
-    upstream: BackwardInputs,
-    into: Gradients | None,
-    failed: Backend | None = None,
-    failure: KernelsFailed | None = None,
-) -> tuple[Backend, BackwardRun]:
+    prepared: Prepared, key: Key | None, tensors: Tensors, upstream: BackwardInputs, into: Gradients | None,
+    failed: Backend | None = None, failure: KernelsFailed | None = None,
+) -> tuple[Backend, BackwardRun]:  # fmt: skip
     """Choose a backend for the backward of a served call, prepare its run, and cache both under ``key``.
 
     Nothing is cached without a key, in a capture, or if a failure discarded the prepared calls meanwhile.
@@ -279,7 +274,7 @@ def _prepare_backward(
     except KernelsFailed as error:
         return _prepare_backward(prepared, key, tensors, upstream, into, backend, error)
     if not is_own:
-        run = _from_given_results(run)
+        run = _without_saved(run)
     if torch_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
     if key is not None and not cuda_capture.is_capturing(call.q.get_device()) and prepared.tables is tables:
@@ -287,7 +282,15 @@ def _prepare_backward(
     return backend, run
 
 
-def _from_given_results(run: BackwardRun) -> BackwardRun:
+def _with_dmask(run: Run, prepared: Prepared) -> Run:
+    def with_dmask(tensors: Tensors, length: int | None) -> Result:
+        result, call = run(tensors, length), prepared.call.with_tensors(*tensors[:RNG_STATE])
+        return result._replace(dmask=signed_probabilities(call, result.rng_state))
+
+    return with_dmask
+
+
+def _without_saved(run: BackwardRun) -> BackwardRun:
     return lambda tensors, upstream, into: run(tensors, upstream._replace(saved=()), into)
 
 

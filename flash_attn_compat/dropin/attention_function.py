@@ -39,14 +39,11 @@ def attention(
     # Under autocast, rotary embeddings leave queries and keys in fp32 beside values of half precision.
     q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
     window = -1 if sliding_window is None or k.shape[1] <= sliding_window else sliding_window - 1
-    options: dict[str, Any] = {
-        "dropout_p": dropout,
-        "softmax_scale": scaling,
-        "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
-        "window_size": (window, window),
-        "softcap": softcap or 0.0,
-        "s_aux": s_aux,
-    }
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options: dict[str, Any] = dict(
+        dropout_p=dropout, softmax_scale=scaling, causal=causal, window_size=(window, window), softcap=softcap or 0.0,
+        s_aux=s_aux,
+    )  # fmt: skip
     if attention_mask is not None:
         return _padded(q, k, v, attention_mask, options), None
     lengths: Any = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)

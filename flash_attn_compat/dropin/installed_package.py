@@ -89,7 +89,9 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
     ours = importlib.import_module(f"flash_attn_compat.{EXTENSION}")
     with ExitStack() as attempt:
         remember_modules(attempt)
-        _replace_raw_functions(ours, attempt)
+        loaded = sys.modules.setdefault(EXTENSION, ours)
+        for name in RAW_FUNCTIONS if loaded is not ours else ():
+            set_attribute(loaded, name, getattr(ours, name), attempt)
         try:
             package = _import_real(find_real_spec())
             interface = importlib.import_module("flash_attn.flash_attn_interface")
@@ -159,12 +161,6 @@ def _local_device(count: int) -> int:
     """Return the index of this process's GPU, as a launcher sets it, so that no other GPU gets a context."""
     rank = os.environ.get("LOCAL_RANK", "0")
     return int(rank) % count if rank.isdigit() else 0
-
-
-def _replace_raw_functions(ours: ModuleType, undo: ExitStack) -> None:
-    loaded = sys.modules.setdefault(EXTENSION, ours)
-    for name in RAW_FUNCTIONS if loaded is not ours else ():
-        set_attribute(loaded, name, getattr(ours, name), undo)
 
 
 def _add_kernels_off_cuda(interface: ModuleType) -> None:

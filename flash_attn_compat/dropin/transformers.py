@@ -162,7 +162,8 @@ def _skipped_code(module: ModuleType) -> list[ast.stmt]:
     imports = [
         statement
         for guard in tree.body
-        if isinstance(guard, ast.If) and _is_flash_attn_check(guard.test)
+        if isinstance(guard, ast.If) and isinstance(guard.test, ast.Call)
+        if isinstance(guard.test.func, ast.Name) and guard.test.func.id in _GUARDS
         for statement in guard.body
         if isinstance(statement, (ast.Import, ast.ImportFrom))
     ]
@@ -174,10 +175,6 @@ def _skipped_code(module: ModuleType) -> list[ast.stmt]:
         and any(isinstance(base, ast.Name) and base.id in names for base in statement.bases)
     ]
     return [*imports, *classes]
-
-
-def _is_flash_attn_check(test: ast.expr) -> bool:
-    return isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in _GUARDS
 
 
 def _restore_namespace(module: ModuleType, before: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from flash_attn_compat.core.arguments import Keyed, call_of, keyed
 from flash_attn_compat.core.call import (
     GIVEN_LSE,
     NEEDS_GRAD,
@@ -18,6 +17,7 @@ from flash_attn_compat.core.call import (
 )
 from flash_attn_compat.core.prepared import Prepared, Tensors
 from flash_attn_compat.dispatch import choice, heads_first, observers, serve
+from flash_attn_compat.dispatch.call_cache import Keyed, call_of, keyed
 
 KERNELS, PYTORCH = "fused", "pytorch"
 as_own = heads_first.as_own

@@ -112,13 +112,9 @@ def _prepare_inputs(
 
 
 def _build_plan(
-    call: AttentionCall,
-    upstream: BackwardInputs,
-    targets: Gradients,
-    kind: Kind,
-    splits: int | None = None,
+    call: AttentionCall, upstream: BackwardInputs, targets: Gradients, kind: Kind, splits: int | None = None,
     shared_grid: Sequence[bool] = (False,) * 3,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return a plan of three launches. Converted bf16 needs one more if the forward saved no maxima, and two more with
     copies: the same memory holds q and dout for dkdv, then k and v for dq.
 

@@ -22,13 +22,10 @@ def cache_fields(call: AttentionCall) -> dict[str, params.Value]:
     """Return the factors and the strides of descales as fields of struct Params; no field unless keys have 8 bits."""
     if not cache_macro(call.k):
         return {}
-    strides = {f"{name}_s": _descale_strides(getattr(call, name)) for name in params.TAIL_ADDRESSES}
-    return {"k_factor": call.k_factor, "v_factor": call.v_factor, **strides}
-
-
-def _descale_strides(descale: Tensor | None) -> tuple[int, int, int]:
-    """Return strides (batch, row, head) in elements; 0 for axes of one element."""
-    if descale is None:
-        return 0, 0, 0
-    batch, head = (stride if size > 1 else 0 for size, stride in zip(descale.shape, descale.stride()))
-    return batch, 0, head
+    fields: dict[str, params.Value] = {"k_factor": call.k_factor, "v_factor": call.v_factor}
+    for name in params.TAIL_ADDRESSES:
+        descale = getattr(call, name)
+        if descale is not None:
+            batch, head = (stride if size > 1 else 0 for size, stride in zip(descale.shape, descale.stride()))
+            fields[f"{name}_s"] = batch, 0, head
+    return fields

@@ -30,12 +30,7 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         80: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         96: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        128: (
-            Tile(16, 8, 1, 1),
-            Tile(16, 4, 1, 2, qk_in_regs=False),
-            Tile(16, 4, 1, 2),
-            Tile(32, 8, 1, 1, stages=3),
-        ),
+        128: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False), Tile(16, 4, 1, 2), Tile(32, 8, 1, 1, stages=3)),
         160: (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),
         192: (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),
     },

@@ -106,13 +106,9 @@ class ForwardPlan:
     """
 
     def __init__(
-        self,
-        call: AttentionCall,
-        kind: Kind,
-        new: Append | None = None,
-        splits: int | None = None,
+        self, call: AttentionCall, kind: Kind, new: Append | None = None, splits: int | None = None,
         shared_grid: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rows, group = launcher.max_rows(call), call.nheads // call.nheads_k
         self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout or kind.bias > 0)
         self.appends, self.appends_first = new is not None, False
@@ -175,7 +171,7 @@ class ForwardPlan:
         if self.appends:
             note_written(tensors[1:3])
         if not self.needs_grad:  # Result() takes three times as long
-            return _new_tuple(Result, (outputs["out"], outputs.get("lse"), rng_state, ()))
+            return _new_tuple(Result, (outputs["out"], outputs.get("lse"), rng_state, (), None))
         out, lse = outputs["out"], outputs.get("lse")
         # The backward takes the unshifted LSE first, then the maxima, then the results of the pass over a boolean mask.
         true_lse, saved = outputs.get("lse_true"), [outputs[name] for name in self.saved if name in outputs]

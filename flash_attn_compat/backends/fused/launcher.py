@@ -73,14 +73,9 @@ class Plan:
     """A sequence of launches over the same addresses."""
 
     def __init__(
-        self,
-        call: AttentionCall,
-        outputs: Sequence[Output],
-        launches: Sequence[Launch],
-        new: Append | None = None,
-        others: Mapping[str, Tensor] | None = None,
-        workspace: int = 0,
-    ) -> None:
+        self, call: AttentionCall, outputs: Sequence[Output], launches: Sequence[Launch], new: Append | None = None,
+        others: Mapping[str, Tensor] | None = None, workspace: int = 0,
+    ) -> None:  # fmt: skip
         """others: further inputs of a call, by their names in struct Params; workspace: bytes that splits need"""
         most = max(launches, key=lambda launch: launch.blocks, default=None)
         if most is not None and most.blocks > _MAX_BLOCKS:

@@ -94,13 +94,9 @@ def _test_digests() -> tuple[str, ...]:
 
 
 def find_forward_error(
-    kind: Kind,
-    place: torch.device,
-    run: Callable[..., dict[str, Tensor]],
-    few_rows: bool,
-    appends: bool,
+    kind: Kind, place: torch.device, run: Callable[..., dict[str, Tensor]], few_rows: bool, appends: bool,
     watch: Watch = contextlib.nullcontext,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Return the error of a forward or an append, or of the cache that it wrote; None if all results are right.
 
     run: takes a call, and an Append or None; returns out and softmax_lse, or the rotated q, by name
