@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from benchmarks.turing_sm.machine_code import Instruction
+from benchmarks.turing_sm.machine_code import PAIR, Instruction
 
 SCHEDULERS = 4
 LINE = 128  # bytes of a line of the instruction cache
@@ -203,7 +203,7 @@ class Simulation:
 
     def meet(self, warp: Warp, now: int, step: Instruction) -> None:
         """Let a warp wait for all warps of its block, or at a barrier of 64 threads for the other warp of its pair."""
-        of_pair = step.text.endswith("0x40")
+        of_pair = step.text.endswith(PAIR)
         waiting = self.arrived.setdefault((of_pair, warp.pair if of_pair else warp.block), [])
         waiting.append(warp)
         if len(waiting) < (2 if of_pair else self.block_size):

@@ -85,6 +85,9 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
     return max(loops, key=lambda loop: (count_products(loop), -len(loop)), default=[])
 
 
+PAIR = "0x40"  # threads of a barrier for two warps
+
+
 def usual_path(loop: list[Instruction], of_dp: bool = False) -> list[Instruction]:
     """Return the instructions of one turn of ``loop`` for a tile without masked scores.
 
@@ -110,6 +113,9 @@ def usual_path(loop: list[Instruction], of_dp: bool = False) -> list[Instruction
     while place is not None:
         path.append(loop[place])
         place = best[len(loop) - 1 - place][1]
+    of_pairs = [step for step in path if step.name == "BAR.SYNC" and step.text.endswith(PAIR)]
+    if of_dp and len(of_pairs) > 1:  # each warp of a pair has a barrier, and one is a predicate's instead of a branch's
+        path = [step for step in path if step not in of_pairs or not step.text.startswith("@")]
     return path
 
 
