@@ -20,6 +20,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.dispatch import call_cache
 from tests.calls import PROBLEMS, TABLE, Call, Prepared, Results
+from tests.support import seed_random_numbers
 
 Enter = Callable[[torch.device], contextlib.AbstractContextManager[object]]
 
@@ -126,7 +127,7 @@ def answer(call: Call, device: torch.device, state: State | None = None) -> tupl
     """Make a call; return its results, None if the named backend declines it, and complaints about changed state."""
     laid = call.prepare(device)
     before = {name: x.detach().clone() for name, x in laid.inputs.items()}
-    torch.manual_seed(7)
+    seed_random_numbers(7, device)
     random_numbers = random_state(device)
     complaints: list[str] = []
     results: list[Results | None] = []

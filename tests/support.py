@@ -57,6 +57,11 @@ def in_threads(work: Callable[[], object], count: int) -> None:
             done.result()
 
 
+def seed_random_numbers(seed: int, device: torch.device) -> None:
+    """As torch.manual_seed, which takes a millisecond without a GPU: it records its caller for each that is unused."""
+    (torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed)(seed)
+
+
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1000 * sum(shape))).to(dtype)
 

@@ -104,6 +104,7 @@ def test_a_device_that_fails_or_is_not_there_ends_no_process_badly() -> None:
     at_exit._pass_through_its_thread(torch.device("cuda", 99))
 
 
+@pytest.mark.thorough  # a new interpreter takes seconds; the copy above waits for the same thread
 def test_processes_that_end_right_after_a_backward_end_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert exits.main(["--runs", "1", "--device", "stand_in", "--only", "bare, mended"]) == 0
     assert '"well": 1' in capsys.readouterr().out

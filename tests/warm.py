@@ -119,7 +119,7 @@ def random_call(number: int, dtypes: tuple[str, ...]) -> WarmCall:
 
 def in_state(run: Callable[[], Answer], *states: str, seed: int = 0) -> Callable[[], Answer]:
     def run_in_state() -> Answer:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a millisecond
         try:
             with contextlib.ExitStack() as stack:
                 for state in filter(None, states):

@@ -18,8 +18,6 @@ from tests import fused_on_cpu
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers import modeling_flash_attention_utils as utilities
-
 from tests.clients.models import build, token_ids
 
 LAYERS = 2
@@ -55,6 +53,8 @@ class OfOurs:
 @pytest.fixture
 def step(patched, monkeypatch):
     """Calls of the last decoding step of a greedy generation."""
+    from transformers import modeling_flash_attention_utils as utilities  # not while tests are collected: it takes long
+
     fused_on_cpu.record(monkeypatch, number=75)
     monkeypatch.setattr(nvrtc.driver(), "launch", lambda *what: None)
     model = build("llama", "flash_attention_2", torch.float16)

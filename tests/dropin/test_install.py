@@ -60,7 +60,6 @@ print(json.dumps([torch_at_start, spec.origin, flash_attn.__version__, m.version
         wanted = ("install", "--no-index", "--no-deps", "--dry-run", "flash-attn>=2.5,<3")
         answer = installed_environment.pip(*wanted)
         assert answer.returncode == 0 and "already satisfied" in answer.stdout, answer.stdout + answer.stderr
-        assert "flash_attn/__init__.py" in installed_environment.pip("show", "-f", "flash_attn").stdout
 
 
 def test_installing_again_changes_nothing_and_either_uninstall_removes_every_trace(installed_environment):
