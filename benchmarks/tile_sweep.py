@@ -83,7 +83,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         "forward": (Tile(64, 4, 1, 3, v_early=True), Tile(64, 4, 1, 4, v_early=True), Tile(64, 4, 1, 3)),
         "dkdv": (Tile(64, 4, 1, 3),),
         "dq": (Tile(64, 4, 1, 3),),
-        "few_keys": (Tile(32, 4, 1, 3, **_SHARED), Tile(64, 4, 1, 2, **_SHARED), Tile(64, 4, 1, 3, **_SHARED)),
+        "few_keys": (Tile(32, 4, 1, 3, **_SHARED), Tile(64, 4, 1, 2, **_SHARED)),
     },
     64: {
         "forward": (
@@ -100,11 +100,10 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
             Tile(32, 2, 2, 4),
         ),
         "few_keys": (
-            *(Tile(32, 4, 1, blocks, **_SHARED) for blocks in (2, 3, 4)), Tile(32, 2, 2, 4, **_SHARED),
-            Tile(64, 4, 1, 2, qk_in_regs=False, ds_over_q=True), Tile(64, 4, 1, 2, **_SHARED),
-            Tile(16, 4, 1, 3, **_SHARED),
-            Tile(16, 4, 1, 3, qk_in_regs=False), Tile(32, 4, 2, 1, **_SHARED), Tile(32, 8, 1, 1, **_SHARED),
-            Tile(64, 8, 1, 1, qk_in_regs=False), Tile(64, 8, 1, 1, **_SHARED), Tile(16, 4, 2, 2, **_SHARED),
+            Tile(64, 4, 1, 2, qk_in_regs=False, ds_over_q=True), Tile(32, 4, 1, 2, qk_in_regs=False, ds_over_q=True),
+            Tile(32, 4, 1, 2, qk_in_regs=False), Tile(16, 4, 1, 3, qk_in_regs=False),
+            Tile(64, 8, 1, 1, qk_in_regs=False), Tile(32, 8, 1, 1, qk_in_regs=False), Tile(32, 4, 2, 1, **_SHARED),
+            Tile(16, 4, 2, 1, **_SHARED),
         ),
     },
     80: {

@@ -68,6 +68,7 @@ def _serve(requests: Iterable[str], answers: IO[str]) -> None:
         for request in json.loads(line):
             children.append(os.fork())
             if not children[-1]:
+                _renew_threads()
                 status = _run(*request)
                 sys.stdout.flush()
                 os._exit(status)
@@ -87,6 +88,11 @@ def _import_torch() -> None:
     with contextlib.suppress(ImportError):
         import torch._dynamo  # which much of PyTorch and of its clients imports
     torch.set_num_threads(1)
+
+
+def _renew_threads() -> None:
+    """PyTorch's pool of threads does not live in a copy. Two threads that renew it at once may find none."""
+    sys.modules["torch"].set_num_threads(1)
 
 
 def _run(code: str, out: str, error: str, variables: dict[str, str]) -> Any:
