@@ -235,7 +235,9 @@ IN_FP16 = """
 WINDOW = train(window_size=(9, 3))
 WRONG = {
     "a window one key too wide": ("forward.cu", "position + range.after)", "position + range.after + 1)", WINDOW),
-    "scores kept in fp16": ("forward.cu", "k_at);\n", f"k_at);\n{IN_FP16}", train()),
+    "scores kept in fp16": (
+        "forward.cu", "v_tile, step);\n      });\n", f"v_tile, step);\n      }});\n{IN_FP16}", train()
+    ),
     "scores kept in fp16 by a decode": ("decode.cu", "w));\n  }\n", f"w));\n  }}\n{IN_FP16}", decode_step(0)),
     "scores kept in fp16 by a step that appends": (
         "decode.cu", "w));\n  }\n", f"w));\n  }}\n{IN_FP16}", decode_step(1)
