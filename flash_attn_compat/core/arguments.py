@@ -30,7 +30,10 @@ _BIAS = TENSORS.index("bias") - 4  # behind the slopes
 
 
 def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
-    """Check a dense call and return it without a backend."""
+    """Check a dense call and return it without a backend. Raises RuntimeError or IndexError for malformed arguments.
+
+    length: not used, since no dense call has a cache
+    """
     q, k, v, slopes, *others = tensors
     checks.dense(q, k, v)
     lengths = q.shape[0], q.shape[1], k.shape[1], k.shape[1]

@@ -140,7 +140,10 @@ def _explain_os_errors(place: Path, command: str, is_default: bool) -> Iterator[
 
 @contextlib.contextmanager
 def _lock_directory(place: Path) -> Iterator[None]:
-    """Wait for other installs and uninstalls in the directory, if the system can lock directories."""
+    """Hold a lock on the directory that other installs and uninstalls wait for, if the system has such locks.
+
+    Raises OSError if the directory cannot be opened.
+    """
     try:
         import fcntl
     except ImportError:  # Windows
@@ -211,7 +214,10 @@ def _move_into_place(stage: Path, place: Path, names: list[str]) -> None:
 
 
 def _ours_in(place: Path) -> list[Path]:
-    """Return the files that install() wrote, judged by their content: a RECORD may name another package's file."""
+    """Return the files that install() wrote, without compiled ones and INSTALLER last.
+
+    They are judged by their content: a RECORD may name another package's file.
+    """
     names = _known_names()
     for dist_info in installed(place):
         with open(dist_info / "RECORD", newline="", encoding="utf-8", errors="replace") as record:

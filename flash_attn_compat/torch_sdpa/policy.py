@@ -98,7 +98,10 @@ def check_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int], drops:
 
 
 def _largest_index(mask: Tensor, copy_stride: int) -> int:
-    """Return the largest number that kernels hold in an int: strides of the mask or of its copy, or its row count."""
+    """Return the largest number that kernels hold in an int: strides of the mask or of its copy, or its row count.
+
+    copy_stride: of a head in the copy, rows * keys, which counts if kernels copy the mask; a batch's stride is no int
+    """
     strides = [stride for size, stride in zip(mask.shape[-3:], mask.stride()[-3:]) if size > 1]
     is_copied = mask.stride(-1) != 1 and mask.dtype is not torch.bool
     return max(*strides, mask.shape[:-1].numel(), copy_stride * is_copied)

@@ -83,9 +83,9 @@ def fills_gpu(rows: int, keys: int, heads: int, processors: int) -> bool:
 
 
 def takes_small_tiles(rows: int, head_dim: int, local: bool) -> bool:
-    """Return whether small tiles pay on Turing for sequences of ``rows``: tall ones would be emptier, or hide more.
+    """Return whether small tiles pay on Turing: tall ones would be emptier, or hide more, or be no faster (_ALIKE).
 
-    local: under a causal mask, or in a window
+    rows: of the longest sequence; head_dim: the larger one; local: under a causal mask, or in a window
     """
     tiles = -(-rows // variants.FEW_ROWS)
     if tiles % 2:

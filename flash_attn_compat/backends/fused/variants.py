@@ -225,7 +225,7 @@ def _rounded(kind: Kind, tile: Tile) -> Kind:
 
 
 def decode(kind: Kind) -> Variant:
-    """Takes 64 channels at once; channels that do not exist are not loaded."""
+    """The decode kernel, which takes 64 channels at once; channels that do not exist are not loaded."""
     D = -(-kind.size // 64) * 64
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED", "CACHE", D=D)
     few_registers = D == 64 and kind.vec == 8
