@@ -28,9 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.kernel_tiles import format_tile, replace_result
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends.fused import aot, nvrtc, variants
-from flash_attn_compat.backends.fused.grids import takes_small_tiles
+from flash_attn_compat.backends.fused.grids import choose_one_tile, takes_small_tiles
 from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.backends.fused.variants import FP16, ONE_TILE, Kind
+from flash_attn_compat.backends.fused.variants import FP16, Kind
 from verify.graphs import capture
 from verify.timing import Failed, Job, attempt, fastest, free_memory
 
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
         return f"d{self.head_dim} {self.batch} x {self.seqlen}, {self.heads} heads" + " causal" * self.causal
 
     def kind(self, number: int) -> Kind:
-        few_keys = next((keys for keys, sizes in ONE_TILE.items() if self.seqlen <= keys and self.head_dim in sizes), 0)
+        few_keys = choose_one_tile(self.seqlen, self.seqlen, self.head_dim, self.batch * self.heads, processors=1)
         few_rows = takes_small_tiles(self.seqlen, self.head_dim, self.causal)
         kind = Kind(number, FP16, self.head_dim, local=self.causal, few_rows=few_rows, short=64 * (self.seqlen <= 64))
         return kind._replace(few_keys=few_keys if number < 80 else 0)

@@ -179,7 +179,7 @@ def decline_reason(policy: Policy, problem: Problem, is_recorded: bool) -> str |
     reason = check_size(policy, q, *size, bias, is_causal, is_recorded)
     if reason is not None:
         return reason
-    if bias is not None and (problem.is_packed or problem.seqlen_k is not None or problem.custom_mask_type != NO_MASK):
+    if bias is not None and (problem.is_packed or problem.seqlen_k is not None or is_causal):
         return "it has a mask, and is causal or packed too"
     if problem.dropout_p != 0.0:
         return "it has dropout, and PyTorch's kernels would draw another mask in the backward"

@@ -21,7 +21,7 @@ RECORDED = 4
 # Biases are read from memory: at twice the least products, 0.95 of the speed of PyTorch's kernel.
 BIASED = 2
 LEAST_KEYS = 2048
-# GPU time on an H100, as a Turing GPU, of 512 sequences, as a share of PyTorch's kernel: the shapes below took 1.02 to
+# GPU time on an H100, as a Turing GPU, of 512 sequences, as a share of PyTorch's kernel: the shapes below took 1.01 to
 # 1.08 times as long with gradients, and 1.03 to 1.5 times without; of their neighbours all took at most as long. On an
 # H200, biases that differ in each sequence and head took up to 1.4 times as long, 1.7 with gradients: PyTorch's kernel
 # reads them once.
