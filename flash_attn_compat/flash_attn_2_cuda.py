@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_compat.core import checks
 from flash_attn_compat.core.arguments import split_descales
-from flash_attn_compat.core.call import BackwardInputs, Scalars
+from flash_attn_compat.core.call import BackwardInputs, DenseInputs, PackedInputs, Scalars
 from flash_attn_compat.dispatch import kvcache, raw
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
@@ -56,7 +57,7 @@ def fwd(
     _check_generator(gen_)
     _check_out(out_, q)
     scalars = Scalars(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap)
-    out, *rest = raw.forward((q, k, v, alibi_slopes_), scalars, return_softmax)
+    out, *rest = raw.forward(DenseInputs(q, k, v, alibi_slopes_), scalars, return_softmax)
     return [_written(out, out_), *rest]
 
 
@@ -97,7 +98,9 @@ def varlen_fwd(
     _check_generator(gen_)
     _check_out(out_, q)
     descales, factors = split_descales(k_descale, v_descale)
-    tensors = q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, *descales
+    tensors = PackedInputs(
+        q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, *descales
+    )  # fmt: skip
     scalars = Scalars(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, False, max_seqlen_q,
         max_seqlen_k, *factors,
@@ -137,7 +140,7 @@ def bwd(
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
     scalars = Scalars(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic)
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
-    return [dq, dk, dv, raw.backward((q, k, v, alibi_slopes_), scalars, upstream, (dq, dk, dv))]
+    return [dq, dk, dv, raw.backward(DenseInputs(q, k, v, alibi_slopes_), scalars, upstream, (dq, dk, dv))]
 
 
 @_unrecorded
@@ -173,7 +176,8 @@ def varlen_bwd(
     """
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
-    tensors = q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k
+    checks.is_given("cu_seqlens_q", cu_seqlens_q)
+    tensors = PackedInputs(q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k)
     scalars = Scalars(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, max_seqlen_q,
         max_seqlen_k,

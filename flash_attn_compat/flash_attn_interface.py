@@ -129,7 +129,7 @@ def flash_attn_func(
         IndexError: a tensor has too few dimensions
     """
     return attend(
-        (q, k, v), (alibi_slopes,), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        (q, k, v), alibi_slopes, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs, s_aux=s_aux,
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ def flash_attn_kvpacked_func(
     The other arguments, results and errors are those of flash_attn_func.
     """
     return attend(
-        (q, kv), (alibi_slopes,), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        (q, kv), alibi_slopes, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -201,7 +201,7 @@ def flash_attn_qkvpacked_func(
     The other arguments, results and errors are those of flash_attn_func.
     """
     return attend(
-        (qkv,), (alibi_slopes,), dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        (qkv,), alibi_slopes, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -267,15 +267,13 @@ def flash_attn_varlen_func(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together, cu_seqlens not int32 or not contiguous
     """
-    others: tuple[Any, ...] = alibi_slopes, cu_seqlens_q, cu_seqlens_k
     k_factor = v_factor = 1.0
-    if block_table is not None or k_descale is not None or v_descale is not None:
-        seqused_k = leftpad_k = None
-        descales, (k_factor, v_factor) = split_descales(k_descale, v_descale)
-        others = *others, seqused_k, leftpad_k, block_table, *descales
+    if k_descale is not None or v_descale is not None:
+        (k_descale, v_descale), (k_factor, v_factor) = split_descales(k_descale, v_descale)
     return attend(
-        (q, k, v), others, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
-        max_seqlen_q, max_seqlen_k, s_aux, k_factor, v_factor,
+        (q, k, v), alibi_slopes, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs, s_aux, True, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table,
+        k_descale, v_descale, k_factor, v_factor,
     )  # fmt: skip
 
 
@@ -316,8 +314,8 @@ def flash_attn_varlen_kvpacked_func(
     The other arguments, results and errors are those of flash_attn_varlen_func.
     """
     return attend(
-        (q, kv), (alibi_slopes, cu_seqlens_q, cu_seqlens_k), dropout_p, softmax_scale, causal, window_size, softcap,
-        deterministic, return_attn_probs, max_seqlen_q, max_seqlen_k,
+        (q, kv), alibi_slopes, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs, None, True, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
 
 
@@ -355,8 +353,8 @@ def flash_attn_varlen_qkvpacked_func(
     The other arguments, results and errors are those of flash_attn_varlen_func.
     """
     return attend(
-        (qkv,), (alibi_slopes, cu_seqlens, cu_seqlens), dropout_p, softmax_scale, causal, window_size, softcap,
-        deterministic, return_attn_probs, max_seqlen, max_seqlen,
+        (qkv,), alibi_slopes, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs, None, True, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
     )  # fmt: skip
 
 

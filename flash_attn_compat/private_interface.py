@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core.arguments import split_descales
-from flash_attn_compat.core.call import BackwardInputs, Scalars
+from flash_attn_compat.core.call import BackwardInputs, DenseInputs, PackedInputs, Scalars, new_inputs
+from flash_attn_compat.core.checks import is_given
 from flash_attn_compat.core.scores import key_block_size, round_up
 from flash_attn_compat.dispatch.raw import backward, forward, varlen_forward
 
@@ -52,7 +53,7 @@ def _flash_attn_forward(
     int64 reproduces the dropout mask in _flash_attn_backward.
     """
     scalars = Scalars(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
-    return forward((q, k, v, alibi_slopes), scalars, return_softmax)
+    return forward(new_inputs(DenseInputs, (q, k, v, alibi_slopes, None, None)), scalars, return_softmax)
 
 
 def _flash_attn_varlen_forward(
@@ -89,7 +90,9 @@ def _flash_attn_varlen_forward(
     k_descale, v_descale [not in flash-attn 2]: of 8-bit k and v, as in flash_attn_varlen_func
     """
     descales, factors = split_descales(k_descale, v_descale)
-    tensors = q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *descales
+    tensors = new_inputs(PackedInputs, (
+        q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *descales, None,
+    ))  # fmt: skip
     scalars = Scalars(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False, max_seqlen_q,
         max_seqlen_k, *factors,
@@ -127,7 +130,8 @@ def _flash_attn_backward(
     """
     scalars = Scalars(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
-    return backward((q, k, v, alibi_slopes), scalars, upstream, (dq, dk, dv))
+    tensors = new_inputs(DenseInputs, (q, k, v, alibi_slopes, None, None))
+    return backward(tensors, scalars, upstream, (dq, dk, dv))
 
 
 def _flash_attn_varlen_backward(
@@ -164,7 +168,8 @@ def _flash_attn_varlen_backward(
         max_seqlen_k,
     )  # fmt: skip
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
-    return backward((q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k), scalars, upstream, (dq, dk, dv))
+    is_given("cu_seqlens_q", cu_seqlens_q)
+    return backward(PackedInputs(q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k), scalars, upstream, (dq, dk, dv))
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

@@ -179,10 +179,12 @@ def emulate(
     by_thread: dict[int, list[Tensor]] = defaultdict(list)  # or they would push each other's out
     run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, workspaces.acquire
 
-    def known_run(plan: launcher.Plan, tensors: Sequence[Any], *others: Any) -> dict[str, Tensor]:
-        given = *tensors, *others[1:]  # behind the length
-        by_thread[threading.get_ident()].extend(tensor for tensor in given if tensor is not None)
-        return run(plan, tensors, *others)
+    def known_run(
+        plan: launcher.Plan, tensors: Any, length: Any = None, given_out: Any = None, others: Sequence[Any] = ()
+    ) -> dict[str, Tensor]:  # fmt: skip
+        given = *tensors, given_out, *others
+        by_thread[threading.get_ident()].extend(tensor for tensor in given if isinstance(tensor, Tensor))
+        return run(plan, tensors, length, given_out, others)
 
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = empty(*args, **kwargs)

@@ -24,7 +24,15 @@ from torch import Tensor
 from flash_attn_compat.backends import base, official, smoke_test, torch_efficient, torch_flash
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import checks
-from flash_attn_compat.core.call import RETURN_LSE, AttentionCall, BackwardInputs, Gradients, Scalars
+from flash_attn_compat.core.call import (
+    RETURN_LSE,
+    AttentionCall,
+    BackwardInputs,
+    DenseInputs,
+    Gradients,
+    PackedInputs,
+    Scalars,
+)
 from flash_attn_compat.core.mask import Mask
 from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.dispatch.call_cache import call_of
@@ -215,10 +223,10 @@ def as_call(given: Launch) -> AttentionCall:
     assert given.scale is None or given.scale > 0
     scalars = Scalars(given.dropout_p, given.scale, softcap=given.softcap)
     if given.cu_q is None or given.cu_k is None:
-        call = call_of((*tensors, given.slopes), scalars, RETURN_LSE)
+        call = call_of(DenseInputs(*tensors, given.slopes), scalars, RETURN_LSE)
     else:
         scalars = scalars._replace(max_seqlen_q=given.max_q, max_seqlen_k=given.max_k)
-        call = call_of((*tensors, given.slopes, given.cu_q, given.cu_k), scalars, RETURN_LSE)
+        call = call_of(PackedInputs(*tensors, given.slopes, given.cu_q, given.cu_k), scalars, RETURN_LSE)
     return call._replace(mask=Mask(*(None if side < 0 else side for side in (given.left, given.right))))
 
 

@@ -17,7 +17,7 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.core.call import PackedInputs, Scalars
 from flash_attn_compat.dispatch import kvcache, ops
 from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
@@ -204,7 +204,7 @@ def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, layout: st
     if layout == "packed":
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         starts, scalars = (cumulative(3, 7), cumulative(9, 9)), scalars._replace(max_seqlen_q=7, max_seqlen_k=9)
-    arguments = ops._flatten((q, k, v, None, *starts), scalars)
+    arguments = ops._flatten(PackedInputs(q, k, v, None, *starts), scalars)
     checks = ("test_schema", "test_faketensor")
     rng_state = torch.tensor([5, 7]) if option == "dropout" else None
     asked = True, option == "dropout", True, rng_state

@@ -29,6 +29,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
 from flash_attn_compat.core import features
+from flash_attn_compat.core.call import DenseInputs
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.dispatch.call_cache import call_of
@@ -64,7 +65,7 @@ def test_use_backend_ends_with_its_block_and_does_not_reach_other_threads() -> N
 def test_backends_behind_the_serving_one_are_not_asked(forced: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is installed and not wanted costs nothing: the real flash-attn takes seconds to load."""
     q, k, v = qkv()
-    call = call_of((q, k, v, None))
+    call = call_of(DenseInputs(q, k, v))
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(call.traits()))
     served = forced or next(backend.name for backend in ordered if not backend.reasons(call.traits()))
     asked: list[str] = []
@@ -265,7 +266,7 @@ def beyond(table: Capabilities, features: Feature) -> Iterator[Change]:
 def test_a_missing_capability_is_a_reason(backend: Backend) -> None:
     table = backend.capabilities
     device = "cuda" if table.devices is None or "cuda" in table.devices else "cpu"
-    served = call_of((*qkv(dtype=torch.float16), None)).traits()
+    served = call_of(DenseInputs(*qkv(dtype=torch.float16))).traits()
     served = served._replace(device_type=device, capability=(9, 0) if device == "cuda" else None)
     usual = backend.reasons(served)
     for change, words in beyond(table, Feature(served.features)):
@@ -310,7 +311,7 @@ NARROW, WIDE = {"head_dim": 64, "head_dim_v": 64}, {"head_dim": 128, "head_dim_v
 def test_our_kernels_come_before_pytorchs_where_they_were_measured_to_be_faster(
     features: Feature, changes: dict[str, Any], first: str
 ) -> None:
-    traits = call_of((*qkv(dtype=torch.float16), None)).traits()
+    traits = call_of(DenseInputs(*qkv(dtype=torch.float16))).traits()
     traits = traits._replace(device_type="cuda", capability=(9, 0), features=int(features))._replace(**changes)
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
     assert [backend.name for backend in ordered][:2] == ["official", first]

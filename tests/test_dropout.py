@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
-from flash_attn_compat.core.call import NEEDS_GRAD, Scalars
+from flash_attn_compat.core.call import NEEDS_GRAD, DenseInputs, PackedInputs, Scalars
 from flash_attn_compat.dispatch.call_cache import call_of
 from flash_attn_compat.flash_attn_interface import _get_block_size_n
 from tests.support import cumulative, on_backend, qkv, randn
@@ -38,9 +38,9 @@ def test_a_call_that_is_not_recorded_goes_to_the_backend_of_its_recorded_one(
     is_packed: bool, deterministic: bool
 ) -> None:
     """A reentrant checkpoint records its recomputation only, and two backends may draw two masks."""
-    tensors, scalars = (*qkv(), None), Scalars(dropout_p=0.1, deterministic=deterministic)
+    tensors, scalars = DenseInputs(*qkv()), Scalars(dropout_p=0.1, deterministic=deterministic)
     if is_packed:
-        tensors = (*(x.flatten(0, 1) for x in qkv()), None, cumulative(7, 7), cumulative(7, 7))
+        tensors = PackedInputs(*(x.flatten(0, 1) for x in qkv()), None, cumulative(7, 7), cumulative(7, 7))
         scalars = scalars._replace(max_seqlen_q=7, max_seqlen_k=7)
     unrecorded, recorded = (call_of(tensors, scalars, flags).traits() for flags in (0, NEEDS_GRAD))
     assert unrecorded == recorded

@@ -17,7 +17,7 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_compat.backends.fused import Fused, launcher, nvrtc, self_test, variants
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.call import AttentionCall, DenseInputs
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.dispatch.call_cache import call_of
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
@@ -32,7 +32,7 @@ HALF = torch.float16
 
 def traits(**changes: Any) -> Traits:
     q = torch.zeros(1, 2, 2, 64, dtype=HALF)
-    return call_of((q, q, q, None)).traits()._replace(**{"device_type": "cuda", "capability": (7, 5), **changes})
+    return call_of(DenseInputs(q, q, q)).traits()._replace(**{"device_type": "cuda", "capability": (7, 5), **changes})
 
 
 def qkv() -> tuple[Tensor, Tensor, Tensor]:

@@ -25,9 +25,9 @@ from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.fused import forward, launcher, nvrtc, variants, workspaces
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.core import cuda_capture, torch_state
-from flash_attn_compat.core.call import Scalars
-from flash_attn_compat.dispatch import call_cache, kvcache
+from flash_attn_compat.core import cache_arguments, cuda_capture, torch_state
+from flash_attn_compat.core.call import CacheInputs, DenseInputs, Scalars
+from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.dispatch.call_cache import call_of
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
@@ -60,7 +60,7 @@ def freed(size: int) -> Tensor:
 def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
     q, other = half(1, 1, 1, 8), tensor.view(1, 1, 1, 8)
     with pytest.raises(RuntimeError, match=rf"v must be torch.float16 on cpu, got {other.dtype} on {other.device}"):
-        launcher.Plan(call_of((q, q, q, None))._replace(v=other), [], [])
+        launcher.Plan(call_of(DenseInputs(q, q, q))._replace(v=other), [], [])
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
 @pytest.mark.usefixtures("launches")
 def test_an_address_of_too_little_memory_is_refused(tensor: Tensor) -> None:
     q = half(1, 1, 1, 8)
-    plan = launcher.Plan(call_of((q, q, q, None)), [], [])
+    plan = launcher.Plan(call_of(DenseInputs(q, q, q)), [], [])
     with pytest.raises(RuntimeError, match=r"q must have 16 bytes .*shape"):
-        plan.run((tensor, q, q))
+        plan.run(DenseInputs(tensor, q, q))
 
 
 WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode().from_tensor(tensor)}
@@ -84,14 +84,14 @@ WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode(
 @pytest.mark.parametrize("name", "qkv")
 def test_a_tensor_without_memory_is_never_launched(name: str, what: str, launches: LaunchRecord) -> None:
     q, variant = half(1, 90, 4, 64), variants.forward(Kind(75, variants.FP16, 64))
-    plan = launcher.Plan(call_of((q, q, q, None)), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
+    plan = launcher.Plan(call_of(DenseInputs(q, q, q)), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
     given = {"q": q, "k": q, "v": q}
-    plan.run(tuple(given.values()))
+    plan.run(DenseInputs(**given))
     with pytest.raises(RuntimeError, match=rf"{name} must be a tensor with memory of its own; got (W|F)"):
-        plan.run(tuple((given | {name: WITHOUT_MEMORY[what](q)}).values()))
+        plan.run(DenseInputs(**given | {name: WITHOUT_MEMORY[what](q)}))
     is_fake = pytest.raises(RuntimeError, match=r"out must be .*; got FakeTensor")
     with FakeTensorMode(allow_non_fake_inputs=True), is_fake:
-        plan.run(tuple(given.values()))
+        plan.run(DenseInputs(**given))
     assert launches.entries == ["forward"]
 
 
@@ -390,8 +390,10 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
     }
     q, k_cache, v_cache, *new = given.values()
     lengths = torch.zeros(2, dtype=torch.int32, device="meta")
-    tensors = q, k_cache, v_cache, None, None, None, lengths, *[None] * 6, *new
-    run = forward.prepare(kvcache.over_cache(tensors, (*Scalars(causal=True), True, 0, False, False, None), 0, None))
+    tensors = CacheInputs(q, k_cache, v_cache, None, lengths, None, None, None, None, *new)
+    run = forward.prepare(
+        cache_arguments.over_cache(tensors, (*Scalars(causal=True), True, 0, False, False, None), 0, None)
+    )
     if far is not None and far.endswith("cache"):
         assert run is None
     else:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_with_kvcache, use_backend
 from flash_attn_compat.core import sinks
-from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.core.call import PackedInputs, Scalars
 from flash_attn_compat.dispatch import kvcache, raw
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
@@ -19,10 +19,10 @@ SCALARS = Scalars(causal=True, max_seqlen_q=33, max_seqlen_k=33)
 no_emulator = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 
-def tensors() -> tuple[Tensor | None, ...]:
+def tensors() -> PackedInputs:
     """A packed call's: two tokens more than the sequences have."""
     q, k, v = torch.randn(3, 40, 2, 32, generator=torch.Generator().manual_seed(0)).half()
-    return q, k, v, None, STARTS, STARTS
+    return PackedInputs(q, k, v, None, STARTS, STARTS)
 
 
 def expected() -> Tensor:
@@ -58,7 +58,7 @@ def test_any_other_result_is_copied(turing: LaunchRecord, layout: str) -> None:
     if layout == "copied inputs":
         q = q.mT.contiguous().mT
     with use_backend("reference" if layout == "another backend" else "fused"):
-        raw.forward_into(out, (q, *others), SCALARS)
+        raw.forward_into(out, PackedInputs(q, *others), SCALARS)
     torch.testing.assert_close(out[:38], expected()[:38], rtol=1e-2, atol=2e-3)
     assert memory[..., 32:].isnan().all()
 
@@ -87,7 +87,7 @@ def test_the_decode_kernel_over_pages_writes_to_the_given_out(turing: LaunchReco
 def test_without_keys_the_given_out_is_zero(turing: LaunchRecord) -> None:
     q, k, v, *_ = tensors()
     out, none = torch.full_like(q, torch.nan), torch.zeros(3, dtype=torch.int32)
-    raw.forward_into(out, (q, k[:0], v[:0], None, STARTS, none), SCALARS)
+    raw.forward_into(out, PackedInputs(q, k[:0], v[:0], None, STARTS, none), SCALARS)
     assert not out.any()
 
 

@@ -229,8 +229,8 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
         lasting, look_up = call_cache.empty_tables(), call_cache.look_up
         asked: list[tuple[tuple[Any, ...], Any, bool]] = []
 
-        def seen(build: Any, tensors: Any, scalars: tuple[Any, ...], flags: int) -> Any:
-            key, known = look_up(build, tensors, scalars, flags)
+        def seen(tensors: Any, scalars: tuple[Any, ...], flags: int) -> Any:
+            key, known = look_up(tensors, scalars, flags)
             asked.append((scalars, key, known is not None))
             return key, known
 

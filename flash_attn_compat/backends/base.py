@@ -19,9 +19,17 @@ from torch import Tensor
 
 from flash_attn_compat.core import alibi, dropout
 from flash_attn_compat.core.append import by_operators
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
+from flash_attn_compat.core.call import (
+    NO_INPUTS,
+    AttentionCall,
+    BackwardInputs,
+    BackwardResult,
+    Gradients,
+    Inputs,
+    Result,
+)
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
-from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto, Tensors
+from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto
 from flash_attn_compat.core.traced_lengths import HiddenLayout, has_hidden_lengths
 from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block, with_folded_factor
 
@@ -137,7 +145,7 @@ class Backend(abc.ABC):
         if not prepared.is_over_cache:
             return lambda tensors, length: forward(bind(tensors, length)[0])
 
-        def run(tensors: Tensors, length: int | None) -> Result:
+        def run(tensors: Inputs, length: int | None) -> Result:
             with torch.no_grad():
                 call, new = bind(tensors, length)
                 return forward(call if new is None else call._replace(q=by_operators(call, new)))
@@ -150,10 +158,8 @@ class Backend(abc.ABC):
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         """Return the run for gradients, for all calls and upstreams with the cache key of these."""
-        described, backward = call.with_tensors(), self.backward
-        return lambda tensors, upstream, into: BackwardResult(
-            backward(described.with_tensors(*tensors), upstream, into)
-        )
+        described, backward = call.over(NO_INPUTS), self.backward
+        return lambda tensors, upstream, into: BackwardResult(backward(described.over(tensors), upstream, into))
 
     def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
         """The dense mask that a forward read, in the shape of ``mask``, if ``saved`` holds it; else None.

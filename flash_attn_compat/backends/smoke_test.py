@@ -16,7 +16,7 @@ from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import dense
-from flash_attn_compat.core.call import NEEDS_GRAD, AttentionCall, BackwardInputs, Scalars
+from flash_attn_compat.core.call import NEEDS_GRAD, AttentionCall, BackwardInputs, DenseInputs, Scalars
 from flash_attn_compat.core.features import Feature, Traits
 
 Lengths = tuple[int, int]  # of queries and keys
@@ -88,7 +88,7 @@ def _make_problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor
         window_size_right=3 if features & Feature.WINDOW_RIGHT else -1,
         softcap=2.0 if features & Feature.SOFTCAP else 0.0,
     )
-    return dense((q, k, v, slopes), scalars, NEEDS_GRAD if kind.needs_backward else 0, None).call, dout
+    return dense(DenseInputs(q, k, v, slopes), scalars, NEEDS_GRAD if kind.needs_backward else 0, None).call, dout
 
 
 def find_device(capability: tuple[int, int] | None) -> torch.device:

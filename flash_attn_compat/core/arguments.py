@@ -18,40 +18,37 @@ from flash_attn_compat.core.call import (
     RETURN_PROBS,
     SHARES_DROPOUT_MASK,
     SLOPES_GRADIENT,
-    TENSORS,
     TRANSFORMED,
     AttentionCall,
+    DenseInputs,
+    Inputs,
+    PackedInputs,
 )
 from flash_attn_compat.core.mask import MOST_TOKENS, Mask
-from flash_attn_compat.core.prepared import Prepared, Tensors, checked
-
-_PADDING = (None,) * 8
-_BIAS = TENSORS.index("bias") - 4  # behind the slopes
+from flash_attn_compat.core.prepared import Prepared, checked
 
 
-def dense(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
+def dense(x: Inputs, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
     """Check a dense call and return it without a backend. Raises RuntimeError or IndexError for malformed arguments.
 
     length: not used, since no dense call has a cache
     """
-    q, k, v, slopes, *others = tensors
-    checks.dense(q, k, v)
-    lengths = q.shape[0], q.shape[1], k.shape[1], k.shape[1]
-    call = make_call(q, k, v, slopes, scalars, flags, *lengths, bias=others[_BIAS] if others else None)
-    return checked(dense, scalars, flags, call)
+    checks.dense(x.q, x.k, x.v)
+    lengths = x.q.shape[0], x.q.shape[1], x.k.shape[1], x.k.shape[1]
+    call = make_call(x, scalars, flags, *lengths)
+    return checked(DenseInputs, scalars, flags, call)
 
 
-def packed(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
-    """Check a packed or paged call and return it without a backend. tensors: as dispatch's ``keyed`` returns them"""
-    q, k, v, slopes, starts_q, starts_k, *others = tensors
-    used, leftpad, table, k_descale, v_descale, _, _, paged_starts = (*others, *_PADDING)[:8]
+def packed(x: Inputs, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
+    """Check a packed or paged call and return it without a backend. x: as dispatch's ``settled`` returns them"""
+    q, k, v, starts_q, used, leftpad, table = x.q, x.k, x.v, x.cu_seqlens_q, x.seqused_k, x.leftpad_k, x.block_table
     *_, longest_q, longest_k, k_factor, v_factor = scalars
     if table is None:
-        checks.packed(q, k, v, starts_q, starts_k)
+        checks.packed(q, k, v, starts_q, x.cu_seqlens_k)
     else:
-        checks.packed_over_pages(q, k, v, starts_q, paged_starts, table)
+        checks.packed_over_pages(q, k, v, starts_q, x.cu_seqlens_k, table)
     batch = starts_q.shape[0] - 1
-    checks.descales(k, k_descale, v_descale, k_factor, v_factor, batch)
+    checks.descales(k, x.k_descale, x.v_descale, k_factor, v_factor, batch)
     if flags & (NEEDS_GRAD | GIVEN_LSE | TRANSFORMED):
         checks.no_gradients(k)
     if used is not None:
@@ -63,41 +60,37 @@ def packed(tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int |
     for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_k", longest_k)):
         if longest > MOST_TOKENS:
             raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {longest}")
-    call = make_call(
-        q, k, v, slopes, scalars, flags, batch, longest_q, longest_k, longest_k,
-        cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, block_table=table, seqused_k=used, leftpad_k=leftpad,
-        k_descale=k_descale, v_descale=v_descale,
-        is_dense=False, equal_lengths=bool(flags & EQUAL_LENGTHS),
-    )  # fmt: skip
+    others = {"is_dense": False, "equal_lengths": bool(flags & EQUAL_LENGTHS)}
+    call = make_call(x, scalars, flags, batch, longest_q, longest_k, longest_k, **others)
     check = functools.partial(_check_numbers, longest_q, longest_k, bool(flags & TRANSFORMED))
-    return checked(packed, scalars, flags, call, check if checks.may_read(starts_q) else None)
+    return checked(PackedInputs, scalars, flags, call, check if checks.may_read(starts_q) else None)
 
 
-def _check_numbers(longest_q: int, longest_k: int, may_be_hidden: bool, tensors: Tensors, length: int | None) -> None:
-    q, k, _, _, starts_q, starts_k, *others = tensors
-    if may_be_hidden and any(isinstance(x, Tensor) and torch_state.is_hidden(x) for x in tensors[4:]):
+def _check_numbers(longest_q: int, longest_k: int, may_be_hidden: bool, x: Inputs, length: int | None) -> None:
+    starts_q, used, leftpad, table = x.cu_seqlens_q, x.seqused_k, x.leftpad_k, x.block_table
+    lengths = starts_q, x.cu_seqlens_k, used, leftpad, table
+    if may_be_hidden and any(isinstance(x, Tensor) and torch_state.is_hidden(x) for x in lengths):
         return
     if not checks.may_read(starts_q):  # which a capture forbids
         return
-    used, leftpad, table, _, _, _, _, paged_starts = (*others, *_PADDING)[:8]
-    of_keys = (starts_k, k.shape[0]) if table is None else (paged_starts, None)
+    total_k = x.k.shape[0]
     if table is not None:
-        longest_k = MOST_TOKENS  # nothing is launched by it: the table says how many keys there may be
-    checks.values_of_starts(starts_q, of_keys[0], q.shape[0], of_keys[1], longest_q, longest_k, used)
+        total_k, longest_k = None, MOST_TOKENS  # nothing is launched by it: the table says how many keys there may be
+    checks.values_of_starts(starts_q, x.cu_seqlens_k, x.q.shape[0], total_k, longest_q, longest_k, used)
     if table is not None and checks.may_read(table):
-        checks.values_of_pages(k, table, used)
+        checks.values_of_pages(x.k, table, used)
     if leftpad is not None and checks.may_read(leftpad):
         checks.values_of_leftpad("leftpad_k", leftpad)
 
 
 def make_call(
-    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, scalars: tuple[Any, ...], flags: int, batch: int,
-    max_seqlen_q: int, max_seqlen_k: int, capacity: int, **others: Any,
+    x: Inputs, scalars: tuple[Any, ...], flags: int, batch: int, max_seqlen_q: int, max_seqlen_k: int, capacity: int,
+    **others: Any,
 ) -> AttentionCall:  # fmt: skip
     """Return the call of checked tensors.
 
     scalars: as ``hashable`` returns them; capacity: the number of keys that windows are measured against
-    others: further fields of AttentionCall: bias, or how sequences lie in the tensors
+    others: further fields of AttentionCall
     """
     dropout_p, softmax_scale, causal, left, right, softcap, deterministic, _, _, k_factor, v_factor = scalars
     is_causal = checks.causal(causal)
@@ -108,14 +101,14 @@ def make_call(
     dropout_p = checks.dropout(dropout_p)
     if flags & RETURN_PROBS:
         flags |= RETURN_LSE | (RETURN_DMASK | SHARES_DROPOUT_MASK if dropout_p > 0.0 else 0)
-    if alibi_slopes is not None:
-        checks.alibi(alibi_slopes, q, batch)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
+    if x.alibi_slopes is not None:
+        checks.alibi(x.alibi_slopes, x.q, batch)
+    scale = x.q.shape[-1] ** -0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
     others |= {field: bool(flags & flag) for field, flag in _FIELDS.items()}
     return AttentionCall(
-        q, k, v, scale, mask, max_seqlen_q, max_seqlen_k, checks.softcap(softcap), dropout_p, alibi_slopes,
+        x.q, x.k, x.v, scale, mask, max_seqlen_q, max_seqlen_k, checks.softcap(softcap), dropout_p,
         deterministic=bool(deterministic), k_factor=k_factor, v_factor=v_factor, **others,
-    )  # fmt: skip
+    ).over(x)  # fmt: skip
 
 
 # The fields of AttentionCall that flags set.

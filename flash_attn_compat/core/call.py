@@ -6,7 +6,7 @@ row sees is in mask.py, how sequences lie in the tensors in varlen.py.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 from torch import Tensor
 
@@ -41,6 +41,92 @@ class Scalars(NamedTuple):
     max_seqlen_k: int | Tensor = 0
     k_factor: float = 1.0
     v_factor: float = 1.0
+
+
+class _Absent:
+    """None for every tensor that a family of calls never has: all can be asked for by name."""
+
+    __slots__ = ()
+    alibi_slopes: Any = None
+    bias: Any = None
+    rng_state: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    leftpad_k: Any = None
+    block_table: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    k_new: Any = None
+    v_new: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+
+
+class _Dense(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    alibi_slopes: Any = None
+    bias: Any = None
+    rng_state: Any = None
+
+
+class _Packed(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    alibi_slopes: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    leftpad_k: Any = None
+    block_table: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    rng_state: Any = None
+
+
+class _Cache(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    alibi_slopes: Any = None
+    seqused_k: Any = None
+    leftpad_k: Any = None
+    block_table: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    k_new: Any = None
+    v_new: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+
+
+class DenseInputs(_Dense, _Absent):
+    """A dense call's tensors by name. A call's family is the type of its inputs: keys and graphs hold its fields alone.
+
+    rng_state is the last field here and of packed inputs: the forward's in a backward.
+    """
+
+    __slots__ = ()
+
+
+class PackedInputs(_Packed, _Absent):
+    """The tensors of a packed call, or of one over pages."""
+
+    __slots__ = ()
+
+
+class CacheInputs(_Cache, _Absent):
+    """The tensors of a call over a cache. k_new to rotary_sin: what it appends first, behind seqused_k (core/append.py)."""
+
+    __slots__ = ()
+
+
+Inputs = Union[DenseInputs, PackedInputs, CacheInputs]
+# As DenseInputs(...) and the others, of all fields, in half the time.
+new_inputs: Any = tuple.__new__
 
 
 class AttentionCall(NamedTuple):
@@ -174,24 +260,16 @@ class AttentionCall(NamedTuple):
         dims, features, gpu = (int(q_shape[-1]), int(self.v.shape[-1])), self.features(), settings.gpu(device)
         return Traits(device_type, capability, q.dtype, *dims, sq_vs_sk, features, gpu)
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The call's tensors in the order of TENSORS."""
-        return *self[:3], *self[9:19]
-
-    def with_tensors(self, *tensors: Tensor | None) -> AttentionCall:
-        """Return the call over other tensors of the same shapes and strides, in the order of TENSORS.
-
-        Missing tensors are None: ``with_tensors()`` describes the call alone. Tensors beyond TENSORS are ignored.
-        """
-        given: tuple[Any, ...] = (*tensors, *NO_TENSORS)
-        return AttentionCall._make((*given[:3], *self[3:9], *given[3 : len(TENSORS)], *self[19:]))
+    def over(self, x: Inputs | AttentionCall) -> AttentionCall:
+        """Return the call over other tensors of the same shapes and strides."""
+        starts_k = x.cu_seqlens_k if x.block_table is None else None  # of pages they say lengths only
+        return AttentionCall._make((
+            x.q, x.k, x.v, *self[3:9], x.alibi_slopes, x.cu_seqlens_q, starts_k, x.seqused_k, x.leftpad_k,
+            x.block_table, x.k_descale, x.v_descale, x.bias, x.rng_state, *self[19:],
+        ))  # fmt: skip
 
 
-# The call's tensor fields, rng_state last: the order of all tensors. Over a cache those of Append follow.
-TENSORS = AttentionCall._fields[:3] + AttentionCall._fields[9:19]
-NO_TENSORS = (None,) * len(TENSORS)
-RNG_STATE = TENSORS.index("rng_state")
+NO_INPUTS = DenseInputs(None, None, None)
 
 
 # Plain ints: combining members of an enum costs a microsecond each.

@@ -87,6 +87,12 @@ def _is_one(value: object) -> bool:
     return bool(count == 1)
 
 
+def is_given(name: str, value: object) -> None:
+    """Raise RuntimeError for None in the place of a tensor that tells packed calls from dense ones."""
+    if value is None:
+        raise wrong_type(name, "Tensor", value)
+
+
 def is_tensor(name: str, value: object) -> None:
     """Raise RuntimeError unless ``value`` is a dense tensor, neither nested nor sparse."""
     if not isinstance(value, Tensor):

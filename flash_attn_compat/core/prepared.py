@@ -10,28 +10,33 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
+from flash_attn_compat.core.call import (
+    NO_INPUTS,
+    AttentionCall,
+    BackwardInputs,
+    BackwardResult,
+    Gradients,
+    Inputs,
+    Result,
+)
 
 # Types of tensors that have memory of their own and no property that a key lacks.
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 Key = Hashable
-# q, k, v and the others in the order of TENSORS; after them, for a cache, the tensors of Append. The last may be left
-# out where they are None.
-Tensors = tuple[Any, ...]
 # Computes each call of one key, from its tensors and its length: an int cache_seqlens, which is in no key, or None.
-Run = Callable[[Tensors, int | None], Result]
+Run = Callable[[Inputs, int | None], Result]
 # The same, with the result's ``out`` written to a contiguous tensor of the caller's.
-RunInto = Callable[[Tensors, int | None, Tensor], Result]
+RunInto = Callable[[Inputs, int | None, Tensor], Result]
 # Computes gradients from (tensors, upstream, into), and writes them into the last if that is not None.
-BackwardRun = Callable[[Tensors, BackwardInputs, Gradients | None], BackwardResult]
+BackwardRun = Callable[[Inputs, BackwardInputs, Gradients | None], BackwardResult]
 # Returns the call over other tensors and another length, and the keys that it appends.
-Bind = Callable[[Tensors, int | None], tuple[AttentionCall, Append | None]]
+Bind = Callable[[Inputs, int | None], tuple[AttentionCall, Append | None]]
 # Raises for numbers (lengths, positions) in tensors or for a length that do not fit.
-Check = Callable[[Tensors, int | None], None]
+Check = Callable[[Inputs, int | None], None]
 
 
-def _never_run(tensors: Tensors, length: int | None) -> Result:
+def _never_run(inputs: Inputs, length: int | None) -> Result:
     raise AssertionError("a backward alone is never run forward")
 
 
@@ -39,8 +44,8 @@ def _never_run(tensors: Tensors, length: int | None) -> Result:
 class Prepared:
     """Everything that follows from a cache key: a checked call, and after its preparation a backend and a run.
 
-    build: returns the prepared call, without a backend, of (tensors, scalars, flags, length): the function's family
-    scalars, flags: as ``build`` takes them
+    family: the type of the call's inputs
+    scalars, flags: as ``find`` takes them
     call: the checked call; ``seal`` drops its tensors
     bind: as Bind; over all slots of a cache if the length is None
     check: as Check; None where the host can read none of the numbers
@@ -54,7 +59,7 @@ class Prepared:
     backward: (backend, run) of the backward, by the signatures of the upstream gradients
     """
 
-    build: Build
+    family: type[Inputs]
     scalars: tuple[Any, ...]
     flags: int
     call: AttentionCall
@@ -72,16 +77,13 @@ class Prepared:
     def seal(self, backend: Any, run: Run | None, tables: object) -> None:
         """Note the backend and the run, and let go of the caller's tensors."""
         self.backend, self.run, self.tables = backend, run or _never_run, tables
-        self.call, self.whole, self.new = self.call.with_tensors(), None, None
-
-
-Build = Callable[[Tensors, tuple[Any, ...], int, int | None], Prepared]
+        self.call, self.whole, self.new = self.call.over(NO_INPUTS), None, None
 
 
 def checked(
-    build: Build, scalars: tuple[Any, ...], flags: int, call: AttentionCall, check: Check | None = None
+    family: type[Inputs], scalars: tuple[Any, ...], flags: int, call: AttentionCall, check: Check | None = None
 ) -> Prepared:
     """Return the prepared call, without a backend, of a checked call over no cache."""
-    described = call.with_tensors()
-    bind = lambda tensors, length: (described.with_tensors(*tensors), None)  # noqa: E731
-    return Prepared(build, scalars, flags, call, bind, check, whole=call)
+    described = call.over(NO_INPUTS)
+    bind = lambda inputs, length: (described.over(inputs), None)  # noqa: E731
+    return Prepared(family, scalars, flags, call, bind, check, whole=call)

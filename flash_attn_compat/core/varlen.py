@@ -316,8 +316,8 @@ class Layout:
         """
         like = self.call.q
         if self.call.transformed:
-            given = (*self.call.tensors, *others)
-            like = sum((x.new_zeros(()) for x in given if x is not None), like.new_zeros(()))
+            given = [x for x in (*self.call, *others) if isinstance(x, Tensor)]
+            like = sum((x.new_zeros(()) for x in given), like.new_zeros(()))
         return like.new_zeros(shape, dtype=dtype)
 
     def empty_result(self) -> tuple[Tensor, Tensor]:

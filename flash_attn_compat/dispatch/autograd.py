@@ -14,16 +14,18 @@ from flash_attn_compat import settings
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.call import (
     NEEDS_GRAD,
-    RNG_STATE,
     SLOPES_GRADIENT,
     AttentionCall,
     BackwardInputs,
+    DenseInputs,
     Gradients,
+    Inputs,
     Result,
+    new_inputs,
 )
-from flash_attn_compat.core.prepared import Prepared, Tensors
+from flash_attn_compat.core.prepared import Prepared
 from flash_attn_compat.dispatch import at_exit, choice
-from flash_attn_compat.dispatch.call_cache import keyed
+from flash_attn_compat.dispatch.call_cache import settled
 from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run
 
 
@@ -36,15 +38,16 @@ def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 Outputs = tuple[Tensor, Any, Any]
 
 
-def attend(inputs: tuple[Tensor, ...], tensors: Tensors, scalars: tuple[Any, ...], flags: int) -> Outputs:
+def attend(inputs: tuple[Tensor, ...], tensors: Inputs, scalars: tuple[Any, ...], flags: int) -> Outputs:
     """Return (out, softmax_lse, S_dmask) of a call over views of ``inputs``, recorded if the call needs gradients.
 
-    softmax_lse and S_dmask may be None where the call does not ask for them. The others are the arguments of ``keyed``.
+    softmax_lse and S_dmask may be None where the call does not ask for them. The others are the arguments of ``find``.
     """
-    build, tensors, scalars, flags = keyed(tensors, scalars, flags)
-    prepared = find(build, tensors, scalars, flags)
+    if type(tensors) is not DenseInputs:
+        tensors, flags = settled(tensors, flags)
+    prepared = find(tensors, scalars, flags)
     if flags & NEEDS_GRAD:
-        slopes = unwrapped(tensors[3]) if flags & SLOPES_GRADIENT else None
+        slopes = unwrapped(tensors.alibi_slopes) if flags & SLOPES_GRADIENT else None
         outputs: Outputs = _record(prepared, tensors, slopes, *map(unwrapped, inputs))
         return outputs
     prepared, result = run(prepared, tensors)
@@ -63,13 +66,11 @@ def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, prepared: Prepared, tensors: Tensors, slopes: Tensor | None, *inputs: Tensor
+        ctx: Any, prepared: Prepared, tensors: Inputs, slopes: Tensor | None, *inputs: Tensor
     ) -> Outputs:  # fmt: skip
         ctx.prepared, result = run(prepared, tensors)
         ctx.used, ctx.inputs = settings.used_backend(), len(inputs)
-        others = tensors[3:RNG_STATE]
-        ctx.others = len(others)
-        ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
+        ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *tensors[3:-1], *result.saved)
         ctx.set_materialize_grads(False)
         return _outputs(result) if ctx.prepared.call.return_lse else (result.out, None, None)
 
@@ -84,16 +85,18 @@ class _Attention(torch.autograd.Function):
             return (None,) * (3 + len(inputs))
         if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # waits for a pending collective
-        tensors = backward_tensors((*unpack(inputs), *rest[: ctx.others]), rng_state)
+        family = ctx.prepared.family
+        count = len(family._fields) - 4  # from the slopes to before rng_state
+        tensors = backward_tensors(new_inputs(family, (*unpack(inputs), *rest[:count], None)), rng_state)
         if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):
-            call = ctx.prepared.call.with_tensors(*tensors)
+            call = ctx.prepared.call.over(tensors)
             leaves = (call.alibi_slopes, *inputs)
             return None, None, *differentiable_gradients(leaves, ctx.needs_input_grad[2:], call, dout, dlse)
         of_slopes = None
         if ctx.needs_input_grad[2]:
-            of_slopes = gradient_of_slopes(ctx.prepared.call.with_tensors(*tensors), dout, dlse)
+            of_slopes = gradient_of_slopes(ctx.prepared.call.over(tensors), dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
-        upstream = BackwardInputs(dout, out, lse, rng_state, tuple(rest[ctx.others :]), gradient_of_lse(dlse, lse))
+        upstream = BackwardInputs(dout, out, lse, rng_state, tuple(rest[count:]), gradient_of_lse(dlse, lse))
         if len(inputs) == 3:
             return None, None, of_slopes, *gradients(ctx.prepared, tensors, upstream)[1].gradients
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)

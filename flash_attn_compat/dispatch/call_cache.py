@@ -1,9 +1,9 @@
 """The cache of prepared calls: equal keys lead to one checked call, its backend and its run.
 
-A key holds the function that builds the call, the scalars and flags, the signatures of the tensors (shape, strides,
+A key holds the inputs' type, the scalars and flags, the signatures of the tensors (shape, strides,
 dtype, device, alignment) and the context: settings, autocast, PyTorch's active flash implementation. A tensor's
 identity, address and version are not in the key: ``x.data = y`` keeps all three under a new shape. Each call still
-checks the numbers in its tensors. ``keyed`` and ``hashable`` make the parts of a key. Entries are added and dropped in
+checks the numbers in its tensors. ``settled`` and ``hashable`` make the parts of a key. Entries are added and dropped in
 this file alone, the oldest first.
 """
 
@@ -19,8 +19,18 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, torch_state
 from flash_attn_compat.core.arguments import dense, integer, packed
-from flash_attn_compat.core.call import EQUAL_LENGTHS, NO_TENSORS, TENSORS, TRANSFORMED, AttentionCall, Scalars
-from flash_attn_compat.core.prepared import PLAIN, Build, Key, Prepared, Tensors
+from flash_attn_compat.core.cache_arguments import over_cache
+from flash_attn_compat.core.call import (
+    EQUAL_LENGTHS,
+    TRANSFORMED,
+    AttentionCall,
+    CacheInputs,
+    DenseInputs,
+    Inputs,
+    PackedInputs,
+    Scalars,
+)
+from flash_attn_compat.core.prepared import PLAIN, Key, Prepared
 from flash_attn_compat.core.torch_state import is_any_autocast_on, transforms_are_on
 
 MOST = 4096
@@ -28,11 +38,8 @@ _VALUES = frozenset({bool, int, float, str, type(None)})
 _INTEGERS = [
     Scalars._fields.index(name) for name in ("window_size_left", "window_size_right", "max_seqlen_q", "max_seqlen_k")
 ]
-_DENSE_COUNTS = TENSORS.index("alibi_slopes") + 1, TENSORS.index("bias") + 1
-_PACKED_COUNT = TENSORS.index("cu_seqlens_k") + 1
 _DEFAULTS = Scalars()
-# A call's family, tensors, scalars and flags, as ``find`` takes them.
-Keyed = tuple[Build, Tensors, tuple[Any, ...], int]
+_BUILDS: dict[type, Any] = {DenseInputs: dense, PackedInputs: packed, CacheInputs: over_cache}
 
 
 class Tables(NamedTuple):
@@ -72,53 +79,38 @@ def keep(table: dict[Key, Kept], key: Key, value: Kept, most: int | None = None)
         table[key] = value
 
 
-def keyed(tensors: Tensors, scalars: tuple[Any, ...], flags: int = 0) -> Keyed:
-    """Return the arguments of ``find`` (serve.py) for a dense call, or for a packed or paged one.
-
-    Args:
-        tensors: not checked here, in the order of TENSORS. Of a dense call as far as alibi_slopes, or as far as bias;
-            of a packed one at least as far as cu_seqlens_k, at most as far as v_descale. With block_table cu_seqlens_k
-            gives lengths only
-        scalars: the fields of Scalars as the caller gave them, returned unchanged
-    Returns:
-        The family's build, and the others as ``find`` takes them.
-    """
-    count = len(tensors)
-    if count == _PACKED_COUNT:
-        starts_q, starts_k = tensors[4:]
+def settled(x: Inputs, flags: int = 0) -> tuple[Inputs, int]:
+    """Return the inputs and flags of a call over no cache as ``find`` (serve.py) takes them. Nothing is checked."""
+    if type(x) is not PackedInputs:
+        return x, flags
+    starts_q, starts_k = x.cu_seqlens_q, x.cu_seqlens_k
+    if x.block_table is not None:  # cu_seqlens_k gives lengths only
+        if x.seqused_k is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
+            x = x._replace(seqused_k=starts_k[1:] - starts_k[:-1])
+    elif x.seqused_k is None and x.leftpad_k is None:
         if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
             flags |= EQUAL_LENGTHS
-        return packed, tensors, scalars, flags
-    if count in _DENSE_COUNTS:
-        return dense, tensors, scalars, flags
-    q, k, v, slopes, starts_q, starts_k, used, leftpad, table, k_descale, v_descale = (*tensors, *NO_TENSORS)[:11]
-    if table is not None:
-        if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
-            used = starts_k[1:] - starts_k[:-1]
-        tensors = (
-            q, k, v, slopes, starts_q, None, used, leftpad, table, k_descale, v_descale, None, None, starts_k,
-        )  # fmt: skip
-    elif used is None and leftpad is None:
-        if k_descale is None and v_descale is None:
-            return keyed((q, k, v, slopes, starts_q, starts_k), scalars, flags)
-        flags = keyed((q, k, v, slopes, starts_q, starts_k), scalars, flags)[3]
-    return packed, tensors, scalars, flags
+    return x, flags
 
 
-def call_of(tensors: Tensors, scalars: Scalars = _DEFAULTS, flags: int = 0) -> AttentionCall:
-    """Return the checked call of the same arguments. Raises as checks.dense and checks.packed do."""
-    build, tensors, _, flags = keyed(tensors, scalars, flags)
-    return build(tensors, hashable(scalars), flags, None).call
+def build(x: Inputs, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
+    """Check a call and return it without a backend. scalars: as ``hashable`` returns them"""
+    prepared: Prepared = _BUILDS[type(x)](x, scalars, flags, length)
+    return prepared
 
 
-def look_up(
-    build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int
-) -> tuple[Key | None, Prepared | None]:  # fmt: skip
+def call_of(inputs: Inputs, scalars: Scalars = _DEFAULTS, flags: int = 0) -> AttentionCall:
+    """Return the checked call of these arguments. Raises as checks.dense and checks.packed do."""
+    inputs, flags = settled(inputs, flags)
+    return build(inputs, hashable(scalars), flags, None).call
+
+
+def look_up(x: Inputs, scalars: tuple[Any, ...], flags: int) -> tuple[Key | None, Prepared | None]:
     """Return the cache key of a call and its prepared call, or None for each that does not exist."""
     if transforms_are_on():
         return None, None
     try:
-        key = build, scalars, flags, tensor_signatures(tensors), context_key(tensors[0])
+        key = type(x), scalars, flags, tensor_signatures(x), context_key(x.q)
         return key, _current.calls.get(key)
     except (AttributeError, RuntimeError, TypeError):
         return None, None  # q is no tensor, a tensor has no address, a scalar has no hash: the checks name it
@@ -143,7 +135,7 @@ def hashable(scalars: tuple[Any, ...]) -> tuple[Any, ...]:
     return dropout_p, scale, causal, left, right, softcap, deterministic, longest_q, longest_k, *others
 
 
-def backward_key(tensors: Tensors) -> Key | None:
+def backward_key(tensors: tuple[Any, ...]) -> Key | None:
     """Return the cache key of a backward's tensors; None where it cannot be cached."""
     try:
         return tensor_signatures(tensors), context_key(tensors[0])

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, TENSORS
-from flash_attn_compat.core.prepared import Prepared, Tensors
+from flash_attn_compat.core.call import DenseInputs
+from flash_attn_compat.core.prepared import Prepared
 from flash_attn_compat.dispatch.autograd import differentiate, is_wrapped, unwrapped
 from flash_attn_compat.dispatch.serve import find, run
 
-_MASK = TENSORS.index("bias") - 3  # its place among the tensors behind q, k and v, the last one
+_MASK = DenseInputs._fields.index("bias") + 3  # its place among the saved tensors, the last of a call
 
 
-def record(prepared: Prepared, tensors: Tensors) -> Tensor:
+def record(prepared: Prepared, tensors: DenseInputs) -> Tensor:
     """Return out of a prepared call, with its second and third axes swapped, recorded for autograd."""
     out: Tensor = _record(prepared, tensors, None, *map(unwrapped, tensors[:3]))
     return out
@@ -34,19 +34,18 @@ def as_own(out: Tensor) -> Tensor:
 
 class _HeadsFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, prepared: Prepared, tensors: Tensors, slopes: None, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, prepared: Prepared, tensors: DenseInputs, slopes: None, *inputs: Tensor) -> Tensor:
         ctx.prepared, result = run(prepared, tensors)
         ctx.used = settings.used_backend()
         # ``out`` has another version than result.out, whose memory it shares: writing to it does not end the graph.
         out = as_own(result.out)
         ctx.out_version, ctx.mask_version = _version(out), None
-        others = tensors[3:RNG_STATE]
-        if len(others) > _MASK and others[_MASK].dtype is torch.bool:
-            mask = others[_MASK]
+        mask = tensors.bias
+        if mask is not None and mask.dtype is torch.bool:
             ctx.mask_version, ctx.mask_was = _version(mask), mask._version
-            others = (*others[:_MASK], mask.data)
-        ctx.others = len(others)
-        ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
+            tensors = tensors._replace(bias=mask.data)
+        results = result.out, result.softmax_lse, result.rng_state
+        ctx.save_for_backward(*inputs, *results, *tensors[3:-1], *result.saved)
         ctx.set_materialize_grads(False)
         return out
 
@@ -54,19 +53,18 @@ class _HeadsFirst(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 6
-        saved, others = ctx.saved_tensors, slice(6, 6 + ctx.others)  # once, as in autograd.py
+        saved = ctx.saved_tensors  # once, as in autograd.py
         if ctx.mask_version is not None and ctx.mask_version._version != ctx.mask_was:
-            place = others.start + _MASK
-            mask = _kept_mask(ctx.prepared, saved[place], saved[others.stop :])
-            saved = (*saved[:place], mask, *saved[place + 1 :])
+            mask = _kept_mask(ctx.prepared, saved[_MASK], saved[_MASK + 1 :])
+            saved = (*saved[:_MASK], mask, *saved[_MASK + 1 :])
         if ctx.out_version._version and not (torch.is_grad_enabled() or is_wrapped(dout)):  # which make their own
             # The caller has written to the first out. Hooks may have moved tensors, so the call is found again.
-            tensors = (*(*saved[:3], *saved[others], *NO_TENSORS)[:RNG_STATE], saved[5])
+            tensors = DenseInputs(*saved[:3], *saved[6 : _MASK + 1], saved[5])
             with settings.using_backend(ctx.used):
-                prepared = find(ctx.prepared.build, tensors, ctx.prepared.scalars, ctx.prepared.flags)
+                prepared = find(tensors, ctx.prepared.scalars, ctx.prepared.flags)
                 saved = (*saved[:3], run(prepared, tensors)[1].out, *saved[4:])
         state = SimpleNamespace(
-            prepared=ctx.prepared, used=ctx.used, inputs=3, others=ctx.others, needs_input_grad=ctx.needs_input_grad,
+            prepared=ctx.prepared, used=ctx.used, inputs=3, needs_input_grad=ctx.needs_input_grad,
             saved_tensors=saved,
         )  # fmt: skip
         return differentiate(state, dout.transpose(1, 2), None, None)

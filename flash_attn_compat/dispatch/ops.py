@@ -20,33 +20,33 @@ from flash_attn_compat.core import checks, dropout
 from flash_attn_compat.core.call import (
     GIVEN_LSE,
     NEEDS_GRAD,
-    NO_TENSORS,
     RETURN_DMASK,
     RETURN_LSE,
-    RNG_STATE,
     SHARES_DROPOUT_MASK,
-    TENSORS,
     TRANSFORMED,
     AttentionCall,
     BackwardInputs,
+    DenseInputs,
     Gradients,
+    Inputs,
+    PackedInputs,
     Scalars,
 )
-from flash_attn_compat.core.prepared import PLAIN, Tensors
+from flash_attn_compat.core.prepared import PLAIN
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.core.torch_state import tracing_state, with_autograd
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, serve, sharding
 from flash_attn_compat.dispatch.autograd import differentiable_gradients, gradient_of_lse, gradient_of_slopes
-from flash_attn_compat.dispatch.call_cache import Keyed, keyed
+from flash_attn_compat.dispatch.call_cache import settled
 from flash_attn_compat.dispatch.observers import are_trained
 
 
 def forward(
-    tensors: Tensors, scalars: tuple[Any, ...], return_dmask: bool = False, return_lse: bool = True
+    tensors: Inputs, scalars: tuple[Any, ...], return_dmask: bool = False, return_lse: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, softmax_lse, S_dmask, rng_state); outputs that tracing shows to be unused have no elements."""
-    q, k, v, slopes, *_ = tensors
+    q, k, v, slopes = tensors.q, tensors.k, tensors.v, tensors.alibi_slopes
     arguments, trains_slopes = _flatten(tensors, scalars), are_trained(slopes)
     drops = arguments[_DROPOUT_P] > 0.0
     theirs = under_flash_attns_name
@@ -83,7 +83,7 @@ def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
 under_flash_attns_name: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | None] | None = None
 
 
-def backward(tensors: Tensors, scalars: tuple[Any, ...], upstream: BackwardInputs) -> Gradients:
+def backward(tensors: Inputs, scalars: tuple[Any, ...], upstream: BackwardInputs) -> Gradients:
     """Return dq, dk and dv as new tensors."""
     # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
     dout, out, softmax_lse, rng_state, _, _ = upstream
@@ -91,32 +91,36 @@ def backward(tensors: Tensors, scalars: tuple[Any, ...], upstream: BackwardInput
 
 
 # The operators' arguments: these tensors, the longest lengths where they are tensors, then the fields of Scalars.
-_TENSORS = TENSORS[: TENSORS.index("bias")]
+_TENSORS = PackedInputs._fields[:-1]
 NAMES = *_TENSORS, "max_seqlen_q_tensor", "max_seqlen_k_tensor", *Scalars._fields
-_SLOPES, _CU_SEQLENS_Q, _DROPOUT_P = (NAMES.index(name) for name in ("alibi_slopes", "cu_seqlens_q", "dropout_p"))
+_SLOPES, _DROPOUT_P = NAMES.index("alibi_slopes"), NAMES.index("dropout_p")
 _COUNT = len(NAMES)
 
 
-def _flatten(tensors: Tensors, scalars: tuple[Any, ...]) -> tuple[Any, ...]:
+def _flatten(tensors: Inputs, scalars: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the operators' arguments. A longest length given as a tensor stays one: tracing need not read it."""
     dropout_p, softmax_scale, causal, left, right, softcap, deterministic, *longest, k_factor, v_factor = scalars
     return (
-        *(*tensors, *NO_TENSORS)[: len(_TENSORS)], *[x if isinstance(x, Tensor) else None for x in longest],
+        *[getattr(tensors, name) for name in _TENSORS], *[x if isinstance(x, Tensor) else None for x in longest],
         checks.number("dropout_p", dropout_p), softmax_scale, checks.causal(causal), left, right,
         checks.softcap(softcap), bool(deterministic), *[0 if isinstance(x, Tensor) else x for x in longest],
         k_factor, v_factor,
     )  # fmt: skip
 
 
-def _keyed(arguments: Sequence[Any], flags: int) -> Keyed:
-    """Return ``keyed`` of the operators' arguments."""
-    tensors, scalars = tuple(arguments[: len(_TENSORS)]), Scalars(*arguments[len(_TENSORS) + 2 : _COUNT])
+def _found(arguments: Sequence[Any], flags: int) -> tuple[Inputs, Scalars, int]:
+    """Return the arguments of ``find`` from the operators'."""
+    tensors: Inputs = PackedInputs(*arguments[: len(_TENSORS)])
+    if tensors.cu_seqlens_q is None:
+        tensors = DenseInputs(tensors.q, tensors.k, tensors.v, tensors.alibi_slopes)
+    scalars = Scalars(*arguments[len(_TENSORS) + 2 : _COUNT])
     longest_q, longest_k = arguments[len(_TENSORS) : len(_TENSORS) + 2]
     if longest_q is not None:
         scalars = scalars._replace(max_seqlen_q=longest_q)
     if longest_k is not None:
         scalars = scalars._replace(max_seqlen_k=longest_k)
-    return keyed(tensors if tensors[_CU_SEQLENS_Q] is not None else tensors[:_CU_SEQLENS_Q], scalars, flags)
+    tensors, flags = settled(tensors, flags)
+    return tensors, scalars, flags
 
 
 SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
@@ -162,10 +166,8 @@ def _flags(return_lse: bool, return_dmask: bool) -> int:
 def _results(
     arguments: Sequence[Any], flags: int, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    build, tensors, scalars, flags = _keyed(arguments, flags)
-    if rng_state is not None:
-        tensors = *(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state, *tensors[RNG_STATE + 1 :]
-    out, lse, dmask, rng_state = serve.whole(build, tensors, scalars, flags)
+    tensors, scalars, flags = _found(arguments, flags)
+    out, lse, dmask, rng_state = serve.whole(tensors._replace(rng_state=rng_state), scalars, flags)
     return out.contiguous(), lse, dmask, rng_state
 
 
@@ -208,8 +210,8 @@ def unwritten(
 def backward_op(
     dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _keyed(arguments, _BACKWARD)
-    prepared, tensors = serve.find(*call), call[1]
+    tensors, scalars, flags = _found(arguments, _BACKWARD)
+    prepared = serve.find(tensors, scalars, flags)
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
     _, derived = serve.gradients(prepared, serve.backward_tensors(tensors, rng_state), upstream)
     dq, dk, dv = derived.gradients
@@ -233,10 +235,10 @@ def _(
     schema=f"(Tensor dout, Tensor? rng_state, Tensor? dlse, {_SCHEMA}) -> Tensor",
 )
 def slopes_backward_op(dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any) -> Tensor:
-    keyed_call = _keyed(arguments, _BACKWARD)
-    tensors = serve.backward_tensors(keyed_call[1], rng_state)
+    given, scalars, flags = _found(arguments, _BACKWARD)
+    tensors = serve.backward_tensors(given, rng_state)
     with with_autograd():
-        return gradient_of_slopes(serve.find(*keyed_call).call.with_tensors(*tensors), dout, dlse).detach()
+        return gradient_of_slopes(serve.find(given, scalars, flags).call.over(tensors), dout, dlse).detach()
 
 
 @slopes_backward_op.register_fake
@@ -296,7 +298,7 @@ def differentiable(
 
 
 def _differentiable_call(arguments: Sequence[Any], rng_state: Tensor | None) -> AttentionCall:
-    return serve.differentiable_call(*_keyed(arguments, TRANSFORMED | RETURN_LSE), rng_state)
+    return serve.differentiable_call(*_found(arguments, TRANSFORMED | RETURN_LSE), rng_state)
 
 
 def _plain_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,27 +9,42 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, sinks, torch_state
-from flash_attn_compat.core.call import RETURN_LSE, RETURN_PROBS, SHARES_DROPOUT_MASK
+from flash_attn_compat.core.call import (
+    RETURN_LSE,
+    RETURN_PROBS,
+    SHARES_DROPOUT_MASK,
+    DenseInputs,
+    PackedInputs,
+    new_inputs,
+)
 from flash_attn_compat.dispatch import autograd, ops
 from flash_attn_compat.dispatch.observers import are_strided, are_transformed, must_be_one_operator, recording_flags
 
 
 def attend(
-    inputs: tuple[Tensor, ...], others: tuple[Any, ...], dropout_p: float, softmax_scale: Any, causal: bool,
-    window_size: Sequence[int], softcap: float, deterministic: bool, return_attn_probs: bool, max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0, s_aux: Tensor | None = None, k_factor: float = 1.0, v_factor: float = 1.0,
+    inputs: tuple[Tensor, ...], slopes: Tensor | None, dropout_p: float, softmax_scale: Any, causal: bool,
+    window_size: Sequence[int], softcap: float, deterministic: bool, return_attn_probs: bool, s_aux: Tensor | None = None,
+    is_packed: bool = False, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0, block_table: Any = None, k_descale: Any = None, v_descale: Any = None,
+    k_factor: float = 1.0, v_factor: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return out, or (out, softmax_lse, S_dmask) with return_attn_probs.
 
-    inputs: (q, k, v), (q, kv) or (qkv,); others: the tensors behind v, in the order of TENSORS
+    inputs: (q, k, v), (q, kv) or (qkv,)
     """
     if isinstance(softmax_scale, Tensor):
         inputs, softmax_scale = _scale_queries(inputs, softmax_scale)
     q, k, v = inputs if len(inputs) == 3 else _unpack(inputs)
-    is_one_operator = must_be_one_operator(inputs) and are_strided(others)
-    flags = 0 if is_one_operator else recording_flags(inputs, others[0])
+    if is_packed:
+        tensors = new_inputs(PackedInputs, (
+            q, k, v, slopes, cu_seqlens_q, cu_seqlens_k, None, None, block_table, k_descale, v_descale, None,
+        ))  # fmt: skip
+    else:
+        tensors = new_inputs(DenseInputs, (q, k, v, slopes, None, None))
+    is_one_operator = must_be_one_operator(inputs) and are_strided((*tensors,))
+    flags = 0 if is_one_operator else recording_flags(inputs, slopes)
     if s_aux is not None:
-        sinks.check(s_aux, q.shape[-2], q.device, others[0])
+        sinks.check(s_aux, q.shape[-2], q.device, slopes)
         flags |= RETURN_LSE | SHARES_DROPOUT_MASK
     try:
         left, right = window_size
@@ -39,10 +54,11 @@ def attend(
         dropout_p, softmax_scale, causal, left, right, softcap, deterministic, max_seqlen_q, max_seqlen_k, k_factor,
         v_factor,
     )  # fmt: skip
-    tensors = (q, k, v, *others)
     if not is_one_operator:
         outputs = autograd.attend(inputs, tensors, scalars, flags | RETURN_PROBS if return_attn_probs else flags)
     else:
+        if is_packed:
+            checks.is_given("cu_seqlens_q", cu_seqlens_q)  # which tells packed calls from dense ones
         return_dmask = return_attn_probs and dropout_p > 0.0
         outputs = ops.forward(tensors, scalars, return_dmask, return_attn_probs or s_aux is not None)[:3]
     if s_aux is not None:

@@ -17,16 +17,16 @@ from flash_attn_compat.core.call import (
     GIVEN_LSE,
     RETURN_DMASK,
     RETURN_LSE,
-    RNG_STATE,
     SHARES_DROPOUT_MASK,
     BackwardInputs,
+    DenseInputs,
     Gradients,
+    Inputs,
     Scalars,
 )
-from flash_attn_compat.core.prepared import Tensors
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
-from flash_attn_compat.dispatch.call_cache import Keyed, keyed
+from flash_attn_compat.dispatch.call_cache import settled
 from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, recording_flags
 from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run, whole
 
@@ -41,30 +41,29 @@ Written = tuple[Tensor | None, Tensor | None, Tensor | None]
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward(tensors: Tensors, scalars: Scalars, return_softmax: bool) -> Results:
-    """Return (out, softmax_lse, S_dmask, rng_state); S_dmask has no elements without return_softmax.
-
-    tensors: in the order of TENSORS
-    """
-    q, k, v, slopes, *_ = tensors
+def forward(tensors: Inputs, scalars: Scalars, return_softmax: bool) -> Results:
+    """Return (out, softmax_lse, S_dmask, rng_state); S_dmask has no elements without return_softmax."""
+    q, k, v, slopes = tensors.q, tensors.k, tensors.v, tensors.alibi_slopes
     if return_softmax and checks.dropout(scalars.dropout_p) <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
-    if must_be_one_operator((q, k, v), False) and are_strided(tensors[3:]):
+    if must_be_one_operator((q, k, v), False) and are_strided((*tensors,)):
         return ops.forward(tensors, scalars, bool(return_softmax))
     flags = _FORWARD | RETURN_DMASK if return_softmax else _FORWARD
-    call = keyed(tensors, scalars, flags)
+    if type(tensors) is not DenseInputs:
+        tensors, flags = settled(tensors, flags)
     if not recording_flags((q, k, v), slopes):
-        return whole(*call)
-    results: Results = _WithoutFormula.apply(functools.partial(whole, *call), q, k, v, slopes)
+        return whole(tensors, scalars, flags)
+    results: Results = _WithoutFormula.apply(functools.partial(whole, tensors, scalars, flags), q, k, v, slopes)
     return results
 
 
 def varlen_forward(
-    tensors: Tensors, scalars: Scalars, return_softmax: bool, zero_tensors: bool, num_splits: int
+    tensors: Inputs, scalars: Scalars, return_softmax: bool, zero_tensors: bool, num_splits: int
 ) -> Results:
     """As ``forward`` of a packed call. zero_tensors, num_splits: as in _flash_attn_varlen_forward"""
-    q, starts_q, table = tensors[0], tensors[4], tensors[8]
-    if num_splits > 1 and table is not None:
+    q, starts_q = tensors.q, tensors.cu_seqlens_q
+    checks.is_given("cu_seqlens_q", starts_q)
+    if num_splits > 1 and tensors.block_table is not None:
         _check_num_splits(num_splits, tensors, scalars)
     out, lse, dmask, rng_state = forward(tensors, scalars, return_softmax)
     if zero_tensors:
@@ -72,21 +71,20 @@ def varlen_forward(
     return out, lse, dmask, rng_state
 
 
-def forward_into(out: Tensor, tensors: Tensors, scalars: Scalars, return_lse: bool = False) -> Tensor | None:
+def forward_into(out: Tensor, tensors: Inputs, scalars: Scalars, return_lse: bool = False) -> Tensor | None:
     """Write a forward's result to ``out``; return softmax_lse if asked for. Nothing is recorded for autograd.
 
     The kernel itself writes to a contiguous ``out``. No input may share its memory. Tokens outside of all packed
     sequences get 0, or keep what ``out`` holds.
-    tensors: in the order of TENSORS, as ``keyed`` takes them
     """
     checks.is_tensor("out", out)
-    build, tensors, hashables, flags = keyed(tensors, scalars, _FORWARD if return_lse else 0)
-    _, result = run(find(build, tensors, hashables, flags), tensors, out=out)
+    tensors, flags = settled(tensors, _FORWARD if return_lse else 0)
+    _, result = run(find(tensors, scalars, flags), tensors, out=out)
     return result.lse if return_lse else None
 
 
-def _check_num_splits(num_splits: int, tensors: Tensors, scalars: Scalars) -> None:
-    q, k, _, slopes, *_ = tensors
+def _check_num_splits(num_splits: int, tensors: Inputs, scalars: Scalars) -> None:
+    q, k, slopes = tensors.q, tensors.k, tensors.alibi_slopes
     checks.is_tensor("q", q)
     checks.is_tensor("k", k)
     has_window = max(scalars.window_size_left, scalars.window_size_right) >= 0
@@ -115,11 +113,11 @@ class _WithoutFormula(torch.autograd.Function):
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def backward(tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, written: Written) -> Tensor:
+def backward(tensors: Inputs, scalars: Scalars, upstream: BackwardInputs, written: Written) -> Tensor:
     """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do."""
     dout, out, lse = upstream[:3]
-    q, starts_q = tensors[0], (*tensors, None)[4]
-    if must_be_one_operator((dout, *tensors[:3], out, lse), False) and are_strided(tensors[3:]):
+    q, starts_q = tensors.q, tensors.cu_seqlens_q
+    if must_be_one_operator((dout, q, tensors.k, tensors.v, out, lse), False) and are_strided((*tensors,)):
         with torch.no_grad():
             _write(ops.backward(tensors, scalars, upstream), written)
         delta = None
@@ -127,7 +125,7 @@ def backward(tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, writt
         was_recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # torch.no_grad() costs nine Python calls
         try:
-            delta = _backward(keyed(tensors, scalars, _BACKWARD), upstream, written)
+            delta = _backward(*settled(tensors, _BACKWARD), scalars, upstream, written)
         finally:
             torch._C._set_grad_enabled(was_recording)
     if delta is None:
@@ -142,10 +140,11 @@ def backward(tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, writt
     return torch.constant_pad_nd(delta, (0, behind)) if behind else delta.contiguous()
 
 
-def _backward(call: Keyed, upstream: BackwardInputs, written: Written) -> Tensor | None:
+def _backward(
+    tensors: Inputs, flags: int, scalars: Scalars, upstream: BackwardInputs, written: Written
+) -> Tensor | None:  # fmt: skip
     """Write dq, dk and dv; return delta if the backend computed it, else None."""
-    build, tensors, hashables, flags = call
-    prepared = find(build, tensors, hashables, flags)
+    prepared = find(tensors, scalars, flags)
     checks.upstream_memory(upstream, *written)
     dout, out, lse, given_state = upstream.dout, upstream.out, upstream.lse, upstream.rng_state
     upstream = BackwardInputs(dout.resolve_neg(), out.resolve_neg(), lse.resolve_neg(), given_state)
@@ -155,7 +154,7 @@ def _backward(call: Keyed, upstream: BackwardInputs, written: Written) -> Tensor
         into = Gradients(dq, dk, dv)  # a kernel can write all three
     backend, found = gradients(
         prepared, backward_tensors(tensors, rng_state), upstream, into,
-        lambda: checks.upstream(prepared.call.with_tensors(*tensors[:RNG_STATE]), upstream, *written),
+        lambda: checks.upstream(prepared.call.over(tensors), upstream, *written),
     )  # fmt: skip
     if backend is not None:
         choice.served[backend.name] += 1

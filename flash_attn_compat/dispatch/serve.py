@@ -16,28 +16,26 @@ from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, Nega
 from flash_attn_compat.core import checks, cuda_capture, torch_state
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.call import (
-    NO_TENSORS,
-    RNG_STATE,
     AttentionCall,
     BackwardInputs,
     BackwardResult,
     Gradients,
+    Inputs,
     Result,
+    new_inputs,
 )
 from flash_attn_compat.core.features import Feature
-from flash_attn_compat.core.prepared import BackwardRun, Build, Key, Prepared, Run, RunInto, Tensors
+from flash_attn_compat.core.prepared import BackwardRun, Key, Prepared, Run, RunInto
 from flash_attn_compat.core.scores import signed_probabilities
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import at_exit, call_cache, choice
 
 
-def find(
-    build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int, length: int | None = None
-) -> Prepared:  # fmt: skip
+def find(x: Inputs, scalars: tuple[Any, ...], flags: int, length: int | None = None) -> Prepared:
     """Return the prepared call of these arguments. The numbers in tensors pass their checks here.
 
     Args:
-        build, tensors, flags: as ``keyed`` in call_cache.py returns them, or of a call over a cache
+        x, flags: as ``settled`` in call_cache.py returns them, or of a call over a cache
         scalars: the fields of Scalars as the caller gave them, and further numbers of a call over a cache
         length: an int cache_seqlens for all sequences, which is in no key
     Raises:
@@ -47,23 +45,24 @@ def find(
     # Bounds and longest lengths must be ints: 1.0 is no bound, and equals 1 in a key.
     if not type(scalars[3]) is type(scalars[4]) is type(scalars[7]) is type(scalars[8]) is int:
         scalars = call_cache.hashable(scalars)
-    key, prepared = call_cache.look_up(build, tensors, scalars, flags)
+    key, prepared = call_cache.look_up(x, scalars, flags)
     if prepared is None:
         values = call_cache.hashable(scalars)
         if values is not scalars:
-            return find(build, tensors, values, flags, length)
-        prepared = build(tensors, scalars, flags, length)
-        if prepared.check is not None:
-            prepared.check(tensors, length)
-        prepared.key = key
-        return _prepare(prepared)
+            key, prepared = call_cache.look_up(x, values, flags)
+    known = prepared is not None
+    if prepared is None:
+        prepared = call_cache.build(x, values, flags, length)
     if prepared.check is not None:
-        prepared.check(tensors, length)
-    return prepared
+        prepared.check(x, length)
+    if known:
+        return prepared
+    prepared.key = key
+    return _prepare(prepared)
 
 
 def run(
-    prepared: Prepared, tensors: Tensors, length: int | None = None, out: Tensor | None = None
+    prepared: Prepared, tensors: Inputs, length: int | None = None, out: Tensor | None = None
 ) -> tuple[Prepared, Result]:
     """Run a prepared call; return its result, and the prepared call that served in the end (a fallback's, maybe).
 
@@ -75,24 +74,24 @@ def run(
             result = prepared.run(tensors, length) if out is None else _run_into(prepared, tensors, out)
         except NegatedView:
             tensors = _without_negated_views(prepared, tensors)
-            prepared = find(prepared.build, tensors, prepared.scalars, prepared.flags, length)
+            prepared = find(tensors, prepared.scalars, prepared.flags, length)
         except KernelsFailed as failure:
-            build, scalars, flags, backend = prepared.build, prepared.scalars, prepared.flags, prepared.backend
-            again = build(tensors, scalars, flags, length)
+            scalars, flags, backend = prepared.scalars, prepared.flags, prepared.backend
+            again = call_cache.build(tensors, scalars, flags, length)
             if failure.appended is None:
                 again.key = prepared.key
                 prepared = _prepare(again, backend, failure)
             else:  # nothing is written twice
                 _note(backend, again.call, failure)
                 tensors, length = _after_append(tensors, length, failure.appended)
-                prepared = find(build, tensors, scalars, flags, length)
+                prepared = find(tensors, scalars, flags, length)
         else:
             if prepared.backend is not None:
                 choice.served[prepared.backend.name] += 1
             return prepared, result
 
 
-def _run_into(prepared: Prepared, tensors: Tensors, out: Tensor) -> Result:
+def _run_into(prepared: Prepared, tensors: Inputs, out: Tensor) -> Result:
     """Run a prepared call and write its ``out`` to the caller's, by the kernel if it can, else by a copy."""
     write: RunInto | None = None
     if prepared.backend is not None and out.is_contiguous():
@@ -104,10 +103,11 @@ def _run_into(prepared: Prepared, tensors: Tensors, out: Tensor) -> Result:
     return result._replace(out=out.copy_(result.out))
 
 
-def _without_negated_views(prepared: Prepared, tensors: Tensors) -> Tensors:
+def _without_negated_views(prepared: Prepared, tensors: Inputs) -> Inputs:
     """Return the tensors without lazily negated views. Raises NegatedView if the only one is a cache to write to."""
-    written = (1, 2) if prepared.call.appends else ()
-    stored = tuple([x if x is None or index in written else x.resolve_neg() for index, x in enumerate(tensors)])
+    stored = tensors._make([x if x is None else x.resolve_neg() for x in tensors])
+    if prepared.call.appends:
+        stored = stored._replace(k=tensors.k, v=tensors.v)
     if all([one is other for one, other in zip(stored, tensors)]):
         raise NegatedView(
             "a negated view of a cache cannot be written by a kernel: give it the cache itself, or a copy"
@@ -115,22 +115,20 @@ def _without_negated_views(prepared: Prepared, tensors: Tensors) -> Tensors:
     return stored
 
 
-def _after_append(tensors: Tensors, length: int | None, q: Tensor) -> tuple[Tensors, int | None]:
+def _after_append(tensors: Inputs, length: int | None, q: Tensor) -> tuple[Inputs, int | None]:
     """Return the tensors and the length of a call over a cache whose new keys are in the cache. q: as rotated"""
-    _, *others, lengths, leftpad, pages, k_descale, v_descale, bias, rng_state, k, _, _, _ = tensors
-    length = None if length is None else length + k.shape[1]
-    lengths = None if lengths is None else lengths + k.shape[1]
-    return (q, *others, lengths, leftpad, pages, k_descale, v_descale, bias, rng_state, None, None, None, None), length
+    count, lengths = tensors.k_new.shape[1], tensors.seqused_k
+    length, lengths = (None if x is None else x + count for x in (length, lengths))
+    nothing = dict.fromkeys(("k_new", "v_new", "rotary_cos", "rotary_sin"))
+    return tensors._replace(q=q, seqused_k=lengths, **nothing), length
 
 
-def whole(
-    build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def whole(tensors: Inputs, scalars: tuple[Any, ...], flags: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, softmax_lse, S_dmask, rng_state) outside autograd. Raises as ``find`` does.
 
     A softmax_lse or S_dmask that the flags do not ask for has no elements; rng_state is 0 without dropout.
     """
-    prepared, result = run(find(build, tensors, scalars, flags), tensors)
+    prepared, result = run(find(tensors, scalars, flags), tensors)
     out, rng_state = result.out, result.rng_state
     lse = result.lse.contiguous() if prepared.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
     if rng_state is None:
@@ -138,14 +136,16 @@ def whole(
     return out, lse, result.probabilities, rng_state
 
 
-def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
+def backward_tensors(tensors: Inputs, rng_state: Tensor | None) -> Inputs:
     """Return a call's tensors as a backward takes them: no negated views, and the rng_state of the forward."""
     state = None if rng_state is None else rng_state.contiguous()  # kernels read two neighbours
-    return (*[x if x is None else x.resolve_neg() for x in (*tensors, *NO_TENSORS)[:RNG_STATE]], state)
+    *others, _ = tensors
+    found: Inputs = new_inputs(type(tensors), [*[x if x is None else x.resolve_neg() for x in others], state])
+    return found
 
 
 def gradients(
-    prepared: Prepared, tensors: Tensors, upstream: BackwardInputs, into: Gradients | None = None,
+    prepared: Prepared, tensors: Inputs, upstream: BackwardInputs, into: Gradients | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Backend | None, BackwardResult]:  # fmt: skip
     """Return the backend that computed the gradients of a call, and the gradients.
@@ -157,7 +157,7 @@ def gradients(
         into: tensors to write to, through their strides, or None for new ones
         check: raises if upstream or into do not fit; skipped where tensors of the same signatures passed before
     """
-    at_exit.wait_for_autograd(tensors[0])
+    at_exit.wait_for_autograd(tensors.q)
     if prepared.backend is None:
         check()
         found = into or Gradients(*map(torch.empty_like, tensors[:3]))
@@ -183,13 +183,13 @@ def gradients(
 
 
 def differentiable_call(
-    build: Build, tensors: Tensors, scalars: tuple[Any, ...], flags: int, rng_state: Tensor | None
+    tensors: Inputs, scalars: tuple[Any, ...], flags: int, rng_state: Tensor | None
 ) -> AttentionCall:
     """Return the checked call of a transformed function. No backend is chosen: a forced one may lack derivatives."""
-    prepared = build(tensors, call_cache.hashable(scalars), flags, None)
+    prepared = call_cache.build(tensors, call_cache.hashable(scalars), flags, None)
     if prepared.check is not None:
         prepared.check(tensors, None)
-    return prepared.call.with_tensors(*backward_tensors(tensors, rng_state))
+    return prepared.call.over(backward_tensors(tensors, rng_state))
 
 
 def plain_gradients(call: AttentionCall, upstream: BackwardInputs) -> Gradients:
@@ -242,7 +242,7 @@ def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | 
 
 
 def _prepare_backward(
-    prepared: Prepared, key: Key | None, tensors: Tensors, upstream: BackwardInputs, into: Gradients | None,
+    prepared: Prepared, key: Key | None, tensors: Inputs, upstream: BackwardInputs, into: Gradients | None,
     failed: Backend | None = None, failure: KernelsFailed | None = None,
 ) -> tuple[Backend, BackwardRun]:  # fmt: skip
     """Choose a backend for the backward of a served call, prepare its run, and cache both under ``key``.
@@ -254,7 +254,7 @@ def _prepare_backward(
     Raises:
         BackendNotSupported, CallRefused: no backend serves the backward
     """
-    call, has_dlse, own = prepared.call.with_tensors(*tensors), upstream.dlse is not None, prepared.backend
+    call, has_dlse, own = prepared.call.over(tensors), upstream.dlse is not None, prepared.backend
     # The call as a fallback would see it: a backward from another backend's results.
     given = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0, lse_gradient=has_dlse)
     backend = _note(failed, given, failure)
@@ -283,8 +283,8 @@ def _prepare_backward(
 
 
 def _with_dmask(run: Run, prepared: Prepared) -> Run:
-    def with_dmask(tensors: Tensors, length: int | None) -> Result:
-        result, call = run(tensors, length), prepared.call.with_tensors(*tensors[:RNG_STATE])
+    def with_dmask(tensors: Inputs, length: int | None) -> Result:
+        result, call = run(tensors, length), prepared.call.over(tensors)
         return result._replace(dmask=signed_probabilities(call, result.rng_state))
 
     return with_dmask
@@ -307,7 +307,7 @@ def _nothing(prepared: Prepared) -> Run:
 
     bind = prepared.bind
 
-    def run(tensors: Tensors, length: int | None) -> Result:
+    def run(tensors: Inputs, length: int | None) -> Result:
         call, new = bind(tensors, length)
         if new is not None:
             with torch.no_grad():

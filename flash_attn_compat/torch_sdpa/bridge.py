@@ -11,36 +11,32 @@ from flash_attn_compat.core.call import (
     NEEDS_GRAD,
     RETURN_LSE,
     BackwardInputs,
+    DenseInputs,
     Gradients,
+    Inputs,
     Result,
     Scalars,
 )
-from flash_attn_compat.core.prepared import Prepared, Tensors
+from flash_attn_compat.core.prepared import Prepared
 from flash_attn_compat.dispatch import choice, heads_first, observers, serve
-from flash_attn_compat.dispatch.call_cache import Keyed, call_of, keyed
+from flash_attn_compat.dispatch.call_cache import call_of, settled
 
 KERNELS, PYTORCH = "fused", "pytorch"
 as_own = heads_first.as_own
 
 
-def attend(tensors: Tensors, scalars: Scalars) -> Tensor | None:
+def attend(tensors: DenseInputs, scalars: Scalars) -> Tensor | None:
     """Return dense attention's out, recorded by autograd; None if another backend would serve the call.
 
     out is (batch, heads, rows, channels), contiguous in memory as (batch, rows, heads, channels).
     """
-    flags = observers.recording_flags(tensors[:3])
-    call = keyed(tensors, scalars, _deciding_flags(flags, scalars))
-    prepared = _find_fused(call)
+    flags = observers.recording_flags((tensors.q, tensors.k, tensors.v))
+    prepared = _find_fused(tensors, scalars, _deciding_flags(flags, scalars))
     if prepared is None:
         return None
     if flags & NEEDS_GRAD:
-        return heads_first.record(prepared, call[1])
-    return as_own(serve.run(prepared, call[1])[1].out)
-
-
-def dense_tensors(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensors:
-    """Return the tensors of a dense call in the order of TENSORS. q, k, v: as flash_attn_func's"""
-    return (q, k, v, None) if bias is None else (q, k, v, *(None,) * 8, bias)
+        return heads_first.record(prepared, tensors)
+    return as_own(serve.run(prepared, tensors)[1].out)
 
 
 def _deciding_flags(flags: int, scalars: Scalars) -> int:
@@ -51,30 +47,30 @@ def _deciding_flags(flags: int, scalars: Scalars) -> int:
     return NEEDS_GRAD if scalars.dropout_p else flags
 
 
-def forward(tensors: Tensors, scalars: Scalars, return_lse: bool) -> Result | None:
+def forward(tensors: Inputs, scalars: Scalars, return_lse: bool) -> Result | None:
     """Return a forward's result, dense or packed, outside of autograd; None if another backend would serve the call."""
-    call = keyed(tensors, scalars, RETURN_LSE if return_lse else 0)
-    prepared = _find_fused(call)
-    return None if prepared is None else serve.run(prepared, call[1])[1]
+    tensors, flags = settled(tensors, RETURN_LSE if return_lse else 0)
+    prepared = _find_fused(tensors, scalars, flags)
+    return None if prepared is None else serve.run(prepared, tensors)[1]
 
 
 def backward(
-    tensors: Tensors, scalars: Scalars, upstream: BackwardInputs, into: Gradients | None
+    tensors: Inputs, scalars: Scalars, upstream: BackwardInputs, into: Gradients | None
 ) -> Gradients | None:  # fmt: skip
     """Return dq, dk, dv from any kernel's out and LSE, outside of autograd; None if another backend would serve.
 
     into: tensors to write to, or None for new ones
     """
-    call = keyed(tensors, scalars, GIVEN_LSE)
-    prepared = _find_fused(call)
+    tensors, flags = settled(tensors, GIVEN_LSE)
+    prepared = _find_fused(tensors, scalars, flags)
     if prepared is None:
         return None
-    return serve.gradients(prepared, serve.backward_tensors(call[1], None), upstream, into)[1].gradients
+    return serve.gradients(prepared, serve.backward_tensors(tensors, None), upstream, into)[1].gradients
 
 
-def decline_reasons(tensors: Tensors, scalars: Scalars) -> list[str]:
+def decline_reasons(tensors: Inputs, scalars: Scalars) -> list[str]:
     """Return our kernels' reasons to decline the call; an empty list if they serve it. Shapes as in flash_attn_func."""
-    flags = _deciding_flags(observers.recording_flags(tensors[:3]), scalars)
+    flags = _deciding_flags(observers.recording_flags((tensors.q, tensors.k, tensors.v)), scalars)
     return choice.reasons_against(KERNELS, call_of(tensors, scalars, flags))
 
 
@@ -84,10 +80,10 @@ def explain(reasons: list[str]) -> NoReturn:
     raise choice.Explained(choice.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
 
 
-def _find_fused(call: Keyed) -> Prepared | None:
+def _find_fused(tensors: Inputs, scalars: Scalars, flags: int) -> Prepared | None:
     """Return the prepared call if our kernels compute it."""
     try:
-        prepared = serve.find(*call)
+        prepared = serve.find(tensors, scalars, flags)
     except choice.BackendNotSupported:  # the user forces another backend
         return None
     return prepared if prepared.backend is not None and prepared.backend.name == KERNELS else None

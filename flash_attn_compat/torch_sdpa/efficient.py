@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import cuda_capture, unwritten
-from flash_attn_compat.core.call import BackwardInputs, Gradients, Scalars
-from flash_attn_compat.core.prepared import PLAIN, Tensors
+from flash_attn_compat.core.call import BackwardInputs, DenseInputs, Gradients, Inputs, PackedInputs, Scalars
+from flash_attn_compat.core.prepared import PLAIN
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.torch_sdpa import bridge
@@ -141,7 +141,7 @@ def backward(
     if decline_reason(policy, problem, True) or not _fits_forward(problem, dout, out, lse):
         return None
     tensors, scalars = _as_flash(problem)
-    q, k, *_ = tensors
+    q, k = tensors.q, tensors.k
     if problem.cu_seqlens_q is None:
         lse = lse[:, :, : q.shape[1]]
     else:
@@ -220,7 +220,7 @@ def _check_lengths(problem: Problem) -> str | None:
     return None
 
 
-def _as_flash(problem: Problem) -> tuple[Tensors, Scalars]:
+def _as_flash(problem: Problem) -> tuple[Inputs, Scalars]:
     """Return the problem in flash-attn's arguments, which align a causal mask with the last key."""
     q, k, v = problem.query, problem.key, problem.value
     is_causal, left, right = problem.custom_mask_type != NO_MASK, -1, -1
@@ -233,9 +233,9 @@ def _as_flash(problem: Problem) -> tuple[Tensors, Scalars]:
     )
     if problem.cu_seqlens_q is None or problem.cu_seqlens_k is None:
         bias = None if problem.bias is None else problem.bias.expand(len(q), q.shape[2], q.shape[1], k.shape[1])
-        return bridge.dense_tensors(q, k, v, bias), scalars
+        return DenseInputs(q, k, v, bias=bias), scalars
     starts_k = problem.cu_seqlens_q if problem.has_equal_lengths else problem.cu_seqlens_k
-    tensors = q[0], k[0], v[0], None, problem.cu_seqlens_q, starts_k, problem.seqlen_k
+    tensors = PackedInputs(q[0], k[0], v[0], None, problem.cu_seqlens_q, starts_k, problem.seqlen_k)
     return tensors, scalars._replace(max_seqlen_q=problem.rows, max_seqlen_k=problem.keys)
 
 

@@ -18,7 +18,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import workspaces
 from flash_attn_compat.core import cuda_capture, sinks
-from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.core.call import PackedInputs, Scalars
 from flash_attn_compat.core.eight_bit import as_bytes
 from flash_attn_compat.core.mask import MOST_TOKENS
 from flash_attn_compat.dispatch import choice
@@ -172,7 +172,7 @@ class CompatImpl(AttentionImpl):
                     self._attend_to_pages(part_out, part_q, k, v, lengths, table, *descales)
                     continue
                 # The longest number of keys bounds nothing but windows: the table bounds the keys.
-                tensors = part_q, k, v, self.alibi_slopes, starts, starts, lengths, None, table, *descales
+                tensors = PackedInputs(part_q, k, v, self.alibi_slopes, starts, starts, lengths, None, table, *descales)
                 self._attend(part_out, tensors, attn_metadata.causal, longest, MOST_TOKENS)
         return output
 
@@ -189,11 +189,9 @@ class CompatImpl(AttentionImpl):
         if k is None or v is None:
             raise ValueError("an encoder's layer must get keys and values")
         starts, longest = batch.query_start_loc, batch.max_query_len
-        self._attend(out, (q, k, v, self.alibi_slopes, starts, starts), False, longest, longest)
+        self._attend(out, PackedInputs(q, k, v, self.alibi_slopes, starts, starts), False, longest, longest)
 
-    def _attend(
-        self, out: Tensor, tensors: tuple[Tensor | None, ...], causal: bool, longest_q: int, longest_k: int
-    ) -> None:
+    def _attend(self, out: Tensor, tensors: PackedInputs, causal: bool, longest_q: int, longest_k: int) -> None:
         """Write one call's result to ``out``. Windows of rows that see later keys reach to both sides."""
         left, s_aux = self.sliding_window, self._fp32_sinks
         right = 0 if causal and left >= 0 else left

@@ -10,8 +10,7 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import backward, forward, masks, nvrtc, tensor_cores, tuned
-from flash_attn_compat.core.arguments import dense
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, DenseInputs, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto, checked
 
@@ -81,8 +80,8 @@ class Fused(Backend):
         return masks.unpack_saved_mask(mask, saved)
 
     def forward(self, call: AttentionCall) -> Result:
-        run = self.prepare(checked(dense, (), 0, call))
-        return run(call.tensors, None)
+        run = self.prepare(checked(DenseInputs, (), 0, call))
+        return run(call, None)
 
     def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
-        return backward.prepare(call, upstream, into)(call.tensors, upstream, into).gradients
+        return backward.prepare(call, upstream, into)(call, upstream, into).gradients

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from flash_attn_compat.backends.fused.launcher import Plan
 from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import kernel_layout
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients
-from flash_attn_compat.core.prepared import BackwardRun, Tensors
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Inputs
+from flash_attn_compat.core.prepared import BackwardRun
 from flash_attn_compat.core.torch_state import note_written
 
 _KERNELS = "delta", "dkdv", "dq"
@@ -29,27 +28,27 @@ def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | Non
 
     Raises KernelError where a kernel fails.
     """
-    read = functools.partial(_prepare_inputs, launcher.find_strided_inputs(call.tensors), False)
-    tensors, ready, targets = read(call.tensors, upstream, into)
+    read = functools.partial(_prepare_inputs, launcher.find_strided_inputs(call), False)
+    tensors, ready, targets = read(call, upstream, into)
     vec = launcher.vector_size((*tensors[:3], ready.dout, ready.out, *targets), in_place=False)
     copies = not vec or not all(map(_is_writable, targets))
     if copies:
-        read = functools.partial(_prepare_inputs, launcher.find_strided_inputs(call.tensors), True)
-        (tensors, ready, targets), vec = read(call.tensors, upstream, into), 8
-    call = call.with_tensors(*tensors)
+        read = functools.partial(_prepare_inputs, launcher.find_strided_inputs(call), True)
+        (tensors, ready, targets), vec = read(call, upstream, into), 8
+    call = call.over(tensors)
     device, kind = call.q.get_device(), _choose_kind(call, vec)
     plan = _build_plan(call, ready, targets, kind)
     kernels = tuple(variant for variant in plan.variants if variant.entry in _KERNELS)
     shared_grid = tuple(map(variants.has_shared_grid, kernels))
 
     def run_tiny(call: AttentionCall, upstream: BackwardInputs, targets: Gradients) -> Gradients:
-        _launch(_build_plan(call, upstream, targets, kind, 2, shared_grid), call.tensors, upstream, targets)
+        _launch(_build_plan(call, upstream, targets, kind, 2, shared_grid), call, upstream, targets)
         return targets
 
     place = call.q.device
     self_test.check_kernels(kernels, device, lambda watch: self_test.find_backward_error(kind, place, run_tiny, watch))
 
-    def run(tensors: Tensors, upstream: BackwardInputs, into: Gradients | None) -> BackwardResult:
+    def run(tensors: Inputs, upstream: BackwardInputs, into: Gradients | None) -> BackwardResult:
         readable, upstream, targets = read(tensors, upstream, into)
         delta = _launch(plan, readable, upstream, targets)
         if copies:
@@ -84,19 +83,19 @@ def _choose_kind(call: AttentionCall, vec: int) -> Kind:
     return enable_copies(call, kind._replace(few_keys=few_keys), True)
 
 
-def _launch(plan: Plan, tensors: Sequence[Any], upstream: BackwardInputs, targets: Gradients) -> Tensor:
+def _launch(plan: Plan, tensors: Inputs, upstream: BackwardInputs, targets: Gradients) -> Tensor:
     """Launch a plan, which writes gradients into ``targets``; returns delta."""
     dout, out, lse, _, saved, dlse = upstream
-    return plan.run((*tensors, dout, out, lse, dlse, *targets, *saved[1:]))["delta"]
+    return plan.run(tensors, others=(dout, out, lse, dlse, *targets, *saved[1:]))["delta"]
 
 
 def _prepare_inputs(
-    strided: Collection[int], copies: bool, tensors: Tensors, upstream: BackwardInputs, into: Gradients | None
-) -> tuple[Sequence[Any], BackwardInputs, Gradients]:
+    strided: Collection[str], copies: bool, tensors: Inputs, upstream: BackwardInputs, into: Gradients | None
+) -> tuple[Inputs, BackwardInputs, Gradients]:
     """Return inputs in the kernels' layout, and gradients to write into. copies: whether to copy unaligned tensors"""
-    inputs: Sequence[Any] = tensors
+    inputs = tensors
     if strided:
-        inputs = [launcher.copy_contiguous(x) if index in strided else x for index, x in enumerate(tensors)]
+        inputs = inputs._replace(**{name: launcher.copy_contiguous(getattr(inputs, name)) for name in strided})
     # Under causal ALiBi the reported LSE includes a position, which may be large: the forward saves the unshifted LSE.
     lse = upstream.saved[0] if upstream.saved else upstream.lse
     dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
@@ -108,7 +107,7 @@ def _prepare_inputs(
         place if place is not None and _is_writable(place) and launcher.is_aligned(place) else _empty_contiguous(x)
         for place, x in zip(into or (None, None, None), (q, k, v))
     ]
-    return (q, k, v, *inputs[3:]), upstream._replace(dout=dout, out=out), Gradients(*targets)
+    return inputs._replace(q=q, k=k, v=v), upstream._replace(dout=dout, out=out), Gradients(*targets)
 
 
 def _build_plan(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,15 +15,16 @@ from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, choose_ap
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import dropout, kernel_layout
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.call import NO_TENSORS, RNG_STATE, TENSORS, AttentionCall, Result
-from flash_attn_compat.core.prepared import Prepared, Run, Tensors
+from flash_attn_compat.core.call import AttentionCall, Inputs, Result
+from flash_attn_compat.core.prepared import Prepared, Run
 from flash_attn_compat.core.torch_state import note_written
 
 # The decode kernel appends at most so many new keys itself: each block that sees new keys writes all of them.
 _MAX_NEW_KEYS = 16
+_APPENDED = "k_new", "v_new", "rotary_cos", "rotary_sin"
 _new_tuple = tuple.__new__
-# Functions that copy some of a call's tensors, by index.
-_Copies = dict[int, Callable[[Tensor], Tensor]]
+# Functions that copy some of a call's tensors, by name.
+_Copies = dict[str, Callable[[Tensor], Tensor]]
 
 
 def prepare(prepared: Prepared) -> Run | None:
@@ -34,31 +34,30 @@ def prepare(prepared: Prepared) -> Run | None:
     """
     call, new = prepared.whole, prepared.new
     assert call is not None  # it is not sealed yet
-    given: Tensors = call.tensors if new is None else (*call.tensors, *new[:4])
-    tensors = given
+    given = tensors = launcher.with_append(call, new)
     few = variants.takes_decode(launcher.max_rows(call), call.nheads // call.nheads_k, call.bias is not None)
     in_place = not call.is_dense and call.cu_seqlens_k is None
-    appended = range(len(TENSORS), len(tensors))
-    read = [0, 1, 2]
+    appended = _APPENDED if new is not None else ()
+    read = ["q", "k", "v"]
     copies: _Copies = dict.fromkeys(launcher.find_strided_inputs(tensors), launcher.copy_contiguous)
     if prepared.is_over_cache:
         in_place = in_place or few
         if not launcher.has_kernel_layout(call.q):
-            copies[0] = Tensor.contiguous
+            copies["q"] = Tensor.contiguous
         if new is not None and not launcher.append_has_kernel_layout(new):
-            copies |= {index: Tensor.contiguous for index in appended if tensors[index] is not None}
+            copies |= {name: Tensor.contiguous for name in appended if getattr(tensors, name) is not None}
         if new is not None and few and new.k.shape[1] <= _MAX_NEW_KEYS:
             read += appended
     tensors = _apply_copies(tensors, copies)
-    vec = launcher.vector_size([tensors[index] for index in read], in_place)
+    vec = launcher.vector_size([getattr(tensors, name) for name in read], in_place)
     if not vec:
         if prepared.is_over_cache:
             return None
         copies |= dict.fromkeys(read, launcher.align)
         tensors, vec = _apply_copies(given, copies), 8
     if copies:
-        call = call.with_tensors(*tensors)
-        new = new and new._replace(**dict(zip(Append._fields, tensors[len(TENSORS) :])))
+        call = call.over(tensors)
+        new = new and Append(tensors.k_new, tensors.v_new, tensors.rotary_cos, tensors.rotary_sin, *new[4:])
     tensor_cores.warn_if_missing(call.q.get_device(), settings.gpu(call.q.device))
     if call.needs_grad and call.q.is_cuda:
         backward.load_ahead(call, vec)
@@ -71,15 +70,15 @@ def prepare(prepared: Prepared) -> Run | None:
         return forward.run
     width = prepared.call.head_dim_v
 
-    def run(tensors: Tensors, length: int | None) -> Result:
+    def run(tensors: Inputs, length: int | None) -> Result:
         result = forward.run(_apply_copies(tensors, copies), length)
         return result._replace(out=kernel_layout.narrowed(result.out, width))
 
     return run
 
 
-def _apply_copies(tensors: Tensors, copies: _Copies) -> Tensors:
-    return tuple([copies[index](tensor) if index in copies else tensor for index, tensor in enumerate(tensors)])
+def _apply_copies(tensors: Inputs, copies: _Copies) -> Inputs:
+    return tensors._replace(**{name: copy(getattr(tensors, name)) for name, copy in copies.items()})
 
 
 def self_test_append(call: AttentionCall, new: Append) -> None:
@@ -89,7 +88,7 @@ def self_test_append(call: AttentionCall, new: Append) -> None:
     def run_tiny(call: AttentionCall, new: Append) -> dict[str, Tensor]:
         builder = PlanBuilder(call, kind, launcher.call_fields(call) | launcher.append_fields(new))
         builder.add_append(new)
-        outputs = builder.build(new).run((*call.tensors, *new[:4]))
+        outputs = builder.build(new).run(launcher.with_append(call, new))
         return {"q": outputs.get("q_rotated", call.q)}
 
     def find_error(watch: self_test.Watch) -> str | None:
@@ -146,7 +145,7 @@ class ForwardPlan:
 
         def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
             forward = ForwardPlan(call, kind, new, splits=2, shared_grid=shared_grid)
-            result = forward.run((*call.tensors, *(() if new is None else new[:4])))
+            result = forward.run(launcher.with_append(call, new))
             return {"out": result.out, "softmax_lse": result.lse}
 
         arguments = kind, plan.torch_device, run_tiny, self.is_decode, appends
@@ -158,18 +157,19 @@ class ForwardPlan:
         """Whether ``run`` takes an ``out`` to write to."""
         return not (self.drops or self.needs_grad)
 
-    def run(self, tensors: Sequence[Any], length: int | None = None, given_out: Tensor | None = None) -> Result:
+    def run(self, tensors: Inputs, length: int | None = None, given_out: Tensor | None = None) -> Result:
         """Launch the plan, as Run of core/prepared.py; returns its Result. given_out: as in Plan.run"""
         rng_state = None
         if self.drops:
-            if any([x.is_neg() for x in tensors[:3]]):  # before the generator advances
+            if any([x.is_neg() for x in (tensors.q, tensors.k, tensors.v)]):  # before the generator advances
                 raise NegatedView("q, k and v must not be lazily negated views")
-            rng_state = (*tensors, *NO_TENSORS)[RNG_STATE]
-            rng_state = dropout.new_rng_state(self.plan.torch_device) if rng_state is None else rng_state
-            tensors = (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state)
+            rng_state = tensors.rng_state
+            if rng_state is None:
+                rng_state = dropout.new_rng_state(self.plan.torch_device)
+                tensors = tensors._replace(rng_state=rng_state)
         outputs = self.plan.run(tensors, length, given_out)
         if self.appends:
-            note_written(tensors[1:3])
+            note_written((tensors.k, tensors.v))
         if not self.needs_grad:  # Result() takes three times as long
             return _new_tuple(Result, (outputs["out"], outputs.get("lse"), rng_state, (), None))
         out, lse = outputs["out"], outputs.get("lse")

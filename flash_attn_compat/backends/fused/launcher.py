@@ -19,9 +19,11 @@ from flash_attn_compat.backends.fused import caches, grids, masks, nvrtc, params
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import checks, dropout, kernel_layout
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.call import TENSORS, AttentionCall
+from flash_attn_compat.core.call import AttentionCall, CacheInputs, Inputs, PackedInputs
 from flash_attn_compat.core.torch_state import note_written
 
+# The tensors of all families, in the order of struct Params.
+_INPUTS = (*PackedInputs._fields[:-1], "bias", "rng_state", *CacheInputs._fields[-4:])
 _MAX_INT = 2**31 - 1
 _MAX_BLOCKS = 2**31 - 1
 # Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
@@ -29,8 +31,6 @@ _MAX_WINDOW = 2**29
 # Up to so many elements, loading them one by one costs less than an aligned copy.
 MAX_SCALAR_LOADS = 2**18
 
-# An append's tensors by their names in struct Params. Plans take them after a call's TENSORS.
-_APPEND_NAMES = "k_new", "v_new", "rotary_cos", "rotary_sin"
 # Dtypes of the tensors that are not in q's dtype.
 _DTYPES = {
     **dict.fromkeys(("alibi_slopes", "lse", "dlse", *params.TAIL_ADDRESSES), torch.float32),
@@ -89,8 +89,8 @@ class Plan:
         self._workspace = workspace
         self.variants = tuple(launch.variant for launch in launches)
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
-        inputs: dict[str, Any] = dict(zip(TENSORS, call.tensors, strict=True))
-        inputs |= dict(zip(_APPEND_NAMES, () if new is None else new[:4])) | dict(others or {})
+        whole, others = with_append(call, new), dict(others or {})
+        inputs: dict[str, Any] = {name: getattr(whole, name, None) for name in _INPUTS} | others
         dtypes = _DTYPES | (dict.fromkeys("kv", call.k.dtype) if caches.cache_macro(call.k) else {})
         dtypes |= {} if call.bias is None else {"bias": call.bias.dtype}
         for name, tensor in inputs.items():
@@ -98,14 +98,15 @@ class Plan:
             if tensor is not None and (tensor.dtype, tensor.device) != (dtype, self.torch_device):
                 raise RuntimeError(f"{name} must be {dtype} on {call.q.device}, got {tensor.dtype} on {tensor.device}")
         tail = [name for name in params.TAIL_ADDRESSES if addressed_bytes(inputs[name])]  # before all others
-        order = list(inputs)
         sizes = {name: addressed_bytes(inputs[name]) for name in sorted(inputs, key=lambda name: name not in tail)}
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
-            (order.index(name), dtypes.get(name, call.q.dtype).itemsize, 0 if name in _UNCHECKED else size)
+            (name, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _UNCHECKED else size)
             for name, size in sizes.items()
             if size
         ]
+        self._others = tuple(others)
+        self._places: dict[type, list[tuple[int, int, int]]] = {}  # by the type of a run's tensors
         self._outputs = [(x.name, _template(x.shape, x.dtype, self.torch_device)) for x in outputs]
         self._zeroed = [output.name for output in outputs if output.starts_as_zero]
         names = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
@@ -126,12 +127,15 @@ class Plan:
         ]
 
     def run(
-        self, tensors: Sequence[Any], length: int | None = None, given_out: Tensor | None = None
+        self,
+        tensors: Inputs | AttentionCall,
+        length: int | None = None,
+        given_out: Tensor | None = None,
+        others: Sequence[Any] = (),
     ) -> dict[str, Tensor]:
         """Launch on the current stream of the plan's device; returns the outputs by name.
 
-        tensors: in the plan's order: AttentionCall.tensors, then k to rotary_sin of an Append if there is one, then the
-            ``others``; each may be None where the plan's was
+        tensors, others: as the plan's, by name and in its order
         length: the keys of each sequence before the append, which calls with the same cache key may vary; None for
             the plan's own number after it
         given_out: contiguous memory for the output "out" that no input shares; None for a new tensor
@@ -139,8 +143,10 @@ class Plan:
         KernelError, with ``appended`` set where new keys are in the cache already.
         """
         addresses: list[int] = []
-        for index, itemsize, size in self._expected:
-            tensor = tensors[index]
+        places = self._places.get(type(tensors)) or self._find_places(type(tensors))
+        given = (*tensors, *others) if others else tensors
+        for index, itemsize, size in places:
+            tensor = given[index]
             if (
                 size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes()
             ) or tensor.is_neg():
@@ -163,7 +169,7 @@ class Plan:
             addresses += start, start + workspaces.PARTS_OFFSET
         if 0 in addresses:  # a launch over a null address would break the GPU's context
             at = addresses.index(0)
-            tensor = tensors[self._expected[at][0]] if at < len(self._expected) else outputs.get(self._names[at])
+            tensor = given[places[at][0]] if at < len(places) else outputs.get(self._names[at])
             raise RuntimeError(
                 f"{self._names[at]} must be a tensor with memory of its own; got {type(tensor).__name__}: fake and "
                 "distributed tensors and pending collectives have none"
@@ -189,10 +195,15 @@ class Plan:
             raise nvrtc.ContextLost(f"launching {self.variants[launched].entry}: {error}") from None
         except nvrtc.KernelError as error:
             if launched and self._appends_first:
-                note_written(tensors[1:3])
-                error.appended = outputs.get("q_rotated", tensors[0])
+                note_written((tensors.k, tensors.v))
+                error.appended = outputs.get("q_rotated", tensors.q)
             raise
         return outputs
+
+    def _find_places(self, family: type[Any]) -> list[tuple[int, int, int]]:
+        order = [*family._fields, *self._others]
+        places = self._places[family] = [(order.index(name), itemsize, size) for name, itemsize, size in self._expected]
+        return places
 
     def _input_error(self, tensor: Tensor, at: int) -> RuntimeError:
         """Return the error for input ``at``, which reaches beyond its storage or is lazily negated."""
@@ -279,12 +290,19 @@ def align(tensor: Tensor) -> Tensor:
     return tensor if is_aligned(tensor) else kernel_layout.padded(tensor)
 
 
-def find_strided_inputs(tensors: Sequence[Any]) -> list[int]:
-    """Return the indices of slopes, block table and bias (unless boolean) that lack a contiguous last axis."""
-    indices = map(TENSORS.index, ("alibi_slopes", "block_table", "bias"))
-    present = [(index, tensors[index]) for index in indices if tensors[index] is not None]
-    strided = [(index, x) for index, x in present if x.stride(-1) != 1 and x.shape[-1] > 1]
-    return [index for index, tensor in strided if tensor.dtype is not torch.bool]
+def with_append(call: AttentionCall, new: Append | None) -> Any:
+    """Return what ``Plan.run`` reads a call's tensors from."""
+    if new is None:
+        return call
+    own = {name: getattr(call, name) for name in CacheInputs._fields[:-4]}
+    return CacheInputs(**own, k_new=new.k, v_new=new.v, rotary_cos=new.rotary_cos, rotary_sin=new.rotary_sin)
+
+
+def find_strided_inputs(tensors: Inputs) -> list[str]:
+    """Return the names of slopes, block table and bias (unless boolean) that lack a contiguous last axis."""
+    present = {name: x for name in ("alibi_slopes", "block_table", "bias") if (x := getattr(tensors, name)) is not None}
+    strided = {name: x for name, x in present.items() if x.stride(-1) != 1 and x.shape[-1] > 1}
+    return [name for name, tensor in strided.items() if tensor.dtype is not torch.bool]
 
 
 def copy_contiguous(tensor: Tensor) -> Tensor:
