@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_attn_compat.core import checks
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.arguments import make_call
-from flash_attn_compat.core.call import AttentionCall, CacheInputs, Scalars
+from flash_attn_compat.core.call import AttentionCall, CacheInputs, Inputs, Scalars
 from flash_attn_compat.core.prepared import Check, Prepared
 
 _COUNT = len(Scalars._fields)
@@ -42,13 +42,13 @@ def over_cache(x: CacheInputs, scalars: tuple[Any, ...], flags: int, length: int
     return Prepared(CacheInputs, scalars, flags, call, bind, check, True, whole, new)
 
 
-def _capacity(x: CacheInputs, options: CacheOptions) -> int:
+def _capacity(x: Inputs, options: CacheOptions) -> int:
     """Slots that one sequence can address."""
     page: int = x.k.shape[1]
     return page if x.block_table is None or options.has_rows else page * x.block_table.shape[1]
 
 
-def _seqlen_new(x: CacheInputs) -> int:
+def _seqlen_new(x: Inputs) -> int:
     return 0 if x.k_new is None or x.k_new.is_nested else x.k_new.shape[1]  # the checks name what is nested
 
 
@@ -180,14 +180,14 @@ def _number_check(given: CacheInputs, options: CacheOptions, length: int | None)
         return None
     most = _capacity(given, options) - _seqlen_new(given)
 
-    def check_length(x: CacheInputs, length: int | None) -> None:
+    def check_length(x: Inputs, length: int | None) -> None:
         if length is None or not 0 <= length <= most:
             check(x, length)
 
     return check_length
 
 
-def _check_numbers(options: CacheOptions, x: CacheInputs, length: int | None) -> None:
+def _check_numbers(options: CacheOptions, x: Inputs, length: int | None) -> None:
     lengths, table = length if options.has_length else x.seqused_k, x.block_table
     if lengths is not None and (isinstance(lengths, int) or checks.may_read(lengths)):
         _check_capacity(x, options, lengths)
@@ -201,7 +201,7 @@ def _check_numbers(options: CacheOptions, x: CacheInputs, length: int | None) ->
         checks.values_of_pages(x.k, table, _capacity(x, options) if lengths is None else lengths + _seqlen_new(x))
 
 
-def _check_capacity(x: CacheInputs, options: CacheOptions, lengths: int | Tensor) -> None:
+def _check_capacity(x: Inputs, options: CacheOptions, lengths: int | Tensor) -> None:
     capacity = _capacity(x, options)
     if isinstance(lengths, int):
         shortest = longest = lengths

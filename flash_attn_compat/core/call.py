@@ -6,7 +6,7 @@ row sees is in mask.py, how sequences lie in the tensors in varlen.py.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -119,12 +119,12 @@ class PackedInputs(_Packed, _Absent):
 
 
 class CacheInputs(_Cache, _Absent):
-    """The tensors of a call over a cache. k_new to rotary_sin: what it appends first, behind seqused_k (core/append.py)."""
+    """The tensors of a call over a cache. k_new to rotary_sin: what it appends behind seqused_k (core/append.py)."""
 
     __slots__ = ()
 
 
-Inputs = Union[DenseInputs, PackedInputs, CacheInputs]
+Inputs = DenseInputs | PackedInputs | CacheInputs
 # As DenseInputs(...) and the others, of all fields, in half the time.
 new_inputs: Any = tuple.__new__
 

@@ -3,8 +3,8 @@
 A key holds the inputs' type, the scalars and flags, the signatures of the tensors (shape, strides,
 dtype, device, alignment) and the context: settings, autocast, PyTorch's active flash implementation. A tensor's
 identity, address and version are not in the key: ``x.data = y`` keeps all three under a new shape. Each call still
-checks the numbers in its tensors. ``settled`` and ``hashable`` make the parts of a key. Entries are added and dropped in
-this file alone, the oldest first.
+checks the numbers in its tensors. ``settled`` and ``hashable`` make the parts of a key. Entries are added and dropped
+in this file alone, the oldest first.
 """
 
 from __future__ import annotations
@@ -87,9 +87,11 @@ def settled(x: Inputs, flags: int = 0) -> tuple[Inputs, int]:
     if x.block_table is not None:  # cu_seqlens_k gives lengths only
         if x.seqused_k is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
             x = x._replace(seqused_k=starts_k[1:] - starts_k[:-1])
-    elif x.seqused_k is None and x.leftpad_k is None:
-        if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
-            flags |= EQUAL_LENGTHS
+        return x, flags
+    if x.seqused_k is not None or x.leftpad_k is not None:
+        return x, flags
+    if starts_q is starts_k or (not flags & TRANSFORMED and _hold_the_same(starts_q, starts_k)):
+        flags |= EQUAL_LENGTHS
     return x, flags
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.core.call import DenseInputs
+from flash_attn_compat.core.call import DenseInputs, new_inputs
 from flash_attn_compat.core.prepared import Prepared
 from flash_attn_compat.dispatch.autograd import differentiate, is_wrapped, unwrapped
 from flash_attn_compat.dispatch.serve import find, run
@@ -59,7 +59,7 @@ class _HeadsFirst(torch.autograd.Function):
             saved = (*saved[:_MASK], mask, *saved[_MASK + 1 :])
         if ctx.out_version._version and not (torch.is_grad_enabled() or is_wrapped(dout)):  # which make their own
             # The caller has written to the first out. Hooks may have moved tensors, so the call is found again.
-            tensors = DenseInputs(*saved[:3], *saved[6 : _MASK + 1], saved[5])
+            tensors = new_inputs(DenseInputs, (*saved[:3], *saved[6 : _MASK + 1], saved[5]))
             with settings.using_backend(ctx.used):
                 prepared = find(tensors, ctx.prepared.scalars, ctx.prepared.flags)
                 saved = (*saved[:3], run(prepared, tensors)[1].out, *saved[4:])

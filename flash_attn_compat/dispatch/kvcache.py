@@ -20,9 +20,10 @@ from flash_attn_compat.dispatch.serve import find, run
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None,
-    sin: Tensor | None, lengths: int | Tensor | None, rows: Tensor | None, leftpad: Tensor | None,
-    table: Tensor | None, slopes: Tensor | None, softmax_scale: float | None, causal: bool,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None, cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None, block_table: Tensor | None, alibi_slopes: Tensor | None,
+    softmax_scale: float | None, causal: bool,
     window_size: Sequence[int], softcap: float, rotary_interleaved: bool, num_splits: int,
     k_descale: float | Tensor | None, v_descale: float | Tensor | None, return_lse: bool,
     within_operator: bool = False,
@@ -30,12 +31,11 @@ def attend(
     """Return (out, softmax_lse), softmax_lse None or without elements unless return_lse.
 
     within_operator: called by the custom operator, which has handled compilers and modes
-    The others are flash_attn_with_kvcache's; lengths, rows, leftpad and table are its cache_seqlens, cache_batch_idx,
-    cache_leftpad and block_table.
+    The others are flash_attn_with_kvcache's.
     """
     length = None  # an int length is in no cache key, for it differs in each step
-    if lengths is not None and not isinstance(lengths, Tensor):
-        lengths, length = None, integer("cache_seqlens", lengths)
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        cache_seqlens, length = None, integer("cache_seqlens", cache_seqlens)
     k_factor = v_factor = 1.0
     if k_descale is not None or v_descale is not None:
         (k_descale, v_descale), (k_factor, v_factor) = split_descales(k_descale, v_descale)
@@ -46,25 +46,28 @@ def attend(
     read = (q, k_cache, v_cache) if k is None and v is None else (q, k_cache, v_cache, k, v)
     if not within_operator and must_be_one_operator(read, False):
         arguments = (
-            q, k_cache, v_cache, k, v, cos, sin, lengths, rows, leftpad, table, slopes, softmax_scale, causal, left,
-            right, softcap, rotary_interleaved, num_splits, k_descale, v_descale, k_factor, v_factor,
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, alibi_slopes, softmax_scale, causal, left, right, softcap, rotary_interleaved, num_splits,
+            k_descale, v_descale, k_factor, v_factor,
         )  # fmt: skip
         if are_strided(arguments):
             found: tuple[Tensor, Tensor] = _kvcache_op(*arguments, length, return_lse)
             return found
-    if rows is not None:
+    table = block_table
+    if cache_batch_idx is not None:
         if table is not None:
             raise RuntimeError("Paged KVcache does not support cache_batch_idx")
-        table = rows
+        table = cache_batch_idx
     if type(num_splits) is not int:
         num_splits = integer("num_splits", num_splits)
     x = new_inputs(CacheInputs, (
-        q, k_cache, v_cache, slopes, lengths, leftpad, table, k_descale, v_descale, k, v, cos, sin,
+        q, k_cache, v_cache, alibi_slopes, cache_seqlens, cache_leftpad, table, k_descale, v_descale, k, v, rotary_cos,
+        rotary_sin,
     ))  # fmt: skip
     side = None if length is None else _side_of_rows(q, k, length)
     scalars = (
         0.0, softmax_scale, causal, left, right, softcap, False, 0, 0, k_factor, v_factor,
-        bool(rotary_interleaved), num_splits, rows is not None, length is not None, side,  # CacheOptions
+        bool(rotary_interleaved), num_splits, cache_batch_idx is not None, length is not None, side,  # CacheOptions
     )  # fmt: skip
     prepared, result = run(find(x, scalars, RETURN_LSE if return_lse else 0, length), x, length)
     return result.out, result.lse.contiguous() if prepared.call.return_lse else None
@@ -111,6 +114,7 @@ _SCHEMA = (
     "float? softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, "
     "bool rotary_interleaved, SymInt num_splits, Tensor? k_descale, Tensor? v_descale, float k_factor, float v_factor"
 )
+_NAMES = [argument.split()[-1] for argument in _SCHEMA.split(", ")]
 
 
 @torch.library.custom_op(
@@ -119,12 +123,16 @@ _SCHEMA = (
     schema=f"({_SCHEMA}, SymInt? cache_seqlen, bool return_softmax_lse) -> (Tensor, Tensor)",
 )
 def _kvcache_op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, k_descale, v_descale, k_factor, v_factor, length, return_lse = arguments
-    (*tensors, lengths, rows, leftpad, table, slopes, scale, causal, left, right), others = tensors[:16], tensors[16:]
-    q = tensors[0]
+    x = dict(zip(_NAMES, arguments))
+    *_, length, return_lse = arguments
+    q = x["q"]
+    window = x.pop("window_size_left"), x.pop("window_size_right")
+    for name in ("k_descale", "v_descale"):
+        factor = x.pop(name.replace("descale", "factor"))
+        x[name] = factor if x[name] is None else x[name]
+    lengths = x.pop("cache_seqlens")
     out, lse = attend(
-        *tensors, lengths if length is None else length, rows, leftpad, table, slopes, scale, causal, (left, right),
-        *others, k_factor if k_descale is None else k_descale, v_factor if v_descale is None else v_descale, return_lse,
+        **x, cache_seqlens=lengths if length is None else length, window_size=window, return_lse=return_lse,
         within_operator=True,
     )  # fmt: skip
     return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse

@@ -167,7 +167,7 @@ def _results(
     arguments: Sequence[Any], flags: int, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     tensors, scalars, flags = _found(arguments, flags)
-    out, lse, dmask, rng_state = serve.whole(tensors._replace(rng_state=rng_state), scalars, flags)
+    out, lse, dmask, rng_state = serve.whole(serve.with_rng_state(tensors, rng_state), scalars, flags)
     return out.contiguous(), lse, dmask, rng_state
 
 

@@ -23,9 +23,9 @@ from flash_attn_compat.dispatch.observers import are_strided, are_transformed, m
 
 def attend(
     inputs: tuple[Tensor, ...], slopes: Tensor | None, dropout_p: float, softmax_scale: Any, causal: bool,
-    window_size: Sequence[int], softcap: float, deterministic: bool, return_attn_probs: bool, s_aux: Tensor | None = None,
-    is_packed: bool = False, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0, block_table: Any = None, k_descale: Any = None, v_descale: Any = None,
+    window_size: Sequence[int], softcap: float, deterministic: bool, return_attn_probs: bool,
+    s_aux: Tensor | None = None, is_packed: bool = False, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    max_seqlen_q: int = 0, max_seqlen_k: int = 0, block_table: Any = None, k_descale: Any = None, v_descale: Any = None,
     k_factor: float = 1.0, v_factor: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return out, or (out, softmax_lse, S_dmask) with return_attn_probs.

@@ -105,7 +105,7 @@ def _run_into(prepared: Prepared, tensors: Inputs, out: Tensor) -> Result:
 
 def _without_negated_views(prepared: Prepared, tensors: Inputs) -> Inputs:
     """Return the tensors without lazily negated views. Raises NegatedView if the only one is a cache to write to."""
-    stored = tensors._make([x if x is None else x.resolve_neg() for x in tensors])
+    stored: Inputs = new_inputs(type(tensors), [x if x is None else x.resolve_neg() for x in tensors])
     if prepared.call.appends:
         stored = stored._replace(k=tensors.k, v=tensors.v)
     if all([one is other for one, other in zip(stored, tensors)]):
@@ -115,7 +115,7 @@ def _without_negated_views(prepared: Prepared, tensors: Inputs) -> Inputs:
     return stored
 
 
-def _after_append(tensors: Inputs, length: int | None, q: Tensor) -> tuple[Inputs, int | None]:
+def _after_append(tensors: Any, length: int | None, q: Tensor) -> tuple[Inputs, int | None]:
     """Return the tensors and the length of a call over a cache whose new keys are in the cache. q: as rotated"""
     count, lengths = tensors.k_new.shape[1], tensors.seqused_k
     length, lengths = (None if x is None else x + count for x in (length, lengths))
@@ -134,6 +134,12 @@ def whole(tensors: Inputs, scalars: tuple[Any, ...], flags: int) -> tuple[Tensor
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
     return out, lse, result.probabilities, rng_state
+
+
+def with_rng_state(tensors: Any, rng_state: Tensor | None) -> Inputs:
+    """Return the inputs with a dropout mask, of a call over no cache."""
+    found: Inputs = tensors._replace(rng_state=rng_state)
+    return found
 
 
 def backward_tensors(tensors: Inputs, rng_state: Tensor | None) -> Inputs:

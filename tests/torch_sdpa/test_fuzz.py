@@ -52,7 +52,7 @@ MISTAKES: dict[str, Any] = {
     "the window stands at the first key": (efficient, "_as_flash", lambda found, p: (
         found[0], found[1]._replace(window_size_left=-1, window_size_right=-1))),
     "bottom right for top left": (attention, "_as_flash", lambda found, call: (
-        found[0][:1] + tuple(x.transpose(1, 2) for x in call[1:3]) + found[0][3:],
+        found[0]._replace(k=call.key.transpose(1, 2), v=call.value.transpose(1, 2)),
         found[1]._replace(causal=call.is_causal))),
     "the scale is lost": (attention, "_as_flash", lambda found, call: (
         found[0], found[1]._replace(softmax_scale=None))),

@@ -80,8 +80,9 @@ class Fused(Backend):
         return masks.unpack_saved_mask(mask, saved)
 
     def forward(self, call: AttentionCall) -> Result:
-        run = self.prepare(checked(DenseInputs, (), 0, call))
-        return run(call, None)
+        inputs: Any = call
+        return self.prepare(checked(DenseInputs, (), 0, call))(inputs, None)
 
     def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
-        return backward.prepare(call, upstream, into)(call, upstream, into).gradients
+        inputs: Any = call
+        return backward.prepare(call, upstream, into)(inputs, upstream, into).gradients

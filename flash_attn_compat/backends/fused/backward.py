@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,17 +84,21 @@ def _choose_kind(call: AttentionCall, vec: int) -> Kind:
     return enable_copies(call, kind._replace(few_keys=few_keys), True)
 
 
-def _launch(plan: Plan, tensors: Inputs, upstream: BackwardInputs, targets: Gradients) -> Tensor:
+def _launch(plan: Plan, tensors: Inputs | AttentionCall, upstream: BackwardInputs, targets: Gradients) -> Tensor:
     """Launch a plan, which writes gradients into ``targets``; returns delta."""
     dout, out, lse, _, saved, dlse = upstream
     return plan.run(tensors, others=(dout, out, lse, dlse, *targets, *saved[1:]))["delta"]
 
 
 def _prepare_inputs(
-    strided: Collection[str], copies: bool, tensors: Inputs, upstream: BackwardInputs, into: Gradients | None
-) -> tuple[Inputs, BackwardInputs, Gradients]:
+    strided: Collection[str],
+    copies: bool,
+    tensors: Inputs | AttentionCall,
+    upstream: BackwardInputs,
+    into: Gradients | None,
+) -> tuple[Inputs | AttentionCall, BackwardInputs, Gradients]:
     """Return inputs in the kernels' layout, and gradients to write into. copies: whether to copy unaligned tensors"""
-    inputs = tensors
+    inputs: Any = tensors
     if strided:
         inputs = inputs._replace(**{name: launcher.copy_contiguous(getattr(inputs, name)) for name in strided})
     # Under causal ALiBi the reported LSE includes a position, which may be large: the forward saves the unshifted LSE.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,7 +158,7 @@ class ForwardPlan:
         """Whether ``run`` takes an ``out`` to write to."""
         return not (self.drops or self.needs_grad)
 
-    def run(self, tensors: Inputs, length: int | None = None, given_out: Tensor | None = None) -> Result:
+    def run(self, tensors: Any, length: int | None = None, given_out: Tensor | None = None) -> Result:
         """Launch the plan, as Run of core/prepared.py; returns its Result. given_out: as in Plan.run"""
         rng_state = None
         if self.drops:

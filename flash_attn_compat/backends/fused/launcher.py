@@ -298,7 +298,7 @@ def with_append(call: AttentionCall, new: Append | None) -> Any:
     return CacheInputs(**own, k_new=new.k, v_new=new.v, rotary_cos=new.rotary_cos, rotary_sin=new.rotary_sin)
 
 
-def find_strided_inputs(tensors: Inputs) -> list[str]:
+def find_strided_inputs(tensors: Inputs | AttentionCall) -> list[str]:
     """Return the names of slopes, block table and bias (unless boolean) that lack a contiguous last axis."""
     present = {name: x for name in ("alibi_slopes", "block_table", "bias") if (x := getattr(tensors, name)) is not None}
     strided = {name: x for name, x in present.items() if x.stride(-1) != 1 and x.shape[-1] > 1}
