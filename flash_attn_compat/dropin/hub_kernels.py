@@ -19,19 +19,22 @@ from typing import Any
 
 from flash_attn_compat.dropin.undo import restore_later, set_attribute, set_item, when_imported
 
-NAMES = ("kernels-community/flash-attn2", "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3")
+NAMES = (
+    "kernels-community/flash-attn2", "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3",
+    "kernels-community/flash-attn",  # the name of flash-attn2 until late 2025
+)  # fmt: skip
 # The variable in which `kernels` looks for folders to use instead of downloads: NAME=FOLDER:NAME=FOLDER
 LOCAL_KERNELS = "LOCAL_KERNELS"
 FOLDER = Path(__file__).with_name("hub_flash_attn2")
-FOLDERS = {NAMES[0]: FOLDER, NAMES[1]: Path(__file__).with_name("hub_flash_attn3")}
+FOLDERS = {NAMES[0]: FOLDER, NAMES[1]: Path(__file__).with_name("hub_flash_attn3"), NAMES[3]: FOLDER}
 _LOADED = ("_loaded_implementation", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 
 
 def redirect(undo: ExitStack) -> None:
     """Resolve NAMES to our functions in transformers 5, imported already or later; older versions stay as they are.
 
-    `kernels`' get_kernel returns our flash-attn 2 for flash-attn2 and our FlashAttention-3 for flash-attn3, here and in
-    child processes. It still downloads vllm-flash-attn3, which has other functions.
+    `kernels`' get_kernel returns our flash-attn 2 for flash-attn2, or flash-attn, and our FlashAttention-3 for
+    flash-attn3, here and in child processes. It still downloads vllm-flash-attn3, which has other functions.
     """
     entries = [entry for entry in os.environ.get(LOCAL_KERNELS, "").split(":") if entry]
     named = {entry.partition("=")[0] for entry in entries}

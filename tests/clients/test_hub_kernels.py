@@ -16,17 +16,25 @@ from tests.interpreters import forked_child
 
 GET = """
 import kernels
-got = kernels.get_kernel("kernels-community/flash-attn2", {which})
+got = kernels.get_kernel("kernels-community/{name}", {which})
 import flash_attn_compat as ours
 assert got.flash_attn_func is ours.flash_attn_func and got.flash_attn_with_kvcache is ours.flash_attn_with_kvcache
 """
 
 
-@pytest.mark.parametrize("which", ["version=3", "version=4", "revision='v1'"])
-def test_get_kernel_gives_our_functions_in_a_child_too(which: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        ("flash-attn2", "version=3"),
+        ("flash-attn2", "version=4"),
+        ("flash-attn2", "revision='v1'"),
+        ("flash-attn", "revision='main'"),
+    ],
+)
+def test_get_kernel_gives_our_functions_in_a_child_too(name: str, which: str) -> None:
     pytest.importorskip("kernels", reason="kernels is not installed")
     with flash_attn_compat.patched(hub_kernels=True):
-        answer = forked_child(GET.format(which=which))
+        answer = forked_child(GET.format(name=name, which=which))
     assert answer.returncode == 0, answer.stderr[-3000:]
 
 
@@ -53,8 +61,8 @@ ENTRIES = [f"{name}={folder}" for name, folder in FOLDERS.items()]
     [
         (None, ENTRIES),
         ("another/kernel=/there", ["another/kernel=/there", *ENTRIES]),
-        (f"{NAMES[0]}=/theirs", [f"{NAMES[0]}=/theirs", ENTRIES[1]]),
-        (f"{NAMES[1]}=/theirs:{NAMES[0]}=/theirs", [f"{NAMES[1]}=/theirs", f"{NAMES[0]}=/theirs"]),
+        (f"{NAMES[0]}=/theirs", [f"{NAMES[0]}=/theirs", *ENTRIES[1:]]),
+        (f"{NAMES[1]}=/theirs:{NAMES[0]}=/theirs", [f"{NAMES[1]}=/theirs", f"{NAMES[0]}=/theirs", ENTRIES[2]]),
     ],
 )
 def test_the_setting_keeps_its_value_and_is_restored(
@@ -70,7 +78,7 @@ def test_the_setting_keeps_its_value_and_is_restored(
         assert os.environ.get(LOCAL_KERNELS) == given
 
 
-BUILDS = [build for folder in FOLDERS.values() for build in sorted(folder.glob("torch-*"))]
+BUILDS = [build for folder in sorted(set(FOLDERS.values())) for build in sorted(folder.glob("torch-*"))]
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=[f"{build.parent.name}-{build.name}" for build in BUILDS])
