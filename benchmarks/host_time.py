@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.runner import Contest, forward_only, make_parser, run, time_one_by_one
 from flash_attn_compat import flash_attn_interface, use_backend
-from verify.timing import Job, synchronize
+from verify.timing import Clock, Job, synchronize
 
 Call = Callable[[], object]
 BATCHES, CALLS = 600, 10
@@ -84,15 +84,15 @@ def contests(device: str) -> Iterator[Contest]:
         yield Contest(name, partial(forward_only, jobs))
 
 
-def milliseconds(job: Job, device: str) -> float:
+def milliseconds(job: Job, device: str, clock: Clock = time.perf_counter) -> float:
     """Return the milliseconds of one call in the fastest batch: other programs disturbed the slower ones."""
     fastest = float("inf")
     job.run()
     for _ in range(BATCHES):
-        begin = time.perf_counter()
+        begin = clock()
         for _ in range(CALLS):
             job.run()
-        fastest = min(fastest, time.perf_counter() - begin)
+        fastest = min(fastest, clock() - begin)
         synchronize(device)
     return fastest / CALLS * 1e3
 

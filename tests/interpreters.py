@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import IO, Any
 REPOSITORY = str(Path(__file__).resolve().parents[1])
 Answer = subprocess.CompletedProcess[str]
 Channel = tuple[IO[str], IO[str]]  # to write requests to and to read answers from
+MOST_SECONDS = 1200  # of an interpreter that hangs; a busy machine may take minutes for one that does not
 _OURS = {"PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"}
 _AT_FIRST = dict(os.environ)  # before any test has patched anything
 # Windows copies no process, and libraries of macOS do not survive it. There each interpreter is a new one.
@@ -96,7 +96,7 @@ def _renew_threads() -> None:
 
 
 def _run(code: str, out: str, error: str, variables: dict[str, str]) -> Any:
-    signal.alarm(300)
+    signal.alarm(MOST_SECONDS)
     for number, path in enumerate((os.devnull, out, error)):
         os.dup2(os.open(path, os.O_RDWR), number)
     os.environ.update(variables)
@@ -116,7 +116,7 @@ def fresh(*arguments: str, cwd: Path | str | None = None, **variables: str) -> A
     """A new interpreter with arguments; the package is importable there."""
     command = [sys.executable, *arguments]
     env = {**os.environ, **_OURS, **variables}
-    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=MOST_SECONDS)
 
 
 def forked(code: str, **variables: str) -> Answer:
@@ -145,14 +145,6 @@ def forked_group(function: Callable[..., object], *arguments: Any, world: int = 
     assert not any(answer.returncode for answer in answers), "\n".join(answer.stderr for answer in answers)
 
 
-def free_port() -> int:
-    """At which the processes of a group can meet."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def _at_once(codes: list[str], variables: dict[str, str]) -> list[Answer]:
     if not CAN_FORK:
         return _new_ones(codes, variables)
@@ -174,7 +166,7 @@ def _new_ones(codes: list[str], variables: dict[str, str]) -> list[Answer]:
 
     def run(code: str) -> Answer:
         command = [sys.executable, "-W", "ignore", "-c", code]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=MOST_SECONDS)
 
     with ThreadPoolExecutor(len(codes)) as pool:
         return list(pool.map(run, codes))

@@ -116,7 +116,7 @@ def browse(path: Path, *options: str) -> str:
     assert BROWSER is not None
     profile = f"--user-data-dir={path.parent / 'profile'}"
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", profile, *options]
-    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,7 @@ from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall, Result
 from flash_attn_compat.core.prepared import Prepared, Run
 from flash_attn_compat.dispatch import call_cache, choice
-from tests.interpreters import forked_group, free_port
+from tests.interpreters import forked_group
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
 on_general_backends = pytest.mark.parametrize("backend", GENERAL)
@@ -149,12 +150,13 @@ def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons
 
 def in_group(function: Callable[..., object], *arguments: Any) -> None:
     """function(rank, *arguments) of a test module in each of two processes of a gloo group."""
-    forked_group(_member, function.__module__, function.__name__, free_port(), *arguments)
+    with tempfile.TemporaryDirectory() as folder:  # in a file: another process might take a port first
+        forked_group(_member, function.__module__, function.__name__, f"file://{folder}/meeting", *arguments)
 
 
-def _member(rank: int, module: str, name: str, port: int, *arguments: Any) -> NoReturn:
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
-    dist.init_process_group("gloo")
+def _member(rank: int, module: str, name: str, meeting: str, *arguments: Any) -> NoReturn:
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2"})
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     getattr(importlib.import_module(module), name)(rank, *arguments)
     dist.barrier()
     # Seen in PyTorch 2.4 and 2.6: the group's destructor, holding the GIL, waits for a thread that wants it

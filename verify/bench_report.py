@@ -103,9 +103,14 @@ def answer(row: Row) -> str:
 
 
 def remarks(row: Row) -> str:
-    verdict = "" if row.verdict is None or row.verdict.ok else f"{row.verdict.quantity}: {row.verdict.note}"
     doubt = "DOUBTFUL: the forward takes longer than with its backward" if row.doubtful else ""
-    return "; ".join(filter(None, [row.reason, verdict, doubt]))
+    return "; ".join(filter(None, [mistake(row), doubt]))
+
+
+def mistake(row: Row) -> str:
+    """Return the reason for missing figures and the wrong quantity, without remarks on the times."""
+    verdict = "" if row.verdict is None or row.verdict.ok else f"{row.verdict.quantity}: {row.verdict.note}"
+    return "; ".join(filter(None, [row.reason, verdict]))
 
 
 def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table:
@@ -136,9 +141,9 @@ def wrong_lines(rows: Sequence[Row]) -> list[str]:
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.ours and row.wrong:
-            found.setdefault((row.contestant, re.sub(r"\d\S*", "", remarks(row))), []).append(row)
+            found.setdefault((row.contestant, re.sub(r"\d\S*", "", mistake(row))), []).append(row)
     return [
-        f"WRONG OR FAILED  {first.workload} {name}: {remarks(first)}"
+        f"WRONG OR FAILED  {first.workload} {name}: {mistake(first)}"
         + (f"; alike in {_some([row.workload for row in others])}" if others else "")
         for (name, _), (first, *others) in found.items()
     ]

@@ -107,10 +107,13 @@ def time_together(
     return {name: failed.get(name) or Timing.of(readings[name][WARM_UPS:]) for name in jobs}
 
 
-def fastest(run: Callable[[], object], device: str = "cuda", readings: int = 5, calls: int = 4) -> float:
+def fastest(
+    run: Callable[[], object], device: str = "cuda", readings: int = 5, calls: int = 4,
+    clock: Clock = time.perf_counter,
+) -> float:  # fmt: skip
     """Return the milliseconds of one call in the fastest of some readings, after an untimed reading."""
     run()
-    return min(reading(Job(run), calls, device) for _ in range(readings))
+    return min(reading(Job(run), calls, device, clock) for _ in range(readings))
 
 
 def reading(job: Job, calls: int, device: str, clock: Clock = time.perf_counter) -> float:

@@ -162,7 +162,7 @@ def main() -> None:
     if options.device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(minutes=2))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(minutes=20))
     # The first operation creates the communicator, and ring attention's own first one is no collective.
     dist.all_reduce(torch.zeros(1, device=device))
     check_all(device, getattr(torch, options.dtype))

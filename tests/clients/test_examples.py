@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from tests.interpreters import forked, forked_group, free_port
+from tests.interpreters import forked, forked_group
 from tests.plain import attention, check_function, some
 from tests.support import load_file, randn
 
@@ -34,7 +35,9 @@ def process(rank: int, name: str, port: int) -> None:
     import flash_attn_compat
 
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
-    os.environ.update({**place, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""})
+    # As under torchrun, whose agent has opened the port: one that was free a moment ago may be another process's.
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({**place, **meeting, "TORCHELASTIC_RESTART_COUNT": "0", "CUDA_VISIBLE_DEVICES": ""})
     flash_attn_compat.patch()
     sys.path.insert(0, str(FOLDER))  # as `python examples/distributed/NAME.py` does
     warnings.simplefilter("ignore")
@@ -56,7 +59,8 @@ def test_two_processes_find_the_answer_of_one(name: str) -> None:
             pytest.skip(f"{package} is not installed")
     if name == "data_parallel" and TorchVersion(torch.__version__) < "2.6":
         pytest.skip("PyTorch has fully_shard from 2.6 on")
-    forked_group(process, name, free_port())
+    store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    forked_group(process, name, store.port)
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.5", reason="PyTorch 2.4 has no context_parallel")

@@ -379,7 +379,7 @@ def test_context_parallel_over_two_gpus() -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          "-m", "tests.torch_sdpa.ring"],
-        capture_output=True, text=True, cwd=REPOSITORY, timeout=240,
+        capture_output=True, text=True, cwd=REPOSITORY, timeout=1200,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert answer.stdout.count("right") == 2
