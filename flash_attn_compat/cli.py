@@ -310,7 +310,7 @@ def _write(path: Path, line: str) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from flash_attn_compat.backends.fused import aot, cache, variants
+    from flash_attn_compat.backends.fused import aot, cache, clearing, variants
     from flash_attn_compat.backends.fused.nvrtc import KernelError
 
     if options.into:
@@ -328,6 +328,7 @@ def _compile(options: argparse.Namespace) -> int:
         more = aot.common_kinds(number, options.head_dim, options.dtype, masks)
         kinds = more if is_more else aot.usual_kinds(number)
         jobs += [(variant, architecture) for variant in variants.made_for(kinds)]
+        jobs += [(clearing.VARIANT, architecture)] * (number >= 80)  # for torch_flash, which serves there
     minutes = -(-len(jobs) * _SECONDS_PER_KERNEL // (60 * (os.cpu_count() or 1)))
     about = f"at most {minutes:.0f} minute{'s' * (minutes > 1)} on {os.cpu_count()} processors"
     print(f"{len(jobs)} kernels for {', '.join(numbers)}: {about}", file=sys.stderr, flush=True)

@@ -178,6 +178,7 @@ def emulate(
         pytest.skip(emulator.skip_reason())
     by_thread: dict[int, list[Tensor]] = defaultdict(list)  # or they would push each other's out
     run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, workspaces.acquire
+    launch_over = launcher.launch_over
 
     def known_run(
         plan: launcher.Plan, tensors: Any, length: Any = None, given_out: Any = None, others: Sequence[Any] = ()
@@ -199,6 +200,10 @@ def emulate(
             return empty_like(x, **kwargs)
         return known_empty(x.shape, **{"dtype": x.dtype, "device": x.device} | kwargs)
 
+    def known_launch(tensors: Sequence[Tensor], *others: Any) -> None:
+        by_thread[threading.get_ident()].extend(tensors)
+        launch_over(tensors, *others)
+
     def known_workspace(*args: Any) -> Tensor:
         found = workspace(*args)
         by_thread[threading.get_ident()].append(found)
@@ -213,6 +218,7 @@ def emulate(
 
     found = record(monkeypatch, number, tried, compute, one_tile)
     monkeypatch.setattr(launcher.Plan, "run", known_run)
+    monkeypatch.setattr(launcher, "launch_over", known_launch)
     monkeypatch.setattr(workspaces, "acquire", known_workspace)
     monkeypatch.setattr(torch, "empty", known_empty)
     monkeypatch.setattr(torch, "empty_like", known_empty_like)

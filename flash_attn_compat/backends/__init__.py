@@ -11,10 +11,11 @@ from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.backends.torch_efficient import TorchEfficient
 from flash_attn_compat.backends.torch_flash import TorchFlash
 
+_fused = Fused()
 BACKENDS: tuple[Backend, ...] = (
-    Official(),
-    TorchFlash(),
-    Fused(),
+    Official(_fused.choose_clear),
+    TorchFlash(_fused.choose_clear),
+    _fused,
     TorchEfficient(),
     Sdpa(),
     Chunked(),

@@ -7,15 +7,18 @@ Nothing waits for the GPU.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend, write_gradients
-from flash_attn_compat.core import kernel_layout, unwritten
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
+from flash_attn_compat.core import kernel_layout
+from flash_attn_compat.core.call import NO_INPUTS, AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run
+from flash_attn_compat.core.unwritten import Clear, PackedResults, clear_by_operators
 
 # Features that both builds of FlashAttention-2's kernels decline. Calls over a cache go to fused, which appends and
 # attends in one launch.
@@ -38,9 +41,13 @@ class SingleLaunchBackend(Backend):
     """A backend of one launch for a forward, and one for a backward. This class converts inputs and results.
 
     zeroes_outside: whether the launches write 0 to out and gradients at tokens outside of all sequences
+    choose_clear: returns what clears unwritten tokens of calls with the cache key of this one
     """
 
     zeroes_outside: ClassVar[bool] = False
+
+    def __init__(self, choose_clear: Callable[[AttentionCall], Clear] = lambda call: clear_by_operators) -> None:
+        self._choose_clear = choose_clear
 
     @abc.abstractmethod
     def launch_forward(self, call: AttentionCall) -> LaunchResult:
@@ -54,7 +61,8 @@ class SingleLaunchBackend(Backend):
 
     def with_kernel_layout(self, call: AttentionCall) -> AttentionCall:
         """Return the call with q, k, v in a layout that the kernel can read; copies where necessary."""
-        return AttentionCall._make((*(kernel_layout.padded(tensor.resolve_neg()) for tensor in call[:3]), *call[3:]))
+        q, k, v = [kernel_layout.padded(x.resolve_neg() if x.is_neg() else x) for x in (call.q, call.k, call.v)]
+        return call if q is call.q and k is call.k and v is call.v else AttentionCall._make((q, k, v, *call[3:]))
 
     def to_flash_attn_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         """Return the kernel's LSE in flash-attn's layout: (batch, heads, seqlen_q), packed (heads, total_q)."""
@@ -64,34 +72,53 @@ class SingleLaunchBackend(Backend):
         """Return flash-attn's LSE in the layout that the kernel's backward reads."""
         return lse.contiguous()
 
+    def prepare(self, prepared: Prepared) -> Run:
+        call, bind = prepared.call, prepared.bind
+        if call.cu_seqlens_q is None or (self.zeroes_outside and not call.return_lse):
+            return super().prepare(prepared)
+        clear = self._choose_clear(call)
+        return lambda tensors, length: self._forward(bind(tensors, length)[0], clear)
+
+    def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
+        if call.cu_seqlens_q is None or self.zeroes_outside:
+            return super().prepare_backward(call, upstream, into)
+        described, clear = call.over(NO_INPUTS), self._choose_clear(call)
+        return lambda x, upstream, into: BackwardResult(self._backward(described.over(x), upstream, into, clear))
+
     def forward(self, call: AttentionCall) -> Result:
+        return self._forward(call, clear_by_operators)
+
+    def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
+        return self._backward(call, upstream, into, clear_by_operators)
+
+    def _forward(self, call: AttentionCall, clear: Clear) -> Result:
         ready = self.with_kernel_layout(call)
         launched = self.launch_forward(ready)
         lse = self.to_flash_attn_lse(ready, launched.lse) if call.return_lse else None
-        if call.cu_seqlens_q is not None:
-            rows = [] if self.zeroes_outside else [launched.out]
-            cleared = rows if lse is None else [*rows, lse.t().unsqueeze(-1)]
-            unwritten.clear(call.cu_seqlens_q, cleared, ready.max_seqlen_q)
+        if call.cu_seqlens_q is not None and not (self.zeroes_outside and lse is None):
+            clear(ready, PackedResults(None if self.zeroes_outside else launched.out, lse))
         saved = (launched.lse, *launched.state) if call.needs_grad else ()
         return Result(kernel_layout.narrowed(launched.out, call.head_dim_v), lse, None, saved)
 
-    def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
+    def _backward(
+        self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None, clear: Clear
+    ) -> Gradients:
         ready = self.with_kernel_layout(call)
         dout, out = kernel_layout.padded(upstream.dout), kernel_layout.padded(upstream.out)
         lse, *state = upstream.saved or (self.to_kernel_lse(ready, upstream.lse),)
         is_writable = into is not None and all(x.shape[-1] % 8 == 0 and kernel_layout.is_ready(x) for x in into)
         target = into if is_writable else None
         gradients = self.launch_backward(ready, dout, LaunchResult(out, lse, tuple(state)), target)
-        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not self.zeroes_outside:
-            longest_q, longest_k = ready.max_seqlen_q, ready.max_seqlen_k
-            if call.cu_seqlens_q is call.cu_seqlens_k and call.q.shape[0] == call.k.shape[0] and longest_q == longest_k:
-                unwritten.clear(call.cu_seqlens_q, gradients, longest_q)
-            else:
-                unwritten.clear(call.cu_seqlens_q, gradients[:1], longest_q)
-                unwritten.clear(call.cu_seqlens_k, gradients[1:], longest_k)
-        if gradients is target:
+        if call.cu_seqlens_q is not None and not self.zeroes_outside:
+            dq, dk, dv = gradients
+            clear(ready, PackedResults(dq, dk=dk, dv=dv))
+        if gradients is target or (into is None and all(map(_is_alike, gradients, (call.q, call.k, call.v)))):
             return gradients
         return write_gradients(Gradients(*map(_reduce_to_shape, gradients, (call.q, call.k, call.v))), call, into)
+
+
+def _is_alike(gradient: Tensor, source: Tensor) -> bool:
+    return gradient.shape == source.shape and gradient.dtype == source.dtype
 
 
 def _reduce_to_shape(gradient: Tensor, source: Tensor) -> Tensor:

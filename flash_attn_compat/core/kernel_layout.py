@@ -23,9 +23,11 @@ def ready(tensor: Tensor) -> Tensor:
 
 def padded(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in a readable layout, with zero channels added up to a multiple of 8; of 16 for 8 bits."""
+    missing = -tensor.shape[-1] % max(8, 16 // tensor.element_size())
+    if not missing and is_ready(tensor):  # nearly always
+        return tensor
     if eight_bit.is_eight_bit(tensor):  # PyTorch pads their bytes only
         return padded(eight_bit.as_bytes(tensor)).view(tensor.dtype)
-    missing = -tensor.shape[-1] % max(8, 16 // tensor.element_size())
     return ready(F.pad(tensor, (0, missing)) if missing else tensor)
 
 

@@ -1,17 +1,33 @@
 """Tokens of packed tensors that a kernel leaves unwritten: outside of all sequences, or beyond max_seqlen.
 
-PyTorch's and flash-attn's kernels leave there whatever the memory held; here such tokens are set to 0. The pass costs a
-few per cent of a call, and some fourteen operators on the host. It is skipped only where the host reads the lengths of
-this very call: lengths seen earlier may have been changed through ``.data``, by a CUDA graph or by another kernel,
-unseen by PyTorch. Nothing waits for the GPU.
+PyTorch's and flash-attn's kernels leave there whatever the memory held; here such tokens are set to 0. The operators
+below do so anywhere, some fourteen of them for each call; backends/fused/clearing.py does the same in one launch. The
+pass is skipped only where the host reads the lengths of this very call: lengths seen earlier may have been changed
+through ``.data``, by a CUDA graph or by another kernel, unseen by PyTorch. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from flash_attn_compat.core.call import AttentionCall
+
+
+class PackedResults(NamedTuple):
+    """Results of a packed call: rows (out or dq) (total_q, nheads, head_dim), lse (nheads, total_q), and dk with dv."""
+
+    rows: Tensor | None
+    lse: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+# Sets the unwritten tokens of a call's results to 0, in place.
+Clear = Callable[[AttentionCall, PackedResults], None]
 
 
 def token_places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -64,3 +80,18 @@ def clear(cu_seqlens: Tensor, tensors: Sequence[Tensor], longest: int) -> None:
     for tensor in tensors:
         is_of_words = tensor.shape[-1] * tensor.element_size() % 8 == 0  # for speed, eight bytes are filled at once
         (tensor.view(torch.int64) if is_of_words else tensor).masked_fill_(lies_outside, 0)
+
+
+def clear_by_operators(call: AttentionCall, results: PackedResults) -> None:
+    """Set the unwritten tokens of a call's results to 0, in place."""
+    starts_q, longest_q = call.cu_seqlens_q, call.max_seqlen_q
+    starts_k, longest_k = call.cu_seqlens_k, call.max_seqlen_k
+    assert starts_q is not None and starts_k is not None  # the call is packed
+    lse = None if results.lse is None else results.lse.t().unsqueeze(-1)
+    queries = [tensor for tensor in (results.rows, lse) if tensor is not None]
+    keys = [tensor for tensor in (results.dk, results.dv) if tensor is not None]
+    if starts_q is starts_k and call.q.shape[0] == call.k.shape[0] and longest_q == longest_k:
+        clear(starts_q, [*queries, *keys], longest_q)
+    else:
+        clear(starts_q, queries, longest_q)
+        clear(starts_k, keys, longest_k)

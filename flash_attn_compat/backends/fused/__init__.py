@@ -9,10 +9,11 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
-from flash_attn_compat.backends.fused import backward, forward, masks, nvrtc, tensor_cores, tuned
+from flash_attn_compat.backends.fused import backward, clearing, forward, masks, nvrtc, tensor_cores, tuned
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, DenseInputs, Gradients, Result
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto, checked
+from flash_attn_compat.core.unwritten import Clear, clear_by_operators
 
 # Features that the kernels combine with a dense mask.
 _SUPPORTED_WITH_BIAS = (
@@ -75,6 +76,12 @@ class Fused(Backend):
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)
+
+    def choose_clear(self, call: AttentionCall) -> Clear:
+        """Return what clears unwritten tokens of such calls of another backend: one launch, or operators without it."""
+        if self.reasons(call.traits()):
+            return clear_by_operators
+        return clearing.find_clear(call.q.get_device()) or clear_by_operators
 
     def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
         return masks.unpack_saved_mask(mask, saved)

@@ -7,6 +7,7 @@ calls with the same cache key. Each call only adds its addresses.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -227,9 +228,16 @@ def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 def launch_without_inputs(variant: Variant, blocks: int, output: Tensor) -> None:
     """Launch a kernel without inputs. It writes fp32 numbers to ``output``, at the address lse of struct Params."""
-    head = params.head_struct(["lse"]).pack(output.data_ptr(), 0)
-    device = output.get_device()
-    nvrtc.driver().launch(nvrtc.kernel(variant, device), blocks, device, head + params.pack_rest({}))
+    head, rest = params.head_struct(["lse"]), params.pack_rest({})
+    launch_over([output], nvrtc.kernel(variant, output.get_device()), blocks, head, rest)
+
+
+def launch_over(
+    tensors: Sequence[Tensor], kernel: nvrtc.Kernel, blocks: int, head: struct.Struct, rest: bytes, seqlen_k: int = 0
+) -> None:
+    """Launch a kernel over tensors that another kernel has written or read just now. head: packs their addresses"""
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    nvrtc.driver().launch(kernel, blocks, tensors[0].get_device(), head.pack(*addresses, seqlen_k) + rest)
 
 
 def addressed_bytes(tensor: Tensor | None) -> int:

@@ -1,0 +1,56 @@
+// Writes 0 to the tokens of packed results that a kernel has left unwritten: before the first sequence, behind the last
+// one, and in each sequence from the longest length on. Results: rows and LSE of queries (out: out or dq), dk and dv of
+// keys; a null address is no result. Channels come in pieces of 8, aligned to 16 bytes.
+//
+// grid: any number of blocks. All blocks share the tokens outside of all sequences; each takes some of the sequences.
+#include "ptx.cuh"
+
+constexpr int THREADS = 256;
+
+struct Turn {   // one of `threads` that share the tokens from `first` to before `end`
+  int first, end;
+  i64 thread, threads;
+};
+
+DEVICE void clear_rows(const Params &p, u16 *rows, const Strides &s, int heads, const Turn &turn) {
+  const int pieces = p.head_dim / 8;
+  const i64 each = (i64)heads * pieces, count = (turn.end - turn.first) * each;
+  for (i64 i = turn.thread; i < count; i += turn.threads) {
+    const int of_token = (int)(i % each);
+    u16 *const row = rows + (turn.first + i / each) * (i64)s.row + (i64)(of_token / pieces) * s.head;
+    global_store16(row + of_token % pieces * 8, make_uint4(0, 0, 0, 0));
+  }
+}
+
+DEVICE void clear_lse(const Params &p, const Turn &turn) {
+  const i64 tokens = turn.end - turn.first, count = tokens * p.nheads;
+  for (i64 i = turn.thread; i < count; i += turn.threads)
+    global_store(p.lse + i / tokens * p.lse_head + turn.first + i % tokens, 0.f);
+}
+
+template <bool IS_KEYS> DEVICE void clear(const Params &p, const Turn &turn) {
+  if (turn.first >= turn.end) return;
+  if (IS_KEYS) {
+    clear_rows(p, p.dk, p.dk_s, p.nheads_k, turn);
+    clear_rows(p, p.dv, p.dv_s, p.nheads_k, turn);
+    return;
+  }
+  if (p.out) clear_rows(p, p.out, p.out_s, p.nheads, turn);
+  if (p.lse) clear_lse(p, turn);
+}
+
+template <bool IS_KEYS> DEVICE void clear_all(const Params &p, const int *starts, int total, int longest) {
+  const i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x, threads = (i64)gridDim.x * THREADS;
+  clear<IS_KEYS>(p, {0, min(global_load(starts), total), thread, threads});
+  clear<IS_KEYS>(p, {max(global_load(starts + p.batch), 0), total, thread, threads});
+  if (longest >= total) return;
+  for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
+    const int start = max(global_load(starts + b), 0), stop = min(global_load(starts + b + 1), total);
+    if (stop - start > longest) clear<IS_KEYS>(p, {start + longest, stop, threadIdx.x, THREADS});
+  }
+}
+
+KERNEL(THREADS, 4) clear(const Params p) {
+  clear_all<false>(p, p.cu_seqlens_q, p.total_q, p.seqlen_q);
+  if (p.dk) clear_all<true>(p, p.cu_seqlens_k, p.total_k, p.seqlen_k);
+}
