@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from flash_attn_compat import cli, flash_attn_func, settings
+from flash_attn_compat.backends.fused import aot, variants
+from flash_attn_compat.backends.fused.variants import Kind
 from verify import cli as verify_cli
 
 ROOT = Path(__file__).parent.parent
@@ -54,11 +57,11 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     """(page, words) of each command of ours in the pages, without comments, assignments and redirections."""
     for page in PAGES:
         for line in "\n".join(blocks(page, "bash")).splitlines():
-            for part in re.split(r"&&|;|\|", line):
-                words = shlex.split(part, comments=True)
-                while words and "=" in words[0]:
-                    words.pop(0)
-                if words:
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+            lexer.whitespace_split = True
+            for is_operator, part in itertools.groupby(lexer, lambda word: set(word) <= set(";&|")):
+                words = list(itertools.dropwhile(lambda word: "=" in word, part))
+                if words and not is_operator:
                     yield named(page), words
 
 
@@ -151,6 +154,20 @@ def verify_takes(arguments: list[str]) -> None:
 def test_python_that_is_shown_parses(page: Path) -> None:
     for text in blocks(page, "python"):
         ast.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        (r"compile --for sm_75 +# (\d+) kernels", lambda: aot.usual_kinds(75)),
+        (r"time for its (\d+) kernels", lambda: aot.usual_kinds(75)),
+        (r"`--all` has ([\d,]+) kernels for sm_75", lambda: aot.common_kinds(75, (), ())),
+    ],
+)
+def test_the_page_says_how_many_kernels_compile_makes(said: str, kinds: Callable[[], Iterable[Kind]]) -> None:
+    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    number = re.search(said, re.sub(r"\s+", " ", page))
+    assert number is not None and int(number[1].replace(",", "")) == len(variants.made_for(kinds()))
 
 
 def test_the_kernel_that_verifys_page_shows_is_right() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 from types import SimpleNamespace
 
@@ -53,7 +54,7 @@ def test_text_fits_a_terminal_and_says_a_reason_against_a_backend_once(report):
         assert report.machine.kernels == ["none: they are for NVIDIA GPUs"]
         assert sum("flash-attn is not installed" in line for line in lines) == 1
         assert any(line.split() == ["fused", "runs", "on", "CUDA", "GPUs", "only"] for line in lines)
-        assert any(line.startswith("  sdpa ") and "serves 4 of these calls" in line for line in lines)
+        assert any(line.startswith("  sdpa ") and re.search(r"serves \d of these calls", line) for line in lines)
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.5", reason="before PyTorch 2.5 its attention stays its own")
