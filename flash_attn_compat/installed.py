@@ -18,6 +18,8 @@ SITE_START = str(Path(__file__).resolve().parent / "dropin" / "site_start")
 SITE_2_6 = str(Path(__file__).resolve().parent / "dropin" / "site_2_6")
 # FlashAttention-3's name.
 SITE_FA3 = str(Path(__file__).resolve().parent / "dropin" / "site_fa3")
+# FlashAttention-4's name, in a directory flash_attn that holds nothing else.
+SITE_FA4 = str(Path(__file__).resolve().parent / "dropin" / "site_fa4")
 # A word in the __init__ of every stand-in, and of no real flash_attn.
 _MARK = "flash_attn_compat"
 

@@ -20,7 +20,7 @@ LAYERS = (
     ("dispatch",),
     ("private_interface", "kvcache", "flash_attn_2_cuda"),  # of which none knows another
     ("flash_attn_interface",),
-    ("api_2_6", "fa3", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
+    ("api_2_6", "fa3", "fa4", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
     ("torch_sdpa", "vllm"),
     ("dropin",),
     ("", "progress", "output_path", "isolation", "card", "self_check", "doctor", "tune", "cli", "__main__"),
@@ -32,6 +32,7 @@ SITES = (
     "dropin.site_start.",
     "dropin.site_2_6.",
     "dropin.site_fa3.",
+    "dropin.site_fa4.",
     "dropin.hub_flash_attn2.",
     "dropin.hub_flash_attn3.",
 )

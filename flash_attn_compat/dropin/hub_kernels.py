@@ -22,6 +22,7 @@ from flash_attn_compat.dropin.undo import restore_later, set_attribute, set_item
 NAMES = (
     "kernels-community/flash-attn2", "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3",
     "kernels-community/flash-attn",  # the name of flash-attn2 until late 2025
+    "kernels-community/flash-attn4",
 )  # fmt: skip
 # The variable in which `kernels` looks for folders to use instead of downloads: NAME=FOLDER:NAME=FOLDER
 LOCAL_KERNELS = "LOCAL_KERNELS"
@@ -34,7 +35,8 @@ def redirect(undo: ExitStack) -> None:
     """Resolve NAMES to our functions in transformers 5, imported already or later; older versions stay as they are.
 
     `kernels`' get_kernel returns our flash-attn 2 for flash-attn2, or flash-attn, and our FlashAttention-3 for
-    flash-attn3, here and in child processes. It still downloads vllm-flash-attn3, which has other functions.
+    flash-attn3, here and in child processes. It still downloads vllm-flash-attn3 and flash-attn4, which have other
+    functions.
     """
     entries = [entry for entry in os.environ.get(LOCAL_KERNELS, "").split(":") if entry]
     named = {entry.partition("=")[0] for entry in entries}

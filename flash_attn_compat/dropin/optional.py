@@ -1,4 +1,4 @@
-"""The extras of patch(): hub kernels, torch.nn.attention.varlen, PyTorch's SDPA, FlashAttention-3's name.
+"""The extras of patch(): hub kernels, torch.nn.attention.varlen, PyTorch's SDPA, the names of FlashAttention-3 and -4.
 
 An interpreter that starts patched applies them by their variables. Imports no torch: the modules that need it are
 imported after the package that they change.
@@ -6,20 +6,23 @@ imported after the package that they change.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 from flash_attn_compat import installed, settings
 from flash_attn_compat.dropin import hub_kernels, site_directory, transformers
-from flash_attn_compat.dropin.undo import set_item, when_imported
-from flash_attn_compat.installed import SITE_FA3
+from flash_attn_compat.dropin.undo import insert, set_item, when_imported
+from flash_attn_compat.installed import SITE_FA3, SITE_FA4
 
 _FA3 = "flash_attn_interface"
+_FA4 = "flash_attn.cute"
 _in_force: set[tuple[str, str]] = set()  # variables and their values
 _for_good = ExitStack()  # never closed: the changes of an interpreter that starts patched
 
@@ -84,7 +87,9 @@ def switch_on(requests: Mapping[str, bool | str | None], undo: ExitStack) -> Non
 def prepare(package: str) -> None:
     """Apply the requested changes to ``package``, whose import begins in an interpreter that has not called patch()."""
     if package == "transformers" and installed.is_stand_in_spec(installed.find_first_spec()):
-        transformers.allow_flash_attention_2(_for_good)
+        transformers.allow_flash_attention(2, _for_good)
+    if package == "transformers" and SITE_FA4 in sys.path:
+        transformers.allow_flash_attention(4, _for_good)
     for variable, extra in EXTRAS.items():
         value = requested_value(variable) if extra.package == package else None
         if value:
@@ -99,3 +104,28 @@ def redirect_fa3(undo: ExitStack) -> None:
     if importlib.util.find_spec(_FA3) is None:
         undo.callback(sys.modules.pop, _FA3, None)
         site_directory.put_on_path(undo, [SITE_FA3])
+
+
+def redirect_fa4(undo: ExitStack) -> None:
+    """Make FlashAttention-4's name import our functions, and transformers accept flash_attention_4.
+
+    An installed distribution flash-attn-4 stays; in a child it is ours already.
+    """
+    if any(True for _ in importlib.metadata.distributions(name="flash-attn-4")):
+        return
+    undo.callback(_forget_fa4)
+    site_directory.put_on_path(undo, [SITE_FA4])
+    package = sys.modules.get("flash_attn")  # it has read sys.path already
+    if package is not None and hasattr(package, "__path__"):
+        _forget_fa4()  # flash-attn 2.8.3 has an early copy
+        insert(package.__path__, 0, str(Path(SITE_FA4) / "flash_attn"), undo)
+    transformers.allow_flash_attention(4, undo)
+
+
+def _forget_fa4() -> None:
+    """Remove flash_attn.cute and its modules from sys.modules and from the package."""
+    for name in [name for name in sys.modules if name == _FA4 or name.startswith(f"{_FA4}.")]:
+        del sys.modules[name]
+    package = sys.modules.get("flash_attn")
+    if hasattr(package, "cute"):
+        delattr(package, "cute")

@@ -20,7 +20,7 @@ from flash_attn_compat.dropin.undo import set_item
 
 SdpaRequest = bool | Literal["always"]
 # The interfaces other than flash_attn's that can be requested.
-INTERFACES = ("fa3",)
+INTERFACES = ("fa3", "fa4")
 
 _lock = threading.RLock()
 _undo: ExitStack | None = None
@@ -53,8 +53,10 @@ def patch(
             the same
         sdpa: run F.scaled_dot_product_attention, and the operators under it, on our kernels on GPUs before sm80, with
             "always" on newer ones too, before PyTorch's; FLASH_ATTN_COMPAT_SDPA=1 or always does the same
-        interfaces: ("fa3",) makes `import flash_attn_interface`, FlashAttention-3's name, find `flash_attn_compat.fa3`
-            unless there is a module of that name; children inherit it
+        interfaces: "fa3" in it makes `import flash_attn_interface`, FlashAttention-3's name, find
+            `flash_attn_compat.fa3` unless there is a module of that name; "fa4" makes `import flash_attn.cute`,
+            FlashAttention-4's name, find `flash_attn_compat.fa4` unless flash-attn-4 is installed, and transformers
+            accept "flash_attention_4"; children inherit both
 
     Raises ValueError for unknown values, and RuntimeError if another api is active.
     """
@@ -115,12 +117,14 @@ def _apply(
             if api is not None:
                 set_item(os.environ, settings.API, api, added)
             if _provide_name(added, chosen):
-                transformers.allow_flash_attention_2(added)
+                transformers.allow_flash_attention(2, added)
             requests = {variable: asked or optional.requested_value(variable) for variable, asked in requests.items()}
             _api = chosen or "2.8"
         optional.switch_on(requests, added)
         if "fa3" in interfaces:
             optional.redirect_fa3(added)
+        if "fa4" in interfaces:
+            optional.redirect_fa4(added)
         if _undo is None:
             _undo = ExitStack()
             _forget_decisions()

@@ -15,21 +15,20 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from flash_attn_compat.dropin.undo import restore_later, set_item, when_imported
 
 _IMPORT_UTILS = "transformers.utils.import_utils"
 _FLASH_UTILS = "transformers.modeling_flash_attention_utils"
 _MODELING_UTILS = "transformers.modeling_utils"
-_AVAILABLE = "is_flash_attn_2_available"
 _ORIGINAL = "_flash_attn_compat_original"  # the attribute of our check that holds the replaced one
-_GUARDS = {_AVAILABLE, "is_flash_attn_available"}
+_GUARDS = {"is_flash_attn_2_available", "is_flash_attn_available"}
 
 # Checks that transformers caches for the life of the process; each version has some of them.
 _CACHED_CHECKS = (
-    _AVAILABLE, "is_flash_attn_greater_or_equal", "is_flash_attn_greater_or_equal_2_10",
-    "_package_distribution_mapping",
+    "is_flash_attn_2_available", "is_flash_attn_4_available", "is_flash_attn_greater_or_equal",
+    "is_flash_attn_greater_or_equal_2_10", "_package_distribution_mapping",
 )  # fmt: skip
 # Globals in which transformers keeps the functions of a loaded flash-attn.
 _LOADED_FUNCTIONS = (
@@ -43,72 +42,79 @@ _DEVICE_CHECKS = {
     "_flash_attn_can_dispatch": ("is_init_check", True),  # 5.1 and later
 }
 
-_allowed = threading.Lock()  # held while flash_attention_2 is allowed
+# By version, held while flash_attention_<version> is allowed.
+_allowed = {2: threading.Lock(), 4: threading.Lock()}
 
 
-def allow_flash_attention_2(undo: ExitStack) -> None:
-    """Let transformers accept attn_implementation="flash_attention_2" until `undo` is closed."""
-    if not _allowed.acquire(blocking=False):
+def allow_flash_attention(version: Literal[2, 4], undo: ExitStack) -> None:
+    """Let transformers accept attn_implementation="flash_attention_<version>" until `undo` is closed."""
+    if not _allowed[version].acquire(blocking=False):
         return
-    undo.callback(_allowed.release)
+    undo.callback(_allowed[version].release)
     handlers = {  # in this order: the later ones use the check that the first replaces
-        _IMPORT_UTILS: _allow_in_import_utils,
-        _FLASH_UTILS: _allow_in_flash_utils,
-        _MODELING_UTILS: _allow_in_modeling_utils,
+        _IMPORT_UTILS: functools.partial(_allow_in_import_utils, version),
+        _FLASH_UTILS: functools.partial(_allow_in_flash_utils, version),
+        _MODELING_UTILS: functools.partial(_allow_in_modeling_utils, version),
     }
-    if _IMPORT_UTILS not in when_imported(handlers, undo):
+    if _IMPORT_UTILS not in when_imported(handlers, undo) and version == 2:
         _run_skipped_code(undo)
 
 
-def _allow_in_import_utils(module: ModuleType, undo: ExitStack) -> None:
-    original = getattr(module, _AVAILABLE, None)
+def _check_name(version: int) -> str:
+    """Return the name of transformers' check for a version of flash-attn."""
+    return f"is_flash_attn_{version}_available"
+
+
+def _allow_in_import_utils(version: int, module: ModuleType, undo: ExitStack) -> None:
+    original = getattr(module, _check_name(version), None)
     if original is None:
         return
     undo.callback(_forget_checks, module, original)
     mapping = getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", {})
     before = mapping.get("flash_attn", [])
-    if mapping and "flash-attn" not in before:
-        set_item(mapping, "flash_attn", [*before, "flash-attn"], undo)
+    distribution = "flash-attn" if version == 2 else f"flash-attn-{version}"
+    if mapping and distribution not in before:
+        set_item(mapping, "flash_attn", [*before, distribution], undo)
     _forget_checks(module)
     opened = _always_available(original)
-    _replace_everywhere(original, opened)
-    undo.callback(_replace_everywhere, opened, original)
+    _replace_everywhere(_check_name(version), original, opened)
+    undo.callback(_replace_everywhere, _check_name(version), opened, original)
 
 
-def _allow_in_flash_utils(module: ModuleType, undo: ExitStack) -> None:
+def _allow_in_flash_utils(version: int, module: ModuleType, undo: ExitStack) -> None:
     restore_later(module, _LOADED_FUNCTIONS, undo)
-    entry = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2, {})
+    entry = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(version, {})
     checked = entry.get("general_availability_check")
     if checked is not None:  # if imported while patched, the module's table holds our check
         undo.callback(entry.__setitem__, "general_availability_check", getattr(checked, _ORIGINAL, checked))
-        entry["general_availability_check"] = getattr(module, _AVAILABLE, checked)
+        entry["general_availability_check"] = getattr(module, _check_name(version), checked)
 
 
-def _allow_in_modeling_utils(module: ModuleType, undo: ExitStack) -> None:
+def _allow_in_modeling_utils(version: int, module: ModuleType, undo: ExitStack) -> None:
     model_class = module.PreTrainedModel
     for name, (argument, value) in _DEVICE_CHECKS.items():
         original = model_class.__dict__.get(name)
         if original is not None:
-            setattr(model_class, name, _without_device_check(original, argument, value))
+            setattr(model_class, name, _without_device_check(original, argument, value, version))
             undo.callback(setattr, model_class, name, original)
 
 
 def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
-    def is_flash_attn_2_available(*args: Any, **kwargs: Any) -> bool:
+    def is_available(*args: Any, **kwargs: Any) -> bool:
         return True
 
-    setattr(is_flash_attn_2_available, _ORIGINAL, original)
+    setattr(is_available, _ORIGINAL, original)
     if not hasattr(original, "cache_clear"):
-        return is_flash_attn_2_available
-    return functools.lru_cache(is_flash_attn_2_available)  # newer versions call its cache_clear
+        return is_available
+    return functools.lru_cache(is_available)  # newer versions call its cache_clear
 
 
-def _replace_everywhere(old: Any, new: Any) -> None:
+def _replace_everywhere(name: str, old: Any, new: Any) -> None:
     """Rebind the check in each module that imported it by name, including code downloaded at run time."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(_AVAILABLE) is old:
-            setattr(module, _AVAILABLE, new)
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
 def _forget_checks(module: ModuleType, *more: Any) -> None:
@@ -118,7 +124,7 @@ def _forget_checks(module: ModuleType, *more: Any) -> None:
             function.cache_clear()
 
 
-def _without_device_check(method: Any, argument: str, value: bool) -> Any:
+def _without_device_check(method: Any, argument: str, value: bool, version: int) -> Any:
     function = method.__func__ if isinstance(method, classmethod) else method
     signature = inspect.signature(function)
 
@@ -127,7 +133,7 @@ def _without_device_check(method: Any, argument: str, value: bool) -> Any:
         import torch
 
         bound = signature.bind(*args, **kwargs)
-        if not torch.cuda.is_available() and bound.arguments.get("flash_attn_version", 2) == 2:
+        if not torch.cuda.is_available() and bound.arguments.get("flash_attn_version", 2) == version:
             bound.arguments[argument] = value
         return function(*bound.args, **bound.kwargs)
 

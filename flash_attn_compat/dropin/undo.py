@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -33,13 +33,13 @@ def set_attribute(target: Any, name: str, value: Any, undo: ExitStack) -> None:
         undo.callback(setattr, target, name, before)
 
 
-def insert(entries: list[Any], index: int, entry: Any, undo: ExitStack) -> None:
+def insert(entries: MutableSequence[Any], index: int, entry: Any, undo: ExitStack) -> None:
     """Insert an entry until `undo` is closed, unless it is gone by then."""
     entries.insert(index, entry)
     undo.callback(remove, entries, entry)
 
 
-def remove(entries: list[Any], entry: Any) -> None:
+def remove(entries: MutableSequence[Any], entry: Any) -> None:
     """Remove the first such entry, if there is one."""
     if entry in entries:
         entries.remove(entry)

@@ -17,7 +17,7 @@ import pytest
 from flash_attn_compat.dropin import patch, unpatch
 from tests.interpreters import WITHOUT_TORCH, forked, forked_child, fresh
 
-FA3 = "flash_attn_compat.fa3"
+FA3, FA4 = "flash_attn_compat.fa3", "flash_attn_compat.fa4"
 
 
 def child_of(method: str) -> object:
@@ -202,6 +202,7 @@ CHILDREN: list[tuple[dict[str, Any], str, str]] = [
     ({}, "import flash_attn_compat as c, flash_attn; c.patch(); c.unpatch(); print(flash_attn.__version__)", "2.8.3"),
     ({"api": "2.6"}, OF_2_6, "2.6.3 2.6.3 flash_attn_compat.api_2_6.bert_padding False"),
     ({"interfaces": ("fa3",)}, "import flash_attn_interface as f; print(f.flash_attn_func.__module__)", FA3),
+    ({"interfaces": ("fa4",)}, "from flash_attn.cute import interface as f; print(f.flash_attn_func.__module__)", FA4),
     ({"varlen_attn": True}, CALL, "16.0"),
 ]
 

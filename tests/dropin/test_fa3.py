@@ -40,9 +40,9 @@ def test_a_module_of_that_name_stays(tmp_path, monkeypatch):
     del sys.modules[NAME]
 
 
-@pytest.mark.parametrize("interfaces", [("fa4",), "fa3"])
+@pytest.mark.parametrize("interfaces", [("fa5",), "fa3"])
 def test_unknown_interfaces_are_refused(interfaces):
-    with pytest.raises(ValueError, match="interfaces must be a sequence of names among fa3"):
+    with pytest.raises(ValueError, match="interfaces must be a sequence of names among fa3, fa4"):
         flash_attn_compat.patch(interfaces=interfaces)
 
 

@@ -23,7 +23,7 @@ def use_the_name() -> None:
 
 
 @pytest.mark.parametrize("pythonpath", [None, "", "/somewhere", f"/somewhere{os.pathsep}"])
-@pytest.mark.parametrize("options", [{}, {"api": "2.6"}, {"interfaces": ("fa3",)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"api": "2.6"}, {"interfaces": ("fa3", "fa4")}], ids=str)
 def test_unpatch_restores_paths_finders_environment_and_modules_and_patch_can_follow(monkeypatch, pythonpath, options):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if pythonpath is not None:
