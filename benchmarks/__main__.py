@@ -8,7 +8,7 @@ import sys
 PROGRAMS = {
     "bench": "speed and memory beside flash-attn and PyTorch, each answer checked: `python -m verify bench`",
     "cpu": "speed on a CPU, as ratios to PyTorch's own attention",
-    "host_time": "host time of one small call with our kernels; no GPU needed",
+    "host_time": "host time of one small call with our kernels, no GPU needed; --packed: by each backend",
     "sdpa": "F.scaled_dot_product_attention without and with our kernels under it",
     "head_dims": "our kernels beside PyTorch's flash kernel, head dim by head dim",
     "eight_bit": "our kernels over 8-bit caches beside 16-bit ones",

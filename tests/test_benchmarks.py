@@ -15,7 +15,7 @@ import benchmarks.__main__
 from benchmarks import cpu, end_to_end, head_dims, host_time, sdpa, tile_sweep, vllm_serving
 from benchmarks.fine_tuning import largest_distance
 from benchmarks.runner import Contest, forward_only, make_parser, relative_difference, run
-from flash_attn_compat import flash_attn_func
+from flash_attn_compat import BackendNotSupported, flash_attn_func, flash_attn_interface, settings
 from tests.torch_sdpa import originals
 from verify.bench_run import Row
 from verify.errors import NotSupported
@@ -179,6 +179,50 @@ def test_the_hosts_time_is_that_of_the_fastest_batch(monkeypatch):
         now[0] += waits.pop(0)
 
     assert host_time.milliseconds(Job(work), "cpu", lambda: now[0]) == pytest.approx(1.0) and not waits
+
+
+def test_contestants_of_a_packed_call_take_turns_and_get_their_medians():
+    now, order, takes = [0.0], [], {"one": [0.001] * 11 + [0.003] * 11 + [0.002] * 11, "other": [0.005] * 33}
+
+    def job(name: str) -> Job:
+        def work():
+            order.append(name)
+            now[0] += takes[name].pop(0)
+
+        return Job(work)
+
+    found = host_time.time_in_turns({name: job(name) for name in takes}, "cpu", 3, lambda: now[0])
+    assert found["one"].median_ms == pytest.approx(2.0) and found["other"].median_ms == pytest.approx(5.0)
+    assert order == (["one"] * 11 + ["other"] * 11) * 3
+
+
+@pytest.mark.parametrize(("error", "code"), [(BackendNotSupported("declined"), 0), (ValueError("broken"), 1)])
+def test_packed_calls_are_shown_as_ratios_to_flash_attn_and_a_failure_gives_exit_code_1(
+    monkeypatch, capsys, error, code
+):
+    def fail():
+        raise error
+
+    jobs = {"default": give(1.0), "fused": Job(fail), host_time.FLASH_ATTN: give(1.0)}
+    monkeypatch.setattr(host_time, "packed_jobs", lambda device: {"packed": jobs})
+    timings = {"default": Timing(0.06, 0.05, 0.07, 3), host_time.FLASH_ATTN: Timing(0.05, 0.05, 0.05, 3)}
+    monkeypatch.setattr(host_time, "time_in_turns", lambda jobs, device, turns: timings)
+    assert host_time.print_packed("cpu", 3) == code
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "default 60 50 to 70 1.20" in shown and f"fused {type(error).__name__}: {error}" in shown
+
+
+def test_a_contestant_sees_its_capability_and_no_installed_flash_attn(monkeypatch):
+    monkeypatch.delenv(settings.CAPABILITY, raising=False)
+    with host_time.served_as(None, "7.5"):
+        assert settings.forced_capability() == (7, 5) and settings.is_on(settings.DISABLE_OFFICIAL)
+    with host_time.served_as("chunked", None):
+        assert settings.forced_backend() == "chunked" and settings.forced_capability() is None
+
+
+def test_every_packed_call_runs_on_a_cpu_by_its_name():
+    calls = host_time.make_calls("cpu", flash_attn_interface)
+    assert all(calls[name]() is not None for name in host_time.PACKED)
 
 
 def test_loss_curves_are_held_against_each_other_in_means_of_ten_steps():

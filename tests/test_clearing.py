@@ -203,6 +203,26 @@ def test_a_packed_call_takes_one_launch_and_no_operator_besides_the_kernels_in_e
     assert count_operators(both) == 0 and launches.entries == ["clear", "clear"]
 
 
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu(capability=(8, 0))
+@pytest.mark.parametrize("longest", [20, 50])
+@pytest.mark.parametrize("width", [21, 64])
+def test_on_a_gpu_tokens_that_pytorchs_kernels_leave_unwritten_are_zero(longest: int, width: int) -> None:
+    q, k, v = (torch.randn(75, 2, width, dtype=HALF, device="cuda").requires_grad_() for _ in range(3))
+    starts = torch.tensor([3, 53, 53, 63], dtype=torch.int32, device="cuda")
+    assert clearing.find_clear(q.get_device()) is not None
+    torch.full((2**20,), torch.nan, device="cuda")  # which is freed, for results to be allocated there
+    with use_backend("torch_flash"):
+        out, lse, _ = flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, return_attn_probs=True)
+        gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
+    written = torch.zeros(75, dtype=torch.bool)
+    written[3 : 3 + longest] = written[53:63] = True
+    for result in (out, lse.t(), *gradients):
+        assert not result[~written].any() and result[written].flatten(1).any(1).all()
+
+
 # ---------------------------------------------------------------- where the kernel cannot run
 
 
