@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_attn_compat.backends.fused import cache
+from flash_attn_compat.backends.fused import cache, faults
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +180,40 @@ def test_whether_files_can_be_kept_is_known_before_one_is_and_leaves_nothing(
     (kernels / "file").touch()
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(kernels / "file"))
     assert (cache.write_error() or "").startswith(f"{kernels / 'file'} cannot be written: ")
+
+
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="XDG_CACHE_HOME does not count here")
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077, 0o777])
+@pytest.mark.parametrize("first", ["a kernel", "a mark", "a look"])
+def test_new_folders_are_the_users_alone_whatever_the_umask_and_the_first_file(
+    first: str, umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    before = os.umask(umask)
+    try:
+        if first == "a kernel":
+            cache.write("name", b"payload")
+        elif first == "a look":
+            cache.write_error()
+        with faults.watch_trial("tried-abc", "forward", lambda: None):
+            pass
+    finally:
+        os.umask(before)
+    folders = [tmp_path / "new", *(path for path in (tmp_path / "new").rglob("*") if path.is_dir())]
+    assert [path.name for path in folders] == ["new", "cache", "flash_attn_compat", "trials"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+
+
+@pytest.mark.parametrize("size", [2**29, 2**40])
+def test_a_file_of_absurd_size_is_none_and_is_replaced(size: int, kernels: Path) -> None:
+    cache.write("name", b"payload")
+    try:
+        os.truncate(kernels / "name", size)  # without contents: it takes no room
+    except OSError:
+        pytest.skip("the file system has no files of this size")
+    assert cache.read("name") is None
+    assert cache.write("name", b"payload") and cache.read("name") == b"payload"
 
 
 def test_concurrent_writers_leave_one_complete_file() -> None:

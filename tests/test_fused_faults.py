@@ -8,14 +8,15 @@ import os
 import signal
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flash_attn_compat import backend_counts, explain, flash_attn_func, reset_backend_counts, use_backend
+from flash_attn_compat import backend_counts, explain, flash_attn_func, isolation, reset_backend_counts, use_backend
 from flash_attn_compat.backends.fused import cache, faults, nvrtc, params, self_test
 from flash_attn_compat.backends.fused.nvrtc import ContextLost
 from flash_attn_compat.core import cuda_capture
@@ -134,18 +135,28 @@ def test_a_finished_trial_leaves_no_mark(error: BaseException | None, folder: Pa
     assert not marks(folder) and faults.decline_reason(TRIAL) is None
 
 
-def test_a_kernel_that_hangs_until_it_is_interrupted_leaves_its_mark(folder: Path) -> None:
+@pytest.mark.parametrize("at", ["before the trial", "as it begins", "after it", "as its fault is noted"])
+def test_an_interrupt_at_any_point_leaves_no_mark(at: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
     asked: list[str] = []
 
-    def broken() -> str | None:
-        asked.append("before and after")
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return None
+    def sticky_error() -> str | None:
+        asked.append("before" if not asked else "after")
+        if at == f"{asked[-1]} the trial" or at == f"{asked[-1]} it":
+            interrupt()
+        return "ILLEGAL_ADDRESS" if at == "as its fault is noted" and len(asked) == 2 else None
 
-    with pytest.raises(KeyboardInterrupt), faults.watch_trial(TRIAL, "forward", broken):
+    if at == "as it begins":
+        monkeypatch.setattr(faults, "_acquire_lock", interrupt)
+    if at == "as its fault is noted":
+        monkeypatch.setattr(faults._Mark, "keep", interrupt)
+    with pytest.raises(KeyboardInterrupt), faults.watch_trial(TRIAL, "forward", sticky_error):
         pass
-    assert "forward ended a process when tried on this GPU" in (faults.decline_reason(TRIAL) or "")
+    monkeypatch.undo()
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(folder.parent))
+    assert not marks(folder) and faults.decline_reason(TRIAL) is None
 
 
 def ended_by(end: str) -> str:
@@ -159,8 +170,14 @@ with faults.watch_trial({TRIAL!r}, "forward", lambda: None):
 """
 
 
+ENDS = [
+    *("os.abort()", "os._exit(1)"),
+    *(f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")),
+]
+
+
 @needs_fork
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os.abort()", "os._exit(1)"])
+@pytest.mark.parametrize("end", ENDS)
 def test_a_process_that_ends_in_a_trial_leaves_a_mark_against_that_trial_alone(end: str, folder: Path) -> None:
     variables = {"FLASH_ATTN_COMPAT_CACHE": str(folder.parent)}
     assert forked(ended_by(end), **variables).returncode
@@ -227,3 +244,188 @@ def test_without_locks_a_killed_process_leaves_nothing_that_counts(folder: Path)
     code = refused + ended_by("os.kill(os.getpid(), signal.SIGKILL)")
     assert forked(code, FLASH_ATTN_COMPAT_CACHE=str(folder.parent)).returncode == -signal.SIGKILL
     assert faults.decline_reason(TRIAL) is None
+
+
+# ---- a process that is told to end
+
+END_SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGXCPU"]
+PLACES = {
+    "in Python": "{send}",
+    "in C": 'ctypes.PyDLL(None)["raise"](number)',
+    "in C without the GIL": 'ctypes.CDLL(None)["raise"](number)',
+    "while another trial runs": 'trial = faults.watch_trial("tried-b", "dq", sound); trial.__enter__(); {send}',
+    "after another trial": "with faults.watch_trial('tried-b', 'dq', sound): pass\n    {send}",
+}
+SEND = "os.kill(os.getpid(), number)"
+START = """
+import ctypes, faulthandler, os, signal, sys, threading
+from flash_attn_compat.backends.fused import faults
+
+sound = lambda: None
+"""
+
+
+def trial(within: str, before: str = "", after: str = "") -> str:
+    """A program with a trial."""
+    return f"{START}\n{before}\nwith faults.watch_trial({TRIAL!r}, 'forward', sound):\n    {within}\n{after}\n"
+
+
+def run(code: str, folder: Path) -> int:
+    """The exit code of a program whose marks lie in the folder."""
+    answer = forked(code, FLASH_ATTN_COMPAT_CACHE=str(folder.parent))
+    assert "Traceback" not in answer.stderr.replace("KeyboardInterrupt", ""), answer.stderr
+    return answer.returncode
+
+
+@needs_fork
+@pytest.mark.parametrize(("name", "place"), [*product(END_SIGNALS[:1], PLACES), *product(END_SIGNALS[1:], ["in C"])])
+def test_a_process_that_ends_by_a_signal_in_a_trial_ends_by_it_and_leaves_no_mark(
+    name: str, place: str, folder: Path
+) -> None:
+    number = getattr(signal, name)
+    default = f"number = {int(number)}; signal.signal(number, signal.SIG_DFL)"
+    assert run(trial(PLACES[place].format(send=SEND), default), folder) == -number
+    assert faults.decline_reason(TRIAL) is faults.decline_reason("tried-b") is None and not marks(folder)
+
+
+@needs_fork
+def test_a_signal_that_meets_the_main_thread_during_another_threads_trial_leaves_no_mark(folder: Path) -> None:
+    code = f"""{START}
+def work():
+    with faults.watch_trial({TRIAL!r}, "forward", sound):
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+    assert run(code, folder) == -signal.SIGTERM
+    assert faults.decline_reason(TRIAL) is None and not marks(folder)
+
+
+@needs_fork
+def test_a_signal_to_the_process_group_leaves_no_mark_in_any_process(folder: Path) -> None:
+    """As a terminal sends SIGINT. One process of two has Python's handler, and gets a KeyboardInterrupt."""
+    code = f"""{START}
+os.setpgid(0, 0)
+ready, started = os.pipe()
+if not os.fork():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with faults.watch_trial("tried-b", "dq", sound):
+        os.write(started, b"1")
+        threading.Event().wait()
+os.read(ready, 1)
+try:
+    with faults.watch_trial({TRIAL!r}, "forward", sound):
+        os.killpg(0, signal.SIGINT)
+        threading.Event().wait()
+except KeyboardInterrupt:
+    sys.exit(0 if os.WTERMSIG(os.wait()[1]) == signal.SIGINT else 1)
+"""
+    assert run(code, folder) == 0
+    assert faults.decline_reason(TRIAL) is faults.decline_reason("tried-b") is None and not marks(folder)
+
+
+@needs_fork
+@pytest.mark.parametrize(("handler", "called"), [("lambda n, _: called.append(n)", [15]), ("signal.SIG_IGN", [])])
+def test_a_signal_that_the_caller_handles_or_ignores_does_what_it_did(
+    handler: str, called: list[int], folder: Path
+) -> None:
+    before = f"number, called = 15, []; handler = {handler}; signal.signal(15, handler)"
+    after = f"assert called == {called} and signal.getsignal(15) == handler and not os.listdir({str(folder)!r})"
+    assert run(trial(SEND, before, after), folder) == 0
+
+
+@needs_fork
+def test_a_handler_that_ends_the_process_leaves_no_mark(folder: Path) -> None:
+    before = "signal.signal(15, lambda number, frame: os._exit(4))"
+    assert run(trial(f"{SEND.replace('number', '15')}; threading.Event().wait()", before), folder) == 4
+    assert faults.decline_reason(TRIAL) is None and not marks(folder)
+
+
+@needs_fork
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the system does not tell a process's actions")
+def test_after_a_trial_every_signal_has_the_action_that_it_had(folder: Path) -> None:
+    caught = "lambda: [line for line in open('/proc/self/status') if line.startswith(('SigCgt', 'SigIgn'))]"
+    seen = f"caught = {caught}; before = caught(); python = [*map(signal.getsignal, range(1, 32))]"
+    within = "inside = [*map(signal.getsignal, range(1, 32))]; assert inside == python and caught() != before"
+    after = "assert caught() == before and [*map(signal.getsignal, range(1, 32))] == python"
+    assert run(trial(within, seen, after), folder) == 0
+
+
+@needs_fork
+def test_a_handler_that_the_caller_sets_during_a_trial_stays(folder: Path) -> None:
+    after = f"{SEND.replace('number', '15')}; assert called == [15]"
+    assert run(trial("signal.signal(15, lambda n, _: called.append(n))", "called = []", after), folder) == 0
+
+
+@needs_fork
+def test_a_signal_for_which_the_caller_registered_faulthandler_keeps_the_callers_file(folder: Path) -> None:
+    file, send = folder.parent / "callers", "os.kill(os.getpid(), signal.SIGUSR1)"
+    before = f"file = open({str(file)!r}, 'w'); faulthandler.register(signal.SIGUSR1, file)"
+    assert run(trial(send, before, send), folder) == 0
+    assert file.read_text().count("most recent call first") == 2 and not marks(folder)
+
+
+@needs_fork
+@pytest.mark.parametrize("child", ["os.kill(os.getpid(), signal.SIGTERM)", "sys.exit()", "os._exit(0)"])
+def test_a_forked_childs_end_says_nothing_of_its_parents_trial(child: str, folder: Path) -> None:
+    within = f"child = os.fork()\n    if not child: {child}\n    os.waitpid(child, 0); os.abort()"
+    assert run(trial(within), folder) == -signal.SIGABRT
+    assert "forward ended a process" in (faults.decline_reason(TRIAL) or "")
+
+
+@needs_fork
+def test_a_forked_child_that_outlives_its_parent_does_not_hide_the_parents_mark(folder: Path) -> None:
+    child = folder.parent / "child"
+    code = f"""{START}
+with faults.watch_trial({TRIAL!r}, "forward", sound):
+    child = os.fork()
+    if not child:
+        threading.Event().wait(600)
+        os._exit(0)
+    open({str(child)!r}, "w").write(str(child))
+    os.abort()
+"""
+    assert run(code, folder) == -signal.SIGABRT
+    try:
+        assert "forward ended a process" in (faults.decline_reason(TRIAL) or "")
+    finally:
+        os.kill(int(child.read_text()), signal.SIGKILL)
+
+
+@needs_fork
+def test_an_interpreter_that_exits_in_order_during_a_threads_trial_leaves_no_mark(folder: Path) -> None:
+    code = f"""{START}
+import atexit
+started = threading.Event()
+def work():
+    with faults.watch_trial({TRIAL!r}, "forward", sound):
+        started.set()
+        threading.Event().wait()
+threading.Thread(target=work, daemon=True).start()
+started.wait()
+assert faults.list_reasons() == [] and len(os.listdir({str(folder)!r})) == 1
+atexit._run_exitfuncs()
+"""
+    assert run(code, folder) == 0
+    assert not marks(folder)
+
+
+def steps_in_a_trial(first: int) -> Iterator[int]:
+    """Yield in the middle of a trial."""
+    with faults.watch_trial(TRIAL, "forward", lambda: None):
+        yield first
+
+
+@needs_fork
+def test_a_child_whose_results_are_no_longer_wanted_leaves_no_mark(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("a process that has used a GPU cannot be copied")
+    monkeypatch.setattr(isolation, "_START", "fork")
+    results = isolation.run_in_children(2, steps_in_a_trial)
+    assert next(results) == 0
+    results.close()  # type: ignore[attr-defined]
+    assert faults.decline_reason(TRIAL) is None and not marks(folder)

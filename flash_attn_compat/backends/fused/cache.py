@@ -20,6 +20,7 @@ from pathlib import Path
 from flash_attn_compat import settings
 
 _DIGEST = hashlib.sha256().digest_size
+_MAX_BYTES = 2**28  # a compiled kernel has some 2**17
 _NO_HOME = f"there is no home directory: set {settings.CACHE} to a folder"
 
 
@@ -51,7 +52,7 @@ def describe_folder() -> str:
 def write_error() -> str | None:
     """Return the reason why no file can be written, or None. Creates the folder, as the first write does."""
     try:
-        with tempfile.TemporaryFile(dir=_create_folder()):
+        with tempfile.TemporaryFile(dir=create_folder()):
             return None
     except RuntimeError:
         return f"kernels cannot be kept: {_NO_HOME}"
@@ -68,12 +69,13 @@ def read(name: str) -> bytes | None:
     """Return the payload written under ``name``; None where there is no file that can be trusted."""
     try:
         place = folder()
-        with open(place / name, "rb", opener=_open_nonblocking) as file:
-            reason = _distrust_reason(os.fstat(file.fileno()))  # of the open file: its name may be another's by now
-            content = b"" if reason else file.read()
+        with open(place / name, "rb", opener=open_nonblocking) as file:
+            status = os.fstat(file.fileno())  # of the open file: its name may be another's by now
+            reason = _distrust_reason(status)
+            content = b"" if reason or status.st_size > _MAX_BYTES else file.read(_MAX_BYTES)
     except PermissionError:
         reason, content = "you may not read them", b""
-    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
+    except (OSError, RuntimeError, MemoryError):  # RuntimeError: there is no home directory
         return None
     if reason:
         _warn(place, reason)
@@ -97,7 +99,7 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
     only_first: leave an existing file alone
     """
     try:
-        place = _create_folder()
+        place = create_folder()
     except (OSError, RuntimeError):
         return False
     temporary = place / f".{name}.{secrets.token_hex(8)}"
@@ -113,14 +115,22 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
             os.unlink(temporary)
 
 
-def _create_folder() -> Path:
-    place = folder()
-    # A folder set by the user may be shared.
-    place.mkdir(parents=True, exist_ok=True, mode=0o755 if settings.value_of(settings.CACHE) else 0o700)
+def create_folder(name: str = "") -> Path:
+    """Return the cache folder, or the folder ``name`` in it; creates both, and their parents, with one mode.
+
+    Raises OSError, and RuntimeError where there is no home directory.
+    """
+    mode = 0o755 if settings.value_of(settings.CACHE) else 0o700  # a folder set by the user may be shared
+    place = folder() / name
+    for path in (*reversed(place.parents), place):
+        if not path.is_dir():
+            with contextlib.suppress(FileExistsError):  # another process was first
+                path.mkdir(mode)  # mkdir(parents=True) would give parents all bits that the umask leaves
+                path.chmod(path.stat().st_mode & 0o777 | 0o700)  # of which it may have taken this user's own
     return place
 
 
-def _open_nonblocking(path: str, flags: int) -> int:
+def open_nonblocking(path: str, flags: int) -> int:
     """Return a file descriptor, for open()'s ``opener``: does not wait for a named pipe's writer.
 
     A terminal does not become the process's controlling terminal.
