@@ -10,7 +10,8 @@ import torch
 
 from tests.test_verify_verdicts import judge, row
 from verify.cli import main
-from verify.compare_report import FAIL, PASS, worst_words
+from verify.compare_rows import FAIL, PASS
+from verify.compare_words import worst_words
 from verify.examination import Verdict
 from verify.judge import Check, broken, difference
 
@@ -55,21 +56,21 @@ def test_an_infinity_in_the_place_of_a_number_is_an_infinite_difference() -> Non
 MORE = {
     "with_lse": ("func causal gqa,causal sq", 0, ["fp64, judged separately: 1 answer is right to fp32"], ["FAIL"]),
     "wrong_lse": (
-        "func causal gqa,causal sq",
+        "func causal gqa,func causal sq",
         1,
         ["only softmax_lse is wrong", "locate cannot show this", "output 6 pass softmax_lse 6 FAIL gradients 6 pass"],
         ["look closer"],
     ),
     "no_maximum": (
-        "plain 64 d64,plain 192 d64",
+        "plain 64 d64,large scores,d64 large,large logits fp32",
         1,
-        ["the worst mistake: out NaN or infinite where", "wrong are all problems with large scores", "--magnitude 6.3"],
+        ["the worst mistake: out NaN or infinite where", "all with large scores are wrong", "--magnitude 6.3"],
         [],
     ),
     "empty_rows_are_nan": (
         "causal sq,full sq,plain 64",
         1,
-        ["wrong are all problems with rows without keys, and no others"],
+        ["of the problems not declined, all with rows without keys are wrong, and no others"],
         ["half precision"],
     ),
     "bf16_inside": (
@@ -85,7 +86,7 @@ MORE = {
             "x AssertionError: assert q.dtype == torch.float16",
             "x ValueError: head_dim must be 64",
             "a case counts as declined, not as wrong, if",
-            "FAIL: 8 of 8 answers right, 12 raised an error",
+            "FAIL: 8 of 8 answers right, 10 raised an error, 2 declined",
         ],
         ["look closer", "locate cannot", "the worst mistake: "],
     ),

@@ -398,8 +398,18 @@ def test_a_verdict_on_too_little_is_neither_green_nor_red(tmp_path):
     assert code == 1 and '<p class="verdict declined">flash_attn_compat: TOO LITTLE TO SAY: 1 of 1' in text
 
 
-def test_the_table_under_a_verdict_is_open_however_long_it_is_and_comes_before_all_else(tmp_path):
+def test_the_box_of_a_verdict_holds_the_next_command_and_the_worst_mistake_above_a_long_folded_table(tmp_path):
     under = Table("By feature", ("feature", "verdict"), [(f"feature {index}", "pass") for index in range(40)])
-    text = written(tmp_path, replace(COMPARED, under=[under]), BENCHED)[1]
-    places = [text.index(part) for part in ('<p class="verdict', "<details open><summary>By feature", 'id="filter"')]
-    assert places == sorted(places) and "Every answer" not in text[: places[1]]
+    headline = ["look closer: verify locate a.py:b", "the worst mistake: out off by 2"]
+    run = replace(WRONG, under=[under], headline=headline, conclusion=["a remark", *headline, *WRONG.conclusion])
+    text = written(tmp_path, run, BENCHED)[1]
+    box, _, rest = text.partition('<p class="verdict')[2].partition("</p>")
+    assert [Reader(f"<p{box}</p>").words.count(line) for line in (*WRONG.conclusion, *headline)] == [1, 1, 1]
+    assert all(text.count(line) == 1 for line in headline) and "a remark" in rest
+    places = [rest.index(part) for part in ("<details><summary>By feature", 'id="filter"')]
+    assert places == sorted(places) and "Every answer" not in rest[: places[1]]
+
+
+def test_a_short_table_under_a_verdict_is_open(tmp_path):
+    under = Table("By feature", ("feature", "verdict"), [("causal", "pass")])
+    assert "<details open><summary>By feature" in written(tmp_path, replace(COMPARED, under=[under]))[1]

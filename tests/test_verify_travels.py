@@ -205,9 +205,19 @@ def test_declined_cases_are_counted_with_reasons_beside_wrong_ones(tmp_path, cap
     assert "declined: 1 x float32 is not supported" in shown and "a case counts as declined, not as wrong, if" in shown
 
 
-def test_an_output_without_gradients_is_said_to_be_one(tmp_path, capsys):
-    assert main([*CASES, "--implementation", "tests.test_verify_travels:detached"]) == 1
-    assert "out has no gradient (--forward-only leaves gradients out)" in " ".join(capsys.readouterr().out.split())
+WITHOUT_GRADIENTS = "gradients not judged: 5 answers have none (out has no gradient); --gradients counts that as wrong"
+
+
+def test_a_right_kernel_without_gradients_passes_and_one_line_says_that_they_were_not_judged(capsys):
+    assert main([*CASES, "--implementation", "tests.test_verify_travels:detached"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("out has no gradient") == 1 and WITHOUT_GRADIENTS in shown
+    assert "PASS: 5 of 5" in shown and "gradients" in shown.partition("not judged: head_dim")[2]
+
+
+def test_a_kernel_that_must_have_gradients_is_wrong_without_them(capsys):
+    assert main([*CASES, "--implementation", "tests.test_verify_travels:detached", "--gradients"]) == 1
+    assert "dq missing: out has no gradient" in " ".join(capsys.readouterr().out.split())
 
 
 def detached(q, k, v, causal=False):

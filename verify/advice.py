@@ -11,7 +11,7 @@ from flash_attn_compat.isolation import Ended, run_in_children
 
 from . import COMMAND, locate
 from .call import Call
-from .compare_report import FAIL, Row
+from .compare_rows import FAIL, Row
 from .errors import UsageError
 from .implementations import backends
 from .judge import GRADIENTS

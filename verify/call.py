@@ -6,6 +6,8 @@ No judgement, and no source of calls, belongs here.
 from __future__ import annotations
 
 import inspect
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -81,6 +83,7 @@ class Answer:
     """The results of one call, or the right ones, in flash-attn's shapes.
 
     grads: by q, k and v, with packed arguments split; caches: k_cache and v_cache after the call
+    ungraded: why there are no gradients, if the call asked for them
     """
 
     out: Tensor
@@ -88,6 +91,7 @@ class Answer:
     s_dmask: Tensor | None = None
     grads: Mapping[str, Tensor] = field(default_factory=dict)
     caches: Mapping[str, Tensor] = field(default_factory=dict)
+    ungraded: str = ""
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -99,7 +103,7 @@ class Answer:
         """Return the answer on another device."""
         lse, s_dmask = (None if x is None else x.to(device) for x in (self.softmax_lse, self.s_dmask))
         grads, caches = ({n: x.to(device) for n, x in found.items()} for found in (self.grads, self.caches))
-        return Answer(self.out.to(device), lse, s_dmask, grads, caches)
+        return Answer(self.out.to(device), lse, s_dmask, grads, caches, self.ungraded)
 
 
 def _is_data(name: str, x: Any) -> bool:
@@ -147,26 +151,66 @@ def _may_be_left_out(name: str, value: Any) -> bool:
     return name in ("return_attn_probs", "return_softmax_lse") or (name in _DEFAULTS and value == _DEFAULTS[name])
 
 
-def solve(function: Callable[..., Any], call: Call, seed: int = 7) -> Answer:
-    """Make the call with seeded dropout, then its backward; no gradients if out has none. Keep the caches as left."""
-    args = dict(call.args)
+def solve(
+    function: Callable[..., Any], call: Call, seed: int = 7, forgives: Callable[[Exception], bool] | None = None
+) -> Answer:
+    """Make the call with seeded dropout, then its backward; no gradients if out has none. Keep the caches as left.
+
+    forgives: whether an error of the backward, or of a call whose inputs require gradients, means that there is none
+    """
+    args, ungraded = dict(call.args), ""
     leaves: dict[str, Tensor] = {}
     if call.dout is not None:
         leaves = {name: args[name].detach().requires_grad_() for name in DIFFERENTIABLE if name in args}
     # torch.manual_seed takes a millisecond: it records its caller for every unused GPU.
-    (torch.default_generator.manual_seed if call.q.device.type == "cpu" else torch.manual_seed)(seed)
-    with torch.set_grad_enabled(bool(leaves)):
-        out, softmax_lse, s_dmask = parts_of(function(**args | leaves))
+    start = torch.default_generator.manual_seed if call.q.device.type == "cpu" else torch.manual_seed
+    start(seed)
+    try:
+        with torch.set_grad_enabled(bool(leaves)):
+            out, softmax_lse, s_dmask = parts_of(function(**args | leaves))
+    except Exception as error:
+        if not leaves or forgives is None or not speaks_of_gradients(error):
+            raise
+        start(seed)
+        with torch.no_grad():
+            out, softmax_lse, s_dmask = parts_of(function(**args))
+        ungraded = first_line(error)
     grads: dict[str, Tensor] = {}
     if call.dout is not None and out.requires_grad:
-        grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), call.dout)))
+        try:
+            grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), call.dout)))
+        except Exception as error:
+            if forgives is None or not forgives(error):
+                raise
+            ungraded = first_line(error)
+    elif call.dout is not None:
+        ungraded = ungraded or "out has no gradient"
     return Answer(
         out=out.detach(),
         softmax_lse=None if softmax_lse is None else softmax_lse.detach(),
         s_dmask=s_dmask,
         grads=taken_apart(grads),
         caches={name: args[name] for name in call.caches},
+        ungraded=ungraded,
     )
+
+
+def speaks_of_gradients(error: Exception) -> bool:
+    """Whether an error blames inputs that require gradients."""
+    return bool(re.search(r"grad\b|gradient|backward|differentia", str(error), re.IGNORECASE))
+
+
+def said(error: Exception) -> str:
+    """Return an error's message; of an assertion without one, the line of code that failed."""
+    if str(error) or not isinstance(error, AssertionError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "").strip() if frames else ""
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message."""
+    return ": ".join(filter(None, [type(error).__name__, *said(error).splitlines()[:1]]))
 
 
 def parts_of(returned: Any) -> Iterator[Any]:

@@ -115,9 +115,41 @@ def plain(quick: bool = False) -> Iterator[Case]:
             yield square(128, dtype, d, causal, mha)
 
 
+def of_few_features() -> Iterator[Case]:
+    """Yield a case for each feature of a kernel that is dense, has equal heads, head_dim 64 or 128 and fp16 alone, and
+    perhaps no gradients: what the named cases below show with other heads, dims or dtypes, such a kernel declines.
+    """
+
+    def case(feature: str, lengths: tuple[int, int] = (83, 83), head_dim: int = 64, **fields: Any) -> Case:
+        name = f"d{head_dim} {feature}"
+        return _dense(name, "float16", lengths, **{"nheads_k": 2, "head_dim": head_dim, **fields})
+
+    for head_dim in (64, 128):
+        for name in ("full", "causal"):
+            yield case(f"{name} sq<sk", (41, 131), head_dim, **MASKS[name])
+            yield case(f"{name} sq>sk", (131, 41), head_dim, **MASKS[name])
+    for name in ("window", "window-left", "window-right", "window-causal"):
+        yield case(f"{name} sq<sk", (41, 131), **MASKS[name])
+    yield case("window-right sq>sk", (131, 41), **MASKS["window-right"])
+    yield case("no keys", (5, 0), backward=False)
+    yield case("one query", (1, 77), causal=True)
+    yield case("scale 0.3", softmax_scale=0.3)
+    yield case("softcap", softcap=4.0, magnitude=2.0)
+    yield case("alibi", (60, 90), alibi="h")
+    yield case("alibi-batch causal", alibi="bh", causal=True)
+    yield case("dropout", **DROPOUT)
+    for layout in ("heads_first", "sliced", "strided_dim"):
+        yield case(f"{layout} causal", layouts=(layout,) * 4, causal=True)
+    yield case("large logits causal", magnitude=6.3, causal=True)
+    yield case("sizes", sizes=SIZES_FP16)
+    for quantity, number in (("q", "nan"), ("k", "inf"), ("v", "inf"), ("v", "nan"), ("dout", "inf")):
+        yield case(f"{number} in {quantity} of one sequence", stray=(quantity, 1, number))
+
+
 def named() -> Iterator[Case]:
     """Yield a case for each feature and each common mistake with it."""
     fp16, bf16, fp32 = EVERY
+    yield from of_few_features()
     for dtype in (*EVERY, "float64"):
         yield _dense("causal gqa", dtype, causal=True, **GQA)
     for name, mask in MASKS.items():

@@ -21,7 +21,9 @@ from flash_attn_compat.isolation import Ended, NotDone, may_break, read_concurre
 from . import implementations as impl
 from .advice import locate_words
 from .cases import Case, generated, plain
-from .compare_report import Row, crash_words, own_words, report
+from .compare_report import report
+from .compare_rows import Row
+from .compare_words import crash_words, own_words
 from .environment import checked_devices, describe
 from .errors import UsageError
 from .examination import Examination, Verdict
@@ -34,9 +36,16 @@ MOST_CHILDREN = 8  # processes that judge kernels on one GPU at once; each has i
 
 
 def run(
-    judged: Sequence[impl.Implementation], devices: Sequence[str], cases: Sequence[Case], first: int = 0
+    judged: Sequence[impl.Implementation],
+    devices: Sequence[str],
+    cases: Sequence[Case],
+    first: int = 0,
+    gradients: bool = False,
 ) -> Iterator[Row]:
-    """Yield the rows, case by case, so a case's tensors are freed after its turn. first: rows to leave out"""
+    """Yield the rows, case by case, so a case's tensors are freed after its turn.
+
+    first: rows to leave out; gradients: a user's kernel without gradients is wrong
+    """
     for case in cases:
         for device in devices:
             skipped, first = judged[:first], max(0, first - len(judged))
@@ -48,7 +57,8 @@ def run(
             examination = Examination(case.problem, device) if asked else None
             for each in asked:
                 assert examination is not None
-                yield _judged(case, each, device, examination)
+                may_lack = isinstance(each, impl.Imported) and not gradients
+                yield _judged(case, each, device, examination, may_lack)
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Asked:
     quick: bool
     texts: Sequence[str]  # texts in the names of cases
     forward_only: bool
+    gradients: bool = False  # a user's kernel must have them
     share: tuple[int, int] = (0, 1)  # (first, step): every step-th case from number first on
 
     @property
@@ -87,7 +98,7 @@ def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
     torch.set_num_threads(1)
     for device in asked.devices:
         cap_memory(torch.device(device))
-    for row in run(asked.judged, asked.devices, asked.cases, first):
+    for row in run(asked.judged, asked.devices, asked.cases, first, asked.gradients):
         yield row.verdict, row.remark, row.bypassed
 
 
@@ -99,7 +110,7 @@ def children_for(devices: Sequence[str]) -> int:
 def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row]:
     """Yield all rows. isolated: in child processes, so that a kernel that ends a process is named"""
     if not isolated:
-        yield from run(asked.judged, asked.devices, cases)
+        yield from run(asked.judged, asked.devices, cases, gradients=asked.gradients)
         return
     count = children_for(asked.devices)
     shares = [(replace(asked, share=(first, count)), cases[first::count]) for first in range(count)]
@@ -122,12 +133,14 @@ def _isolated_rows(asked: Asked, cases: Sequence[Case]) -> Iterator[Row]:
         yield Row(*place, Verdict(errors=[found.how]), crashed=is_crash, unasked=not is_crash)
 
 
-def _judged(case: Case, implementation: impl.Implementation, device: str, examination: Examination) -> Row:
+def _judged(
+    case: Case, implementation: impl.Implementation, device: str, examination: Examination, may_lack_gradients: bool
+) -> Row:
     before, remark = implementation.calls_served(), ""
-    verdict = examination.examine(implementation, case.official, twice=True)
+    verdict = examination.examine(implementation, case.official, True, may_lack_gradients)
     if verdict.refused and not verdict.errors and examination.call.dropout_p <= 0:
         # Some kernels serve a model's calls, output and gradients, but return no softmax_lse.
-        alone = examination.without_lse().examine(implementation, case.official)
+        alone = examination.without_lse().examine(implementation, case.official, False, may_lack_gradients)
         if not alone.refused:
             verdict, remark = alone, f"without softmax_lse: {verdict.refused}"
     bypassed = before is not None and not verdict.refused and implementation.calls_served() == before
@@ -157,6 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="the recorded answers and one generated problem for each feature")
     add("-k", dest="filter", default="", metavar="TEXT[,TEXT]", help="only cases with one of these texts in their name")
     add("--forward-only", action="store_true", help="leave gradients out")
+    add("--gradients", action="store_true", help="count missing gradients of --implementation as wrong")
     what = "cases run in a child process, so that a crash is named (default on a GPU and for files with native code)"
     add("--isolate", action=argparse.BooleanOptionalAction, default=None, help=what)
     add("-v", "--verbose", action="store_true", help="a row for every problem")
@@ -173,9 +187,12 @@ def main(arguments: argparse.Namespace) -> int:
     own: str | None = arguments.implementation
     if own and arguments.backend:
         raise UsageError("--backend and --implementation exclude each other")
+    if arguments.gradients and (arguments.forward_only or not own):
+        raise UsageError("--gradients goes with --implementation, and not with --forward-only")
     texts = [text.strip() for text in arguments.filter.split(",") if text.strip()]
     devices = checked_devices(arguments.device)
-    asked = Asked(own, arguments.backend, devices, arguments.quick, texts, arguments.forward_only)
+    asked = Asked(own, arguments.backend, devices, arguments.quick, texts, arguments.forward_only,
+                  arguments.gradients)  # fmt: skip
     isolated = is_isolated(arguments, devices)
     cases, names = asked.cases, asked.names
     if not cases:
@@ -203,7 +220,7 @@ def main(arguments: argparse.Namespace) -> int:
     ):
         remarks.append(BROKEN)
     remarks += [f"refused: {reason}" for reason in faults.list_reasons()]
-    remarks += locate_words(rows, isolated)
-    summary = report(rows, environment, arguments.verbose, remarks, own or OURS, bool(own), bool(texts))
+    advice = locate_words(rows, isolated)
+    summary = report(rows, environment, arguments.verbose, remarks, own or OURS, bool(own), bool(texts), advice)
     deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)
     return 0 if summary.ok else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 
-from .call import SHORT, Answer, Call, accepted, same, solve
+from .call import SHORT, Answer, Call, accepted, said, same, solve
 from .errors import NotSupported
-from .implementations import Backend, Implementation
+from .implementations import Backend, Implementation, declines
 from .judge import (
     Check,
     Right,
@@ -45,6 +44,7 @@ class Verdict:
     errors: Sequence[str] = ()  # beside the checks: exceptions, and writes before a refusal
     as_near_as: str = ""  # wrong, but within the bound of this dtype, coarser than the call's
     right_to: str = ""  # right for a user's kernel: an fp64 call within fp32's bound
+    ungraded: str = ""  # why a user's kernel gave no gradients, if it was judged without them
 
     def __repr__(self) -> str:
         return f"Verdict(refused={self.refused!r}, ratio={self.ratio:.3g}, failures={self.failures})"
@@ -57,14 +57,6 @@ class Verdict:
     def ratio(self) -> float:
         """The largest error / bound."""
         return max((check.ratio for check in self.checks), default=float("inf") if self.errors else 0.0)
-
-
-def _said(error: Exception) -> str:
-    """Return an error's message; of an assertion without one, the line of code that failed."""
-    if str(error) or not isinstance(error, AssertionError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    return (frames[-1].line or "").strip() if frames else ""
 
 
 class Examination:
@@ -87,10 +79,10 @@ class Examination:
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
-    def ask(self, function: Callable[..., Any]) -> Answer:
+    def ask(self, function: Callable[..., Any], may_lack_gradients: bool = False) -> Answer:
         """Return the function's answer, on the device. Raises its errors. `restore` puts back the caches."""
-        call = self.call
-        answer = solve(function, Call(call.fn, accepted(function, call.args), call.dout))
+        call, forgives = self.call, declines if may_lack_gradients else None
+        answer = solve(function, Call(call.fn, accepted(function, call.args), call.dout), forgives=forgives)
         if call.dropout_p > 0 and answer.s_dmask is None and not call.args.get("return_attn_probs"):
             # A repeated call with S_dmask gives the mask; the checks judge this call.
             again = solve(function, Call(call.fn, {**call.args, "return_attn_probs": True}))
@@ -162,21 +154,40 @@ class Examination:
         examination.call = replace(self.call, args=args)
         return examination
 
+    def without_gradients(self) -> Examination:
+        """Return the call without its backward."""
+        examination = copy.copy(self)
+        examination.call, examination._right = replace(self.call, dout=None), None
+        examination.untouched, examination.host = (replace(each, dout=None) for each in (self.untouched, self.host))
+        return examination
+
     # ---- judging -----------------------------------------------------------------------------------------------------
 
     def judge(self, backend: str) -> Verdict:
         """Return the verdict on a backend of the package."""
         return self.examine(Backend(backend))
 
-    def examine(self, implementation: Implementation, official: Answer | None = None, twice: bool = False) -> Verdict:
+    def examine(
+        self,
+        implementation: Implementation,
+        official: Answer | None = None,
+        twice: bool = False,
+        may_lack_gradients: bool = False,
+    ) -> Verdict:
         """Return the verdict. An exception of the implementation is a failure like any other.
 
-        official: flash-attn's answer; twice: under dropout, also check that the same seed gives the same answer
+        official: flash-attn's answer; twice: under dropout, also check that the same seed gives the same answer;
+        may_lack_gradients: judge an answer without gradients as one of a call without dout
         """
         try:
             with implementation.serving(self.call) as function:
-                answer = self.ask(function)
+                answer = self.ask(function, may_lack_gradients)
                 again = self.ask(function) if twice and self.call.dropout_p > 0 else None
+            if may_lack_gradients and answer.ungraded:
+                official = official and replace(official, grads={})
+                return replace(
+                    self.without_gradients().examine(implementation, official, twice), ungraded=answer.ungraded
+                )
             if twice and self.call.dropout_p > 0 and answer.s_dmask is None:
                 return Verdict(refused="returns no S_dmask, so the dropped probabilities are unknown")
             checks = self.checks(answer, implementation.approximate, self._nan_shows(implementation))
@@ -199,7 +210,7 @@ class Examination:
             touched = [n for n in self.call.caches if not self._as_it_was(n)]
             return Verdict(refused=str(refusal), errors=[f"{n} was written before the refusal" for n in touched])
         except Exception as error:  # noqa: BLE001  for any error, the report must name the problem
-            return Verdict(errors=[f"{type(error).__name__}: {_said(error)}", *self._device_error()])
+            return Verdict(errors=[f"{type(error).__name__}: {said(error)}", *self._device_error()])
         finally:
             self.restore()
 

@@ -10,20 +10,27 @@ from .cases import Case
 from .problems import Problem
 
 DTYPES = tuple(SHORT.values())
-DIMS = ("head_dim 64", "head_dim 128", "another head_dim")
+DIMS = ("head_dim 64", "head_dim 128", "another head_dim", "head_dim above 256", "v of another head_dim")
 HEADS = ("MHA", "GQA or MQA")
 MASKS = ("no mask", "causal", "window")
-LENGTHS = ("lengths in 64s", "other lengths", "seqlen_q other than seqlen_k", "rows without keys")
+LENGTHS = ("lengths in 64s", "other lengths", "seqlen_q other than seqlen_k", "rows without keys", "no keys at all")
 CALLS = ("dense", "packed", "cache")
 OPTIONS = (
-    "softmax_scale", "softcap", "ALiBi", "dropout", "pages", "rotary", "strided inputs", "large scores",
-    "sizes far apart", "NaN or infinity", "8-bit cache",
+    "softmax_scale", "softcap", "ALiBi", "dropout", "softcap with dropout", "pages", "pages of no multiple of 256",
+    "rotary", "strided inputs", "large scores", "sizes far apart", "NaN or infinity", "8-bit cache",
 )  # fmt: skip
 LARGE = 4.0  # q and k this many times as large as usual have scores near 100, so exp overflows without a maximum
+ENOUGH = 3  # fewer answers show no law, and allow no verdict
 MOST_SHARED = 3  # more features together describe one problem rather than a fault
 # Of problems with unusual numbers, in which an error may be tiny, or its size unusual.
 UNUSUAL = frozenset(("large scores", "sizes far apart", "NaN or infinity"))
 FEATURES = (*DTYPES, *DIMS, *HEADS, *MASKS, *LENGTHS, *CALLS, *OPTIONS)
+# Of calls that flash-attn itself refuses.
+BEYOND = frozenset((
+    "fp32", "fp64", "head_dim above 256", "v of another head_dim", "softcap with dropout",
+    "pages of no multiple of 256", "8-bit cache",
+))  # fmt: skip
+PAGE = 256
 # The parts of an answer, and the quantities of their checks.
 PARTS: Mapping[str, Collection[str]] = {
     "output": ("out", "same seed, same mask", "kept", "S_dmask"),
@@ -48,7 +55,9 @@ def _of_problem(p: Problem) -> set[str]:
     there = {
         "ALiBi": p.alibi,
         "dropout": p.dropout_p,
+        "softcap with dropout": p.softcap and p.dropout_p,
         "pages": p.page_size,
+        "pages of no multiple of 256": p.page_size % PAGE,
         "8-bit cache": p.eight_bit,
         "rotary": p.rotary_dim,
         "strided inputs": set(p.layouts) != {"contiguous"},
@@ -79,7 +88,9 @@ def _of_call(call: Call) -> set[str]:
     there: dict[str, Any] = {
         "ALiBi": args.get("alibi_slopes") is not None,
         "dropout": call.dropout_p,
+        "softcap with dropout": args.get("softcap") and call.dropout_p,
         "pages": args.get("block_table") is not None,
+        "pages of no multiple of 256": args.get("block_table") is not None and k.shape[1] % PAGE,
         "rotary": args.get("rotary_cos") is not None,
         "8-bit cache": v.dtype in EIGHT_BITS.values(),
         "strided inputs": not all(args[name].is_contiguous() for name in ("q", "k", "v", "qkv", "kv") if name in args),
@@ -90,9 +101,10 @@ def _of_call(call: Call) -> set[str]:
 def _of_shape(
     head_dim: int, value_dim: int, group: int, seqlens_q: Sequence[int], seqlens_k: Sequence[int]
 ) -> set[str]:
-    dim = f"head_dim {head_dim}"
+    usual = f"head_dim {head_dim}" if head_dim in (64, 128) else "another head_dim"
+    dim = usual if head_dim <= 256 else "head_dim above 256"
     lengths = "other lengths" if any(n % 64 for n in (*seqlens_q, *seqlens_k)) else "lengths in 64s"
-    found = {dim if dim in DIMS and value_dim == head_dim else "another head_dim", HEADS[group > 1], lengths}
+    found = {dim if value_dim == head_dim else "v of another head_dim", HEADS[group > 1], lengths}
     return found | ({"seqlen_q other than seqlen_k"} if [*seqlens_q] != [*seqlens_k] else set())
 
 
@@ -104,21 +116,30 @@ def _of_options(causal: Any, window: Any, softcap: Any, scale: Any) -> set[str]:
 
 
 def _of_rows(causal: Any, window: Any, seqlens_q: Sequence[int], seqlens_k: Sequence[int]) -> set[str]:
+    """Return whether a mask leaves rows without keys, and whether there are rows of a sequence without any key."""
     right = 0 if causal else int(window[1])
-    empty = any(q and (not k or (right >= 0 and k - q + right < 0)) for q, k in zip(seqlens_q, seqlens_k))
-    return {"rows without keys"} if empty else set()
+    pairs = [(q, k) for q, k in zip(seqlens_q, seqlens_k) if q]
+    masked = any(k and right >= 0 and k - q + right < 0 for q, k in pairs)
+    there = {"rows without keys": masked, "no keys at all": not all(k for _, k in pairs)}
+    return {name for name, is_there in there.items() if is_there}
 
 
-def shared_by(wrong: Sequence[Collection[str]], right: Sequence[Collection[str]]) -> list[str]:
-    """Return the fewest features that every wrong answer has and no right answer has together, at most MOST_SHARED;
-    empty if there are none.
+def beyond_flash_attn(call: Call) -> list[str]:
+    """Return the features of a call that flash-attn itself refuses."""
+    found = {SHORT[call.dtype], *_of_call(call)}
+    return [feature for feature in FEATURES if feature in found & BEYOND]
+
+
+def shared_by(some: Sequence[Collection[str]], others: Sequence[Collection[str]]) -> list[str]:
+    """Return the fewest features that each of some problems has and none of the others has together, at most
+    MOST_SHARED; empty if there are none, or fewer than ENOUGH problems, which show no law.
     """
-    if not wrong:
+    if len(some) < ENOUGH:
         return []
-    shared = [feature for feature in FEATURES if all(feature in each for each in wrong)]
+    shared = [feature for feature in FEATURES if all(feature in each for each in some)]
 
     def explain(features: Collection[str]) -> bool:
-        return bool(features) and not any(set(features) <= set(each) for each in right)
+        return bool(features) and not any(set(features) <= set(each) for each in others)
 
     if not explain(shared):
         return []

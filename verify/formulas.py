@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -159,6 +160,9 @@ class Forward:
                 "query head h reads key head h % nheads_k instead of h // (nheads // nheads_k)",
                 self.out(self.scores(k=self.k[:, other]), v=self.v[:, other]),
             )
+            of_one = "query head h reads {} of key head h % nheads_k, not h // (nheads // nheads_k); its {} is right"
+            yield of_one.format("V", "K"), self.out(v=self.v[:, other])
+            yield of_one.format("K", "V"), self.out(self.scores(k=self.k[:, other]))
         if self.group == 1 and self.slopes is None and self.q.shape[:3] != self.q.transpose(1, 2).shape[:3]:
             turned = {name: self.args[name].transpose(1, 2) for name in "qkv"}
             if self.rows == self.keys:
@@ -241,7 +245,7 @@ def named(call: Call, tile: int, got: Tensor, bound: float) -> str:
         return f"all of the output is {size:.4g} times the right one"
     if forward.scale and is_like(forward.out(forward.scores(factor := factor_of(call, got)))):
         return forward.name_factor(factor)
-    return moved_heads(got, right, bound)
+    return moved_heads(got, right, bound) or moved_values(forward, got, bound)
 
 
 def moved_heads(got: Tensor, right: Tensor, bound: float) -> str:
@@ -263,6 +267,20 @@ def moved_heads(got: Tensor, right: Tensor, bound: float) -> str:
     ]
     more = f", and {len(told) - 3} more" if len(told) > 3 else ""
     return f"heads hold the right values of others: {', '.join(told[:3])}{more}" if told else ""
+
+
+def moved_values(forward: Forward, got: Tensor, bound: float) -> str:
+    """Name heads that weigh the V of another head of their batch element by their own right weights, or ""."""
+    weights, moved = forward.weights(), {}
+    for b, h in itertools.product(range(got.shape[0]), range(got.shape[1])):
+        apart = (weights[b, h] @ forward.v[b] - got[b, h]).abs().flatten(1).amax(1)
+        if apart.min() > 2 * bound:
+            return ""
+        if apart[h] > 2 * bound:
+            moved[h] = int(apart.argmin()) // forward.group
+    told = [f"head {h} that of key head {other}" for h, other in moved.items()]
+    more = f", and {len(told) - 3} more" if len(told) > 3 else ""
+    return f"the weights are right, but heads read the V of others: {', '.join(told[:3])}{more}" if told else ""
 
 
 def unseeing_rows(args: Mapping[str, Any]) -> Tensor:

@@ -21,8 +21,10 @@ from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.isolation import Ended, run_in_children
 
-from .call import Call, accepted
+from .adapted import adapted
+from .call import Call, accepted, first_line
 from .errors import NotSupported, UsageError
+from .features import beyond_flash_attn
 
 PUBLIC_FUNCTIONS = [name for name in flash_attn_compat.__all__ if name.startswith("flash_attn_")]
 
@@ -86,9 +88,12 @@ class Imported:
         try:
             yield function
         except Exception as error:
-            if not declines(error):
+            if declines(error):
+                raise NotSupported((str(error).splitlines() or [type(error).__name__])[0]) from error
+            beyond = beyond_flash_attn(call)
+            if not beyond or is_of_a_device(error):
                 raise
-            raise NotSupported((str(error).splitlines() or [type(error).__name__])[0]) from error
+            raise NotSupported(f"{first_line(error)} (flash-attn refuses {' and '.join(beyond)} too)") from error
 
     def calls_served(self) -> int | None:
         return None
@@ -96,7 +101,7 @@ class Imported:
 
 Implementation = Backend | Imported
 
-DECLINES = "NotImplementedError or an error that says what it does not support"
+DECLINES = "NotImplementedError, an error that says what it does not support, or any error where flash-attn raises one"
 
 
 def declines(error: Exception) -> bool:
@@ -104,8 +109,12 @@ def declines(error: Exception) -> bool:
     if isinstance(error, NotImplementedError):
         return True
     text = str(error).lower()
-    ours = not re.search(r"(cuda|hip|triton) error|_status_", text)
-    return ours and ("support" in text or "not implemented" in text)
+    return not is_of_a_device(error) and ("support" in text or "not implemented" in text)
+
+
+def is_of_a_device(error: Exception) -> bool:
+    """Whether an error comes from a device or its libraries."""
+    return bool(re.search(r"(cuda|hip|triton) error|_status_", str(error), re.IGNORECASE))
 
 
 def backends(names: list[str]) -> list[Backend]:
@@ -131,9 +140,21 @@ def imported(path: str) -> Imported:
         target = getattr(target, part)
     if not callable(target) and not any(hasattr(target, name) for name in PUBLIC_FUNCTIONS):
         raise UsageError(f"{path!r} is not a function and has none of {', '.join(PUBLIC_FUNCTIONS)}")
-    if callable(target) and not isinstance(target, type) and not _takes_attention(target):
-        raise UsageError(f"{path!r} is not an attention function: it does not make a tensor of q, k and v")
+    if callable(target) and not isinstance(target, type):
+        target = _attention(path, target)
     return Imported(path, target)
+
+
+def _attention(path: str, target: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function under flash_attn_func's names. Raises UsageError if it takes other things than attention"""
+    try:
+        found = adapted(target)
+    except UsageError as error:
+        raise UsageError(f"{path!r} {error}") from error
+    reason = _reason_against(found)
+    if reason is not None:
+        raise UsageError(f"{path!r} is not an attention function: it does not make a tensor of q, k and v{reason}")
+    return found
 
 
 def check_loads(path: str) -> None:
@@ -171,18 +192,21 @@ def _here(name: str) -> str:
     return name.replace("verify", __package__, 1) if name in ("verify.planted", "verify.steps") else name
 
 
-def _takes_attention(target: Callable[..., Any]) -> bool:
-    """Whether the function takes q, k, v and returns a tensor. Its values are for the cases to judge."""
-    q = torch.zeros(1, 2, 1, 8)
+def _reason_against(function: Callable[..., Any]) -> str | None:
+    """Return why the function is no attention, in brackets if known; None if it takes q, k, v and returns a tensor. Its
+    values are for the cases to judge.
+    """
+    q, told = torch.zeros(1, 2, 1, 8), ""
     for arguments, named in (((q, q, q), {}), ((), {"q": q, "k": q, "v": q})):
         try:
-            out = target(*arguments, **named)
-        except TypeError:
+            out = function(*arguments, **named)
+        except TypeError as error:
+            told = told or f" ({error})"
             continue
         except Exception:  # noqa: BLE001  a function that fails: the report shows its error
-            return True
-        return isinstance(out, (torch.Tensor, tuple))
-    return False
+            return None
+        return None if isinstance(out, (torch.Tensor, tuple)) else ""
+    return told
 
 
 def official() -> tuple[Imported | None, str]:

@@ -32,6 +32,7 @@ p {{ margin: .5rem 0 }} .whole {{ white-space: nowrap }}
 summary {{ font-weight: bold; padding: .5rem 0; cursor: pointer }}
 details {{ border-top: 1px solid #8888; overflow-x: auto }}
 .verdict {{ border: 2px solid; border-radius: .6rem; padding: .7rem 1rem; margin: .5rem 0; font-weight: bold }}
+.beside {{ display: block; font-weight: normal; color: CanvasText; margin-top: .3rem }}
 .pass, .right-to-fp32 {{ color: #187a4b }} .FAIL {{ color: #c9252d }}
 .declined, .not-supported, .not-asked {{ color: #9a5b00 }}
 .pictures {{ display: flex; flex-wrap: wrap; gap: 1rem 2rem; align-items: flex-start }}
@@ -72,11 +73,12 @@ box.oninput = () => {{
 
 
 class Verdict(NamedTuple):
-    """On whom, what, and whether it is good."""
+    """On whom, what, and whether it is good. beside: lines that belong to it"""
 
     subject: str
     words: str
     ok: bool
+    beside: Sequence[str]
 
 
 def verdicts(runs: Iterable[Report]) -> list[Verdict]:
@@ -86,7 +88,8 @@ def verdicts(runs: Iterable[Report]) -> list[Verdict]:
         mine = [*same]
         deciding = [run for run in mine if not run.ok] or mine
         words = "; ".join(dict.fromkeys(run.conclusion[-1].strip() for run in deciding))
-        found.append(Verdict(subject, words, all(run.ok for run in mine)))
+        beside = [*dict.fromkeys(line for run in mine for line in run.headline)]
+        found.append(Verdict(subject, words, all(run.ok for run in mine), beside))
     return found
 
 
@@ -97,11 +100,12 @@ def _ours_first(run: Report) -> tuple[bool, str]:
 def to_html(title: str, runs: Mapping[str, Report], about: Sequence[str] = ()) -> str:
     """Return one self-contained page of runs by name. about: general paragraphs behind the verdicts"""
     body = [f"<h1>{_breakable(title)}</h1>"]
-    for subject, words, ok in verdicts(runs.values()):
+    for subject, words, ok, beside in verdicts(runs.values()):
         kind = "pass" if ok else "declined" if words.startswith(TOO_LITTLE) else "FAIL"
-        body.append(f'<p class="verdict {kind}">{_breakable(subject)}: {_breakable(words)}</p>')
+        lines = "".join(f'<span class="beside">{_breakable(line)}</span>' for line in beside)
+        body.append(f'<p class="verdict {kind}">{_breakable(subject)}: {_breakable(words)}{lines}</p>')
         under = (table for run in runs.values() if run.subject == subject for table in run.under)
-        body += (_table(used, True) for table in under if (used := table.used).columns)
+        body += (_table(used, not _is_folded(used)) for table in under if (used := table.used).columns)
     body += [f"<p>{_breakable(line)}</p>" for line in about]
     if any(run.tables for run in runs.values()):
         body.append('<input id="filter" type="search" hidden aria-label="filter" placeholder="Only rows with: FAIL">')
@@ -114,7 +118,7 @@ def _run(name: str, run: Report) -> Iterator[str]:
     """Return a run's remarks, pictures and tables, and its machine and settings."""
     if name:
         yield f"<h2>{_breakable(f'{name}: {run.title}, of {run.subject}')}</h2>"
-    yield from (f"<p>{_breakable(line)}</p>" for line in run.conclusion[:-1])
+    yield from (f"<p>{_breakable(line)}</p>" for line in run.conclusion[:-1] if line not in run.headline)
     if run.pictures:
         yield _pictures(run.pictures)
     tables = (used for table in run.tables if (used := table.used).columns)

@@ -93,7 +93,8 @@ OURS = "flash_attn_compat"
 @dataclass(frozen=True)
 class Report:
     """The results of `verify COMMAND`, its title: machine and settings, tables, and closing lines. The last line is the
-    verdict on the subject, the judged implementation; remarks stand right under the verdict.
+    verdict on the subject, the judged implementation; tables of ``under`` stand right under the verdict. A page shows
+    the lines of ``headline``, which are closing lines too, in the verdict's box.
     """
 
     title: str
@@ -104,6 +105,7 @@ class Report:
     subject: str = OURS
     pictures: Sequence[Picture] = ()
     under: Sequence[Table] = ()
+    headline: Sequence[str] = ()
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Report:
