@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_interface as fa2
+from flash_attn_compat.core import overlap
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -114,6 +115,8 @@ def _flash_attn_forward(
             seqused_k=seqused_k, page_table=page_table, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k,
             rotary_cos=rotary_cos, rotary_sin=rotary_sin, seqlens_rotary=seqlens_rotary, q_descale=q_descale,
             k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)  # fmt: skip
+    if out is not None:
+        overlap.refuse("out", out)
     options: Any = (0.0, softmax_scale, causal, *window_size, softcap, None, False)
     lengths: Any = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     forward: Any = fa2._flash_attn_varlen_forward if lengths else fa2._flash_attn_forward

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core import checks
+from flash_attn_compat.core import checks, overlap
 from flash_attn_compat.core.arguments import split_descales
 from flash_attn_compat.core.call import BackwardInputs, DenseInputs, PackedInputs, Scalars
 from flash_attn_compat.dispatch import kvcache, raw
@@ -242,6 +242,7 @@ def _check_out(out: Tensor | None, q: Tensor) -> None:
         raise RuntimeError(f"Output must have the same dtype as inputs: out is {out.dtype}, q is {q.dtype}")
     if out.shape != q.shape:
         raise RuntimeError(f"out must have shape {tuple(q.shape)} (that of q), got {tuple(out.shape)}")
+    overlap.refuse("out", out)
 
 
 def _written(value: Tensor, target: Tensor | None) -> Tensor:

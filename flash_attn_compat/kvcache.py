@@ -63,9 +63,10 @@ def flash_attn_with_kvcache(
         out: (batch_size, seqlen_q, nheads, headdim)
         softmax_lse [with return_softmax_lse]: (batch_size, nheads, seqlen_q) fp32
     Raises:
-        RuntimeError: something does not fit together, or the new keys do not fit into the cache; the cache
-            is unchanged then. Nobody looks at a cache_seqlens tensor on a GPU: keys that do not fit are not written by
-            the fused backend, and are a device assert elsewhere.
+        RuntimeError: something does not fit together, the new keys do not fit into the cache, or they would go to a
+            cache that overlaps itself (as after expand or unfold). The cache is unchanged then. Nobody looks at a
+            cache_seqlens tensor on a GPU: keys that do not fit are not written by the fused backend, and are a device
+            assert elsewhere.
     """
     if s_aux is not None:
         sinks.check(s_aux, q.shape[-2], q.device, alibi_slopes)

@@ -242,14 +242,31 @@ def _drop_shared_batch(slopes: Tensor) -> Tensor:
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim); the kernel needs contiguous channels.
+    """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim), copied if the kernel cannot read its layout.
 
     On AMD's GPUs the result has the memory layout of the smoke test.
     """
     if tensor.is_cuda:
         return kernel_layout.ready(tensor.contiguous()).transpose(1, 2)
-    has_contiguous_channels = tensor.stride(-1) == 1 or tensor.is_contiguous()
-    return (tensor if has_contiguous_channels else tensor.contiguous()).transpose(1, 2)
+    return (tensor if _is_readable(tensor) else tensor.contiguous()).transpose(1, 2)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether the kernel reads (n, seqlen, heads, head_dim) rightly: channels are contiguous, and no row overlaps them.
+
+    The kernel for CPUs orders the axes of ``out`` by the strides of q. If another axis steps by 1 too, the channels of
+    ``out`` may lie apart, and the kernel writes elsewhere (PyTorch 2.13). Its matrix products need rows that lie at
+    least head_dim apart. Axes of one element have any stride; sequences and heads may be broadcast.
+    """
+    if tensor.is_contiguous():
+        return True
+    (n, seqlen, nheads, head_dim), (batch, row, head, channel) = tensor.shape, tensor.stride()
+    return (
+        channel == 1
+        and (row >= head_dim or seqlen == 1)
+        and (head >= head_dim or head == 0 or nheads == 1)
+        and (batch >= head_dim or batch == 0 or n == 1)
+    )
 
 
 def _forward_dtype(q: Tensor) -> torch.dtype:
@@ -322,7 +339,8 @@ def _attend_on_cpu(
 def _attend_folded_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend for one row that sees all keys. Query heads of a group become rows, so each key head is read once."""
     n, nheads = q.shape[:2]
-    out, lse = _FORWARD(q.reshape(n, k.shape[1], -1, q.shape[3]), k, v, 0.0, False, scale=scale)
+    rows = q.reshape(n, k.shape[1], -1, q.shape[3]).contiguous()  # heads may be broadcast, rows may not
+    out, lse = _FORWARD(rows, k, v, 0.0, False, scale=scale)
     return out.reshape(n, nheads, 1, -1), lse.reshape(n, nheads, 1)
 
 

@@ -61,6 +61,8 @@ def _rotated(x: Tensor, new: Append) -> Tensor:
 def _write(call: AttentionCall, new: Append, k: Tensor) -> None:
     """k: new.k, rotated."""
     starts, table, (batch, seqlen_new) = new.cache_seqlens, call.block_table, k.shape[:2]
+    if not seqlen_new:
+        return
     v, k_cache, v_cache = new.v, call.k, call.v
     if eight_bit.is_eight_bit(k_cache):
         k = eight_bit.as_bytes(eight_bit.quantize(k, call.k_descale, call.k_factor, k_cache.dtype))

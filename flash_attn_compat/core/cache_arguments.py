@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core import checks
+from flash_attn_compat.core import checks, overlap
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.arguments import make_call
 from flash_attn_compat.core.call import AttentionCall, CacheInputs, Inputs, Scalars
@@ -168,6 +168,8 @@ def _check_new_keys(x: CacheInputs, options: CacheOptions) -> None:
                 f"got {tuple(new.shape)}"
             )
         checks.is_on(name, new, q.device)
+        if k.shape[1]:
+            overlap.refuse(f"{name}_cache", cache)
 
 
 def _number_check(given: CacheInputs, options: CacheOptions, length: int | None) -> Check | None:

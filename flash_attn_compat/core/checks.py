@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.core import cuda_capture, eight_bit
+from flash_attn_compat.core import cuda_capture, eight_bit, overlap
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.torch_state import numbers_of
 
@@ -343,6 +343,7 @@ def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | No
             raise RuntimeError(f"d{name} must have the same dtype as q, got {gradient.dtype} for {source.dtype}")
         if gradient.shape != source.shape:
             raise RuntimeError(f"d{name} must have shape {tuple(source.shape)}, got {tuple(gradient.shape)}")
+        overlap.refuse(f"d{name}", gradient)
     if call.dropout_p and given.rng_state is None:
         raise RuntimeError("rng_state must be given when dropout_p > 0: it holds the forward's dropout mask")
 
@@ -354,7 +355,9 @@ def output(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.
     is_on("out", out, device)
     if out.is_neg():
         raise RuntimeError("out must not be a lazily negated view")
-    if out.is_contiguous():
+    if not out.is_contiguous():
+        overlap.refuse("out", out)
+    else:
         held, needed = out.untyped_storage().nbytes(), (out.storage_offset() + out.numel()) * out.element_size()
         if needed > held and out.numel():
             raise RuntimeError(f"out reaches beyond its memory: it needs {needed} bytes, its storage has {held}")

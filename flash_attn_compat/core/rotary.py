@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_attn_compat.core import overlap
+
 
 def apply_rotary(
     x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
@@ -36,8 +38,11 @@ def apply_rotary(
         Tensor of x's shape and dtype; `x` itself if `inplace`.
     Raises:
         AssertionError: shapes, table length or offsets do not fit.
+        RuntimeError: `inplace`, and `x` overlaps itself.
     """
     batch, seqlen = _check_shapes(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    if inplace and not torch.compiler.is_compiling():
+        overlap.refuse("x", x)
     with torch.no_grad():
         if cu_seqlens is not None:
             cos_t, sin_t = _look_up(cos, sin, _find_positions(x.shape[0], cu_seqlens, batch, seqlen_offsets))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core import checks
+from flash_attn_compat.core import checks, overlap
 from flash_attn_compat.core.arguments import integer, split_descales
 from flash_attn_compat.core.cache_arguments import CacheOptions
 from flash_attn_compat.core.call import RETURN_LSE, CacheInputs, Scalars, new_inputs
@@ -139,7 +139,10 @@ def _kvcache_op(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 @_kvcache_op.register_fake
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, *arguments: object) -> tuple[Tensor, Tensor]:
+    if k is not None and k.shape[1]:  # a compiler may pass the operator copies of the caches, which do not overlap
+        overlap.refuse("k_cache", k_cache)
+        overlap.refuse("v_cache", v_cache)
     batch, seqlen_q, nheads, _ = q.shape
     out = q.new_empty((batch, seqlen_q, nheads, v_cache.shape[-1]))
     *_, return_softmax_lse = arguments

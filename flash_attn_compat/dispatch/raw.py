@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core import checks, unwritten
+from flash_attn_compat.core import checks, overlap, unwritten
 from flash_attn_compat.core.call import (
     GIVEN_LSE,
     RETURN_DMASK,
@@ -118,6 +118,9 @@ def backward(tensors: Inputs, scalars: Scalars, upstream: BackwardInputs, writte
     dout, out, lse = upstream[:3]
     q, starts_q = tensors.q, tensors.cu_seqlens_q
     if must_be_one_operator((dout, q, tensors.k, tensors.v, out, lse), False) and are_strided((*tensors,)):
+        for name, gradient in () if torch.compiler.is_compiling() else zip("qkv", written):
+            if gradient is not None:
+                overlap.refuse(f"d{name}", gradient)
         with torch.no_grad():
             _write(ops.backward(tensors, scalars, upstream), written)
         delta = None

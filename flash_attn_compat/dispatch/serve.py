@@ -98,8 +98,9 @@ def _run_into(prepared: Prepared, tensors: Inputs, out: Tensor) -> Result:
         write = prepared.backend.run_into(prepared.run)
     if write is not None:
         return write(tensors, None, out)
+    q = tensors.q
+    checks.output(out, (*q.shape[:-1], tensors.v.shape[-1]), q.dtype, q.device)  # before the run appends
     result = prepared.run(tensors, None)
-    checks.output(out, result.out.shape, result.out.dtype, result.out.device)
     return result._replace(out=out.copy_(result.out))
 
 

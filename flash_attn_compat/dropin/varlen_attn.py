@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
+from flash_attn_compat.core import overlap
 
 _holders: list[ModuleType] = []
 _registered = False
@@ -61,6 +62,7 @@ def _forward(query: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_into(out: Tensor, **options: Any) -> Tensor:
+    overlap.refuse("out", out)
     result, lse = _attend(**options)
     out.copy_(result)
     return lse.float()

@@ -12,6 +12,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from flash_attn_compat.core import overlap
 from flash_attn_compat.core.rotary import apply_rotary
 
 
@@ -124,6 +125,8 @@ def _apply_rotary_emb_qkv(
     """Rotate the queries and keys of a packed tensor; no autograd. Shapes as `apply_rotary_emb_qkv_`."""
     cos_k = cos if cos_k is None else cos_k
     sin_k = sin if sin_k is None else sin_k
+    if inplace and not torch.compiler.is_compiling():
+        overlap.refuse("qkv", qkv)
     out = qkv if inplace else qkv.clone()
     q, k = _query_and_key(out, num_heads_q)
     apply_rotary(q, cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True, conjugate=conjugate)
@@ -203,6 +206,8 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):
         seqlen_offsets: int | Tensor = 0,
         conjugate: bool = False,
     ) -> Tensor:
+        if not torch.compiler.is_compiling():
+            overlap.refuse("kv", kv)
         key = _key_of_kv(kv.data)
         apply_rotary(key, cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True, conjugate=conjugate)
         _save_tables(ctx, cos, sin, seqlen_offsets)
