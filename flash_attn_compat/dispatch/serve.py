@@ -147,7 +147,9 @@ def backward_tensors(tensors: Inputs, rng_state: Tensor | None) -> Inputs:
     """Return a call's tensors as a backward takes them: no negated views, and the rng_state of the forward."""
     state = None if rng_state is None else rng_state.contiguous()  # kernels read two neighbours
     *others, _ = tensors
-    found: Inputs = new_inputs(type(tensors), [*[x if x is None else x.resolve_neg() for x in others], state])
+    found: Inputs = new_inputs(
+        type(tensors), [*[x if x is None or not x.is_neg() else x.resolve_neg() for x in others], state]
+    )
     return found
 
 
