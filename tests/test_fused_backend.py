@@ -234,7 +234,7 @@ IN_FP16 = """
 """
 WINDOW = train(window_size=(9, 3))
 WRONG = {
-    "a window one key too wide": ("forward.cu", "position + range.after)", "position + range.after + 1)", WINDOW),
+    "a window one key too wide": ("score.cuh", "position + after)", "position + after + 1)", WINDOW),
     "scores kept in fp16": (
         "forward.cu", "v_tile, step);\n      });\n", f"v_tile, step);\n      }});\n{IN_FP16}", train()
     ),
@@ -243,7 +243,7 @@ WRONG = {
         "decode.cu", "w));\n  }\n", f"w));\n  }}\n{IN_FP16}", decode_step(1)
     ),
     "scores kept in fp16 by gradients": ("backward.cuh", "qk_at);\n", f"qk_at);\n{IN_FP16}", train()),
-    "a key too few": ("forward.cu", "int last = range.streamed - 1, ", "int last = range.streamed - 2, ", train()),
+    "a key too few": ("forward.cu", "range.streamed - 1 - from", "range.streamed - 2 - from", train()),
     "scores not rescaled": ("softmax.cuh", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
     "an LSE of other units": ("softmax.cuh", "__log2f(l)) * LN2", "__log2f(l))", train()),
     "another dropout mask": ("softmax.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),

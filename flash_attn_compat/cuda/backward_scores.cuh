@@ -82,23 +82,16 @@ DEVICE float row_lse(const Params &p, float lse, int row, int offset, float slop
               SOFTCAP ? fmaf(p.softcap, -LOG2E, shift) : shift);
 }
 
-// Parameters of one head that turn scores into P.
+// What turns the scores of one head into P.
 struct ScoreParams {
-  float unit;   // scores times unit are in units of log2
-  float doubled, fall;   // softcap: score = cap + fall / (exp2(S * doubled) + 1), in units of log2
-  float slope;
+  ScoreRule rule;
   u32 row_base, key_base;   // dropout
   DEVICE void set_scale(const Params &p, const Exponents &e) {
-    unit = times_power_of_two(p.softmax_scale * LOG2E, -(e.q + e.k));
-#if SOFTCAP
-    doubled = 2.f * unit / p.softcap;
-    fall = -2.f * p.softcap * LOG2E;
-#endif
+    const float unit = times_power_of_two(p.softmax_scale * LOG2E, -(e.q + e.k));
+    rule.set_scale(p, unit * LN2, unit);
   }
   DEVICE void set_head(const Params &p, int b, int head) {
-#if ALIBI
-    slope = alibi_slope(p, b, head) * LOG2E;
-#endif
+    rule.set_head(p, b, head);
 #if DROPOUT
     const DropoutWords words(p, b, head);
     row_base = words.row_base;
@@ -148,16 +141,14 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
                                                            const DenseMask &mask, const ScoreParams &f,
                                                            const WarpRange &range, const StationaryRows &stationary,
                                                            u32 rows_at, int tile, int g, int t) {
-  int first[MMA_M][2], last[MMA_M][2];   // visible streamed rows, from this lane's first one on
+  VisibleRows visible[MMA_M][2];
   float ahead[MMA_M][2], along[MMA_M][2];
   // ALiBi's difference from one streamed row to the next.
-  const float per_row = range.is_behind(tile) ? f.slope : -f.slope;
+  const float per_row = range.is_behind(tile) ? f.rule.slope : -f.rule.slope;
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
       const int position = range.first + m * 16 + g + r * 8 + range.shift - tile - 2 * t;
-      first[m][r] = LOCAL ? position - range.before : 0;
-      last[m][r] = range.streamed - 1 - tile - 2 * t;
-      if (LOCAL) last[m][r] = min(last[m][r], position + range.after);
+      visible[m][r] = VisibleRows(position, range.streamed - 1 - tile - 2 * t, range.before, range.after);
       ahead[m][r] = (float)-position;
       along[m][r] = per_row * ahead[m][r];
     }
@@ -179,22 +170,20 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
                     row = KEYS_STATIONARY ? streamed : stationary_row;
           float minus_lse = KEYS_STATIONARY ? -lse[e] : -stationary.lse[m][r];
           if (DISTANCE_IS_SUM && !MASKED) minus_lse += KEYS_STATIONARY ? per_row * (n * 8 + e) : along[m][r];
-          const float below = SOFTCAP ? half_below_one(s * f.doubled) : 0.f;
-          if (SOFTCAP) s = fmaf(below, f.fall, minus_lse);
-          else if (MASKED && BIAS > 1)
-            s = fmaf(fmaf(s, f.unit * LN2,
-                          BIAS_PAIRS ? e ? bias[m][r].y : bias[m][r].x
-                                     : mask.at(p, row, KEYS_STATIONARY ? stationary_row : streamed)) -
+          const float below = f.rule.below_cap(s);
+          if (MASKED && NATURAL)
+            s = fmaf(f.rule.natural(s, BIAS_PAIRS ? e ? bias[m][r].y : bias[m][r].x
+                                                  : mask.at(p, row, KEYS_STATIONARY ? stationary_row : streamed)) -
                          mask.top(p, row),
                      LOG2E, minus_lse);
-          else s = fmaf(s, f.unit, minus_lse);
-          if (ALIBI && (MASKED || !DISTANCE_IS_SUM)) s = fmaf(-f.slope, fabsf(ahead[m][r] + (float)(n * 8 + e)), s);
+          else s = f.rule.scaled(p, s, below, minus_lse);
+          if (MASKED || !DISTANCE_IS_SUM) s = f.rule.with_alibi(s, ahead[m][r] + (float)(n * 8 + e));
           else if (ALIBI) s = KEYS_STATIONARY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);
           s = exp2_approx(s);
           const bool hidden = BIAS == 1
                                   ? !(KEYS_STATIONARY ? mask.sees(p, row, range.first, m * 16 + g + r * 8)
                                                       : mask.sees(p, row, tile + n / 4 * 32, n % 4 * 8 + 2 * t + e))
-                                  : !BIAS && (n * 8 + e > last[m][r] || (LOCAL && n * 8 + e < first[m][r]));
+                                  : !BIAS && visible[m][r].hides(n * 8 + e);
           if (MASKED && hidden) s = 0.f;
 #if DROPOUT
           const bool gone = KEYS_STATIONARY ? dropped(word, stationary.word[m][r], p.dropout_limit)
@@ -207,7 +196,7 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
             const float kept = gone ? 0.f : s;
             pair = e ? pack(__int_as_float(pair), kept) : __float_as_int(kept);
           }
-          if (SOFTCAP) s *= fmaf(-below, below, below);   // (1 - tanh^2) / 4
+          if (SOFTCAP) s *= f.rule.quarter_slope(below);
           if (gone) s = -s;
         }
     }

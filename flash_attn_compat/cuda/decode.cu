@@ -199,37 +199,23 @@ DEVICE void compute_scores(Scores &S, const uint4 (*q)[PIECES], u32 q_at, const 
       UNROLLED(e, 4) S[n][0][e] = real_or_nan(S[n][0][e]);
 }
 
-// A lane's two rows.
+// A lane's two rows, for change_scores() and hide_scores().
 struct QueryRows {
-  int position[2];   // the key at which a row stands
-  float slope[2], scale[2];
+  int at[2];   // positions
+  int end, before, after;   // the end of the block's keys; the window
+  float scale[2];
+  ScoreRule rules[2];   // of scores times scale
+  DEVICE int row(int m, int r) const { return 0; }
+  DEVICE int position(int m, int r) const { return at[r]; }
+  DEVICE const ScoreRule &rule(int m, int r) const { return rules[r]; }
+  DEVICE VisibleRows visible(int m, int r, int from) const {
+    return VisibleRows(at[r] - from, end - 1 - from, before, after);
+  }
 };
 
 DEVICE void apply_scale(Scores &S, const QueryRows &rows, float key_unit) {
   UNROLLED(n, MMA_N)
     UNROLLED(e, 4) S[n][0][e] *= (CONVERTS ? key_unit : 1.f) * rows.scale[e >> 1];
-}
-
-// Scores in units of log2.
-DEVICE void apply_softcap_alibi_bias(Scores &S, const Params &p, const QueryRows &rows, int key) {
-  const int t = threadIdx.x & 3;
-  const float doubled = 2.f * LOG2E / p.softcap, cap = p.softcap * LOG2E;
-  UNROLLED(n, MMA_N)
-    UNROLLED(e, 4) {
-      float &s = S[n][0][e];
-      s = SOFTCAP ? fmaf(half_below_one(s * doubled), -2.f * cap, cap) : s * LOG2E;
-      if (ALIBI)
-        s = fmaf(-rows.slope[e >> 1] * LOG2E, fabsf((float)(key + n * 8 + 2 * t + (e & 1) - rows.position[e >> 1])), s);
-    }
-}
-
-DEVICE void apply_mask(Scores &S, const QueryRows &rows, int key, int end, int left, int right) {
-  const int t = threadIdx.x & 3;
-  UNROLLED(n, MMA_N)
-    UNROLLED(e, 4) {
-      const int j = key + n * 8 + 2 * t + (e & 1), ahead = j - rows.position[e >> 1];
-      if (j >= end || (LOCAL && (ahead > right || ahead < -left))) S[n][0][e] = NEG_INF;
-    }
 }
 
 // O += P V. O[8 h + i] holds channels value_channel(h, 2 t) + i (elements 0 and 2) and value_channel(h, 2 t + 1) + i.
@@ -269,7 +255,7 @@ DEVICE void load_rows(const Params &p, const RowTile &tile, uint4 (&q)[2][PIECES
     rows.scale[r] = scale * convert_all<4>(q[r]);
     if (CACHE)
       UNROLLED(c, PIECES) q[r][c] = apart(q[r][c]);
-    rows.slope[r] = ALIBI ? alibi_slope(p, tile.sequence, head) : 0.f;
+    rows.rules[r].set_scale(p, 1.f, LOG2E), rows.rules[r].set_head(p, tile.sequence, head);
   }
 }
 
@@ -327,7 +313,8 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   uint4 q[2][PIECES];
   const float scale = p.softmax_scale * key_unit(p, tile.sequence, tile.head_k, LOUD_UNIT);
   load_rows(p, tile, q, rows, scale, side * W);
-  rows.position[0] = tile.query(p, g) + offset, rows.position[1] = tile.query(p, g + 8) + offset;
+  rows.at[0] = tile.query(p, g) + offset, rows.at[1] = tile.query(p, g + 8) + offset;
+  rows.end = end, rows.before = left, rows.after = right;
   if (!Q_IN_REGISTERS) {
     if (group == 0)
       UNROLLED(c, PIECES)
@@ -335,9 +322,10 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
     __syncthreads();
   }
   // Where nothing else changes scores, they are compared unscaled, and exp2 scales them.
-  const bool modified = SOFTCAP || ALIBI || TYPE == 2 || !(scale > 0.f);
+  const bool modified = CHANGES || TYPE == 2 || !(scale > 0.f);
   const float unit = modified ? 1.f : scale * LOG2E;
 
+  const DenseMask mask(p, tile.sequence, 0);   // none: nothing is read
   Result O;
   set_zero(O);
   float m[1][2] = {{NEG_INF, NEG_INF}}, l[1][2] = {{0.f, 0.f}};
@@ -374,8 +362,8 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
         UNROLLED(n, MMA_N) add_partial(S[n][0], partials_at + ((side ^ 1) * MMA_N + n) * 512);
         buffer ^= WARPS * MMA_N * 512;
       }
-      if (modified) apply_softcap_alibi_bias(S, p, rows, key);
-      if (LOCAL || key + KEYS > end) apply_mask(S, rows, key, end, left, right);
+      if (modified) change_scores(S, p, mask, false, rows, key, t);
+      if (LOCAL || key + KEYS > end) hide_scores(S, p, mask, rows, key, t);
       online_softmax<0>(S, m, l, O, unit);
 #if !CACHE
       const float v_unit = convert_all<32>(reinterpret_cast<uint4(&)[MMA_N * SLABS * 2]>(value_tile.x));

@@ -33,46 +33,18 @@ constexpr int K_SLOTS = STAGES ? 2 : 1, V_SLOTS = larger(STAGES, 1);
 constexpr u32 K_BYTES = BLOCK_N * LayoutQK::ROW_BYTES, V_BYTES = BLOCK_N * LayoutV::ROW_BYTES;   // of a tile
 typedef MaskRange<WARP_ROWS, BLOCK_N> WarpRange;
 
-// Softcap, ALiBi and biases. Scores are in units of log2 afterwards, with biases in natural units. Applies `scale` too.
-DEVICE void apply_softcap_alibi_bias(float (&S)[MMA_N][MMA_M][4], const Params &p, const DenseMask &mask, bool mixed,
-                                     float scale, float slope, int key, const WarpRange &range, int g, int t) {
-  const float doubled = 2.f * LOG2E * scale / p.softcap, cap = p.softcap * LOG2E;
-  UNROLLED(m, MMA_M)
-    UNROLLED(r, 2) {
-      const int row = range.first + m * 16 + g + r * 8;
-      const float ahead = (float)(key + 2 * t - (row + range.shift));
-      UNROLLED(n, MMA_N) {
-        const float2 bias = BIAS > 1 ? mask.pair(p, row, key + n * 8 + 2 * t, mixed) : make_float2(0.f, 0.f);
-        UNROLLED(e, 2) {
-          float &s = S[n][m][2 * r + e];
-          if (SOFTCAP) s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
-          else if (BIAS > 1) s = fmaf(s, scale, e ? bias.y : bias.x);
-          else s *= scale * LOG2E;
-          if (ALIBI) s = fmaf(-slope * LOG2E, fabsf(ahead + (float)(n * 8 + e)), s);
-        }
-      }
-    }
-}
-
-DEVICE void apply_mask(float (&S)[MMA_N][MMA_M][4], const Params &p, const DenseMask &mask, int key,
-                       const WarpRange &range, int g, int t) {
-  UNROLLED(m, MMA_M)
-    UNROLLED(r, 2) {
-      int last = range.streamed - 1, first = 0;
-      if (LOCAL) {
-        const int position = range.first + m * 16 + g + r * 8 + range.shift;
-        last = min(last, position + range.after);
-        first = max(first, position - range.before);
-      }
-      last -= key + 2 * t;
-      first -= key + 2 * t;
-      UNROLLED(n, MMA_N)
-        UNROLLED(e, 2)
-          if (BIAS ? !mask.sees(p, range.first + m * 16 + g + r * 8, key + n / 4 * 32, n % 4 * 8 + 2 * t + e)
-                   : n * 8 + e > last || (LOCAL && n * 8 + e < first))
-            S[n][m][2 * r + e] = NEG_INF;
-    }
-}
+// A warp's rows, for change_scores() and hide_scores().
+struct TileRows {
+  const WarpRange &range;
+  const ScoreRule &score_rule;
+  int g;
+  DEVICE int row(int m, int r) const { return range.first + m * 16 + g + r * 8; }
+  DEVICE int position(int m, int r) const { return row(m, r) + range.shift; }
+  DEVICE const ScoreRule &rule(int m, int r) const { return score_rule; }
+  DEVICE VisibleRows visible(int m, int r, int from) const {
+    return VisibleRows(position(m, r) - from, range.streamed - 1 - from, range.before, range.after);
+  }
+};
 
 DEVICE void apply_dropout(float (&P)[MMA_N][MMA_M][4], const DropoutWords &words, const u32 (&row_words)[MMA_M][2],
                           int key, int t, int limit) {
@@ -181,9 +153,12 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const float scale =
       p.softmax_scale * inverse_of_power(q_scale) * inverse_of_power(k_scale) * key_unit(p, b, head_k, WIDENED_UNIT);
   // Where nothing else changes scores, they are compared unscaled, and exp2 scales them.
-  const bool modified = SOFTCAP || ALIBI || BIAS > 1 || !(scale > 0.f);
-  const float unit = BIAS > 1 ? LOG2E : modified ? 1.f : scale * LOG2E;
-  const float slope = ALIBI ? alibi_slope(p, b, head) : 0.f;
+  const bool modified = CHANGES || !(scale > 0.f);
+  const float unit = NATURAL ? LOG2E : modified ? 1.f : scale * LOG2E;
+  ScoreRule rule;
+  rule.set_scale(p, scale, scale * LOG2E), rule.set_head(p, b, head);
+  const float slope = ALIBI ? alibi_slope(p, b, head) : 0.f;   // of the LSE's position
+  const TileRows rows = {range, rule, g};
 #if DROPOUT
   const DropoutWords words(p, b, head);
   u32 row_words[MMA_M][2];
@@ -258,8 +233,8 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
         UNROLLED(i, MMA_N * MMA_M)
           add_partial(S[i / MMA_M][i % MMA_M], partials_at + ((side ^ 1) * MMA_N * MMA_M + i) * 512);
       const bool mixed = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 1, range.first, key) : !range.sees_all(key);
-      if (modified) apply_softcap_alibi_bias(S, p, mask, mixed, scale, slope, key, range, g, t);
-      if (mixed && BIAS < 2) apply_mask(S, p, mask, key, range, g, t);
+      if (modified) change_scores(S, p, mask, mixed, rows, key, t);
+      if (mixed && !NATURAL) hide_scores(S, p, mask, rows, key, t);
       online_softmax<P_SHIFT>(S, m, l, O, unit);
 #if DROPOUT
       apply_dropout(S, words, row_words, key, t, p.dropout_limit);

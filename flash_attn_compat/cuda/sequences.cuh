@@ -28,36 +28,7 @@ DEVICE Sequence find_sequence(const Params &p, int b) {
   return s;
 }
 
-// The keys [first, end) that any of the rows [row, row_end) sees. Row i stands at key i + offset.
-struct Range {
-  int first, end;
-};
-#define UNBOUNDED (1 << 29)
-
-DEVICE Range visible_keys(int row, int row_end, int offset, int seqlen_k, int left, int right) {
-  if (!LOCAL) return {0, seqlen_k};
-  return {max(0, row + offset - left), min(seqlen_k, row_end - 1 + offset + right + 1)};
-}
-
-DEVICE int window(int size) { return LOCAL && size >= 0 ? size : UNBOUNDED; }
-
-// The ROWS stationary rows of a warp, and the streamed rows that they see, in tiles of TILE: row i sees streamed rows
-// from i + shift - before to i + shift + after.
-template <int ROWS, int TILE> struct MaskRange {
-  int first, shift;   // the first stationary row; row i stands at streamed row i + shift
-  int streamed;   // number of streamed rows
-  int before, after;   // the window
-  DEVICE bool sees_some(int tile) const {
-    return tile <= first + ROWS - 1 + shift + after && tile + TILE - 1 >= first + shift - before;
-  }
-  DEVICE bool sees_all(int tile) const {
-    if (tile + TILE > streamed) return false;
-    return !LOCAL || (tile + TILE - 1 <= first + shift + after && tile >= first + ROWS - 1 + shift - before);
-  }
-  // The whole tile lies on one side of all stationary positions.
-  DEVICE bool is_behind(int tile) const { return tile + TILE - 1 <= first + shift; }
-  DEVICE bool is_ahead(int tile) const { return tile >= first + ROWS - 1 + shift; }
-};
+#define UNBOUNDED (1 << 29)   // of a length or a window
 
 // The tile and the batch_head (a head of a sequence) of a block. Under a mask some tiles take longer than others: the
 // longest tiles of several heads start first, so that the last blocks to start are short. No more heads than the GPU

@@ -1,5 +1,6 @@
-// From scores to probabilities: online softmax, LSE, softcap and dropout.
+// From scores to probabilities: online softmax, LSE and dropout.
 #pragma once
+#include "score.cuh"
 #include "tiles.cuh"
 
 // Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); updates row maxima m and this lane's share l of the row
@@ -14,8 +15,8 @@ DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][
       UNROLLED(n, N) highest = fmaxf(highest, fmaxf(S[n][i][2 * r], S[n][i][2 * r + 1]));
       highest = max_of<4>(highest);
       rose = rose || highest > m[i][r];
-      const float top = highest == NEG_INF ? 0.f : highest, from = BIAS > 1 ? 0.f : top * unit,
-                  less = BIAS > 1 ? top : 0.f;   // biases may be huge
+      const float top = highest == NEG_INF ? 0.f : highest, from = NATURAL ? 0.f : top * unit,
+                  less = NATURAL ? top : 0.f;
       shrink[i][r] = exp2_approx((m[i][r] - top) * unit);   // exactly 1 if the maximum stays, or sums would drift
       m[i][r] = highest;
       float sum = l[i][r] * shrink[i][r];
@@ -39,9 +40,6 @@ DEVICE void write_lse(const Params &p, i64 at, float m, float l, float slope, in
   global_store(p.lse + at, (ALIBI || BIAS > 1) && p.lse_has_position ? fmaf(slope, (float)position, lse) : lse);
   if (p.lse_true) global_store(p.lse_true + at, lse);
 }
-
-// (1 - tanh(x)) / 2 = 1 / (exp(2 x) + 1), good to 1e-7. doubled: 2 x log2(e).
-DEVICE float half_below_one(float doubled) { return reciprocal_approx(exp2_approx(doubled) + 1.f); }
 
 // ---- Dropout: the hash of core/dropout.py. A probability is dropped if its word is above p.dropout_limit.
 #define MULTIPLIER_A 0x7FEB352Du

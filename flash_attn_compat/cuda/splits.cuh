@@ -1,7 +1,6 @@
 // FlashDecoding (Dao, Haziza, Massa, Sizov, 2023): several blocks share the keys of a tile, and the last of them merges
 // the results.
 #pragma once
-#include "mask.cuh"
 #include "softmax.cuh"
 
 // The keys of one split, in whole units: every split but the last has as many. Where few keys are visible, there are
