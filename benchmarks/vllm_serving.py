@@ -12,6 +12,7 @@ tokens differ by more than a tie, or if our kernels were not used.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -443,6 +444,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="write results there, as JSON")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
+    if importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed here: pip install vllm")
     if given.engine:
         job = json.loads(given.engine.read_text())
         Path(job["result"]).write_text(json.dumps(run_engine(job)))

@@ -2,8 +2,8 @@
 
     cd "$(mktemp -d)" && NOTEBOOK_SOURCE=file:///path/to/clone python /path/to/clone/tests/notebook.py
 
-Its first cell installs what the environment lacks. Without NOTEBOOK_MODEL a tiny random model stands in for one of the
-hub's.
+The cell INSTALL installs what the environment lacks. Without NOTEBOOK_MODEL a tiny random model stands in for one of
+the hub's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+HELPERS, INSTALL = "helpers", "cell-2"  # the ids of two cells
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples" / "t4.ipynb"
 
 
@@ -49,11 +50,11 @@ def save_tiny_model(folder: Path) -> None:
 
 def main() -> None:
     names: dict[str, Any] = {}
-    for number, (name, source) in enumerate(cells().items()):
+    for name, source in cells().items():
         start = time.perf_counter()
         run(name, source, names)
         print(f"-- {name}: {time.perf_counter() - start:.1f} s", flush=True)
-        if number == 0 and "NOTEBOOK_MODEL" not in os.environ:
+        if name == INSTALL and "NOTEBOOK_MODEL" not in os.environ:
             save_tiny_model(Path("tiny-model"))
             os.environ["NOTEBOOK_MODEL"] = "tiny-model"
 

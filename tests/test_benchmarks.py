@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import pkgutil
@@ -28,6 +29,13 @@ def test_the_list_names_every_benchmark_and_verifys(capsys):
     assert benchmarks.__main__.main([]) == 0 and benchmarks.__main__.main(["nothing"]) == 2
     shown = capsys.readouterr().out
     assert "\nend_to_end" in shown and "verify bench" in shown
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_the_benchmark_of_vllm_says_at_once_that_vllm_is_not_installed(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        vllm_serving.main([])
+    assert "vLLM is not installed here" in capsys.readouterr().err
 
 
 def test_a_benchmarks_name_runs_its_module_with_its_options(capsys, monkeypatch):
