@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.fused_on_cpu import LaunchRecord
+    from tests.overlapping import Serve
     from tests.support import RecordingReference
 
 MOST_PROCESSES = 14  # each takes about 1 GB, and 0.7 GB of a GPU that it uses
@@ -118,3 +121,11 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> "Iterator[LaunchRecord]":
 
     with use_backend("fused"):
         yield fused_on_cpu.emulate(monkeypatch, 75)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: "Path") -> "Serve":
+    """Return a function from a backend to a block in which it serves CPU tensors."""
+    from tests import overlapping
+
+    return lambda backend: overlapping.serving(backend, monkeypatch, tmp_path)

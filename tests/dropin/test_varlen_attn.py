@@ -111,6 +111,17 @@ def test_a_given_output_is_written() -> None:
 
 
 @pytest.mark.usefixtures("served")
+@pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no varlen_attn_out")
+def test_a_given_output_that_overlaps_itself_is_refused_unwritten() -> None:
+    q, k, v = inputs()
+    out = torch.zeros_like(q)
+    out = out.as_strided(out.shape, (out.stride(0) - 1, *out.stride()[1:]))
+    with pytest.raises(RuntimeError, match="out must not overlap itself"):
+        varlen.varlen_attn_out(out, q, k, v, STARTS, STARTS, 6, 6)
+    assert not out.any()
+
+
+@pytest.mark.usefixtures("served")
 def test_a_compiled_graph_holds_the_operator() -> None:
     leaves = [t.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for t in inputs()]
 
