@@ -164,9 +164,11 @@ def forced_ahead(data: Run) -> list[str]:
     return said
 
 
-def joined(labels: Sequence[str]) -> str:
-    quoted = [f'"{label}"' for label in labels]
-    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
+def joined(labels: Sequence[str], most: int = 3) -> str:
+    """Return the labels in quotes, or the first ones and the number of the others."""
+    parts = [f'"{label}"' for label in labels[:most]]
+    parts += [f"{len(labels) - most} more"] if len(labels) > most else []
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 BEGIN, END = "<!-- by .ci/speed.py -->\n\n", "\n\n<!-- end -->"

@@ -150,6 +150,10 @@ def verify_takes(arguments: list[str]) -> None:
     verify_cli.build_parser().parse_args(arguments if is_named else ["compare", *arguments])
 
 
+def test_readme_has_at_most_1400_words() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1400
+
+
 @each_page
 def test_python_that_is_shown_parses(page: Path) -> None:
     for text in blocks(page, "python"):
