@@ -49,9 +49,9 @@ def _parse_action(arguments: list[str]) -> Callable[[], int]:
     if arguments[:1] == ["verify"]:
         return partial(verify, arguments[1:])
     if arguments[:1] == ["run"]:
-        sdpa, api = _parse_run_options(arguments)
+        sdpa, api, transformers = _parse_run_options(arguments)
         if len(arguments) > 1 and arguments[1] not in ("-h", "--help"):
-            return partial(run, arguments[1:], sdpa, api)
+            return partial(run, arguments[1:], sdpa, api, transformers)
     options = _parser().parse_args(arguments)
     if options.command == "run":
         _parser().error("run: name a script, or -m and a module")
@@ -64,15 +64,17 @@ def _report_error(error: object, code: int = 1) -> int:
     return code
 
 
-def _parse_run_options(arguments: list[str]) -> tuple[SdpaRequest, str | None]:
-    """Remove run's own options, which precede the script, from ``arguments`` and return (sdpa, api)."""
+def _parse_run_options(arguments: list[str]) -> tuple[SdpaRequest, str | None, bool]:
+    """Remove run's own options, which precede the script, from ``arguments`` and return (sdpa, api, transformers)."""
     sdpa: SdpaRequest = False
-    api = None
+    api, transformers = None, False
     while len(arguments) > 1:
         if arguments[1] == "--api" and len(arguments) > 2:
             arguments[1:3] = [f"--api={arguments[2]}"]
         if arguments[1] in _SDPA:
             sdpa = _SDPA[arguments[1]]
+        elif arguments[1] == "--transformers":
+            transformers = True
         elif arguments[1] in _API:
             api = _API[arguments[1]]
         elif arguments[1].startswith("--api"):
@@ -80,15 +82,17 @@ def _parse_run_options(arguments: list[str]) -> tuple[SdpaRequest, str | None]:
         else:
             break
         del arguments[1]
-    return sdpa, api
+    return sdpa, api, transformers
 
 
-def run(arguments: Sequence[str], sdpa: SdpaRequest = False, api: str | None = None) -> NoReturn:
-    """Replace this process by `python ARGUMENTS...` in an environment that finds flash_attn. sdpa, api: as patch's
+def run(
+    arguments: Sequence[str], sdpa: SdpaRequest = False, api: str | None = None, transformers: bool = False
+) -> NoReturn:
+    """Replace this process by `python ARGUMENTS...` in an environment that finds flash_attn. The options: as patch's
 
     A fresh interpreter has the same __main__, sys.path, exit code, signals and tracebacks as a direct run.
     """
-    patch(api, sdpa=sdpa)
+    patch(api, sdpa=sdpa, transformers=transformers)
     command = [sys.executable, *arguments]
     if os.name == "nt":  # exec on Windows starts a child and returns to the shell at once
         sys.exit(subprocess.call(command))
@@ -134,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
         help="let this package's kernels compute F.scaled_dot_product_attention too: on GPUs before compute capability "
         "8.0, or with 'always' on every GPU that they run on",
     )  # fmt: skip
+    command.add_argument(
+        "--transformers", action="store_true", help="let this package compute transformers' flash_attention_2"
+    )
     command.set_defaults(action=_install)
 
     command = commands.add_parser(
@@ -150,10 +157,12 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script or module that finds flash_attn",
         description="Runs a script or module as python itself would. It, and the processes that it starts, import "
         "flash_attn from this package. Nothing is installed.",
-        usage="%(prog)s [--api {2.6,2.8}] [--sdpa[=always]] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
+        usage="%(prog)s [--api {2.6,2.8}] [--sdpa[=always]] [--transformers] SCRIPT [ARGUMENT ...] | -m MODULE "
+        "[ARGUMENT ...]",
         epilog="--api 2.6: the interface for code written before flash-attn 2.7. "
         "--sdpa: this package's kernels compute F.scaled_dot_product_attention too, on GPUs before compute "
-        "capability 8.0; --sdpa=always: on every GPU that they run on.",
+        "capability 8.0; --sdpa=always: on every GPU that they run on. "
+        "--transformers: this package computes transformers' flash_attention_2.",
     )
     command.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")
 
@@ -233,7 +242,7 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
 
 def _install(options: argparse.Namespace) -> int:
     try:
-        dist_info = installation.install(options.target, options.api, options.sdpa)
+        dist_info = installation.install(options.target, options.api, options.sdpa, options.transformers)
     except installation.InstallError as error:
         return _report_error(error)
     warn_of_xformers(options.api)

@@ -5,6 +5,8 @@ Needs torch, unlike most of dropin; register_with_transformers imports it on its
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ def attention(
     dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
     softcap: float | None = None, is_causal: bool | None = None, position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None,
-    max_length_k: int | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+    max_length_k: int | None = None, s_aux: Tensor | None = None, deterministic: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute attention with transformers' arguments. Other keyword arguments are ignored.
 
@@ -28,8 +30,9 @@ def attention(
         query: (batch, nheads, seqlen_q, head_dim)
         key, value: (batch, nheads_k, seqlen_k, head_dim)
         attention_mask: (batch, seqlen_k), 1 for tokens and 0 for padding; None without padding
-        sliding_window: the number of keys that a token sees, itself included
+        sliding_window: the number of keys that a token sees, itself included; without causality on each side
         s_aux: (nheads,), attention sinks
+        deterministic: as flash_attn_func's; None: as FLASH_ATTENTION_DETERMINISTIC=1 says, transformers' variable
 
     Returns (batch, seqlen_q, nheads, head_dim), and None instead of attention weights.
     Raises ValueError for a mask of another shape.
@@ -38,11 +41,16 @@ def attention(
         raise ValueError(f"attention_mask must have shape (batch, seqlen_k), got {tuple(attention_mask.shape)}")
     # Under autocast, rotary embeddings leave queries and keys in fp32 beside values of half precision.
     q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
-    window = -1 if sliding_window is None or k.shape[1] <= sliding_window else sliding_window - 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = -1
+    if sliding_window is not None and k.shape[1] > sliding_window:
+        reaches_further = not causal and _sees_window_on_each_side(module, sliding_window)
+        window = sliding_window if reaches_further else sliding_window - 1
+    if deterministic is None:
+        deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
     options: dict[str, Any] = dict(
         dropout_p=dropout, softmax_scale=scaling, causal=causal, window_size=(window, window), softcap=softcap or 0.0,
-        s_aux=s_aux,
+        s_aux=s_aux, deterministic=deterministic,
     )  # fmt: skip
     if attention_mask is not None:
         return _padded(q, k, v, attention_mask, options), None
@@ -55,6 +63,17 @@ def attention(
         return packed.unflatten(0, q.shape[:2]), None
     dense: Any = flash_attn_func(q, k, v, **options)
     return dense, None
+
+
+def _sees_window_on_each_side(module: torch.nn.Module, sliding_window: int) -> bool:
+    """Whether a token of a bidirectional layer sees ``sliding_window`` keys on each side besides itself.
+
+    It does under transformers' own mask for eager. Most models with that mask pass one key more here, for flash-attn;
+    T5Gemma passes the configuration's number.
+    """
+    homes = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+    has_that_mask = any(hasattr(home, "create_bidirectional_sliding_window_mask") for home in homes)
+    return has_that_mask and sliding_window == getattr(getattr(module, "config", None), "sliding_window", None)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: dict[str, Any]) -> Tensor:

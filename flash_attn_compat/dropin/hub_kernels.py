@@ -72,6 +72,11 @@ def _import_ours_for_names(original: Callable[..., Any]) -> Callable[..., Any]:
     return _lazy_imports
 
 
+def is_hub_name(implementation: str) -> bool:
+    """Whether this is one of NAMES, also with a @revision or a :function behind it."""
+    return _repository(implementation) in NAMES
+
+
 def _repository(implementation: str | None) -> str:
     """Return the repository's name without the @revision and :function that may follow it."""
     return (implementation or "").partition(":")[0].partition("@")[0]

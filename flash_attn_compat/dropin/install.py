@@ -41,11 +41,14 @@ class InstallError(RuntimeError):
     """The name cannot be installed or removed here; the message says why and what to do."""
 
 
-def install(directory: str | Path | None = None, api: str = "2.8", sdpa: str | None = None) -> Path:
+def install(
+    directory: str | Path | None = None, api: str = "2.8", sdpa: str | None = None, transformers: bool = False
+) -> Path:
     """Write the distribution into `directory` (this interpreter's site-packages) and return its dist-info.
 
     api: the interface under the name, "2.6" or "2.8"; see `flash_attn_compat.patch`
     sdpa: "1" or "always": the default of FLASH_ATTN_COMPAT_SDPA in every process of the environment
+    transformers: make 1 the default of FLASH_ATTN_COMPAT_TRANSFORMERS there
 
     Installing again renews the files. They are written aside and then moved into place: a failure restores the files
     from before, and the next run completes or removes the files of a killed process.
@@ -56,7 +59,7 @@ def install(directory: str | Path | None = None, api: str = "2.8", sdpa: str | N
     with _explain_os_errors(place, "install", directory is None):
         place.mkdir(parents=True, exist_ok=True)
         with _lock_directory(place), _make_stage(place) as stage:
-            written = _write_into(stage, place, dict(_files(api, sdpa)), _dist_info_name(api))
+            written = _write_into(stage, place, dict(_files(api, sdpa, transformers)), _dist_info_name(api))
             before = _ours_in(place)
             _move_into_place(stage, place, written)
             _remove(place, [path for path in before if path.relative_to(place).as_posix() not in written])
@@ -230,7 +233,7 @@ def _ours_in(place: Path) -> list[Path]:
 def _known_names() -> set[str]:
     """Return the names of all files that install() may write, except compiled ones."""
     records = {f"{_dist_info_name(api)}/RECORD" for api in settings.APIS}
-    return records | {name for api in settings.APIS for name, _ in _files(api, None)}
+    return records | {name for api in settings.APIS for name, _ in _files(api)}
 
 
 def _is_ours(place: Path, name: str) -> bool:
@@ -257,14 +260,15 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _files(api: str, sdpa: str | None) -> Iterator[tuple[str, bytes]]:
+def _files(api: str, sdpa: str | None = None, transformers: bool = False) -> Iterator[tuple[str, bytes]]:
     source = Path(SITE)
     for path in sorted((source / "flash_attn").rglob("*.py")):
         content = path.read_bytes().replace(b"_INSTALLED_API = None", f'_INSTALLED_API = "{api}"'.encode())
         yield path.relative_to(source).as_posix(), content
     for name in (f"{EXTENSION}.py", f"{_STARTUP}.py"):
         yield name, (source / name).read_bytes()
-    yield f"{_STARTUP}.pth", (_PTH % (repr(sdpa) if sdpa else "")).encode()
+    arguments = [*([repr(sdpa)] if sdpa else []), *(["transformers=True"] if transformers else [])]
+    yield f"{_STARTUP}.pth", (_PTH % ", ".join(arguments)).encode()
     metadata = Path(SITE_2_6 if api == "2.6" else SITE) / _dist_info_name(api)
     for name in ("INSTALLER", "top_level.txt"):
         yield f"{metadata.name}/{name}", (metadata / name).read_bytes()

@@ -1,4 +1,4 @@
-"""The extras of patch(): hub kernels, torch.nn.attention.varlen, PyTorch's SDPA, the names of FlashAttention-3 and -4.
+"""The extras of patch(): transformers' flash_attention_2, hub kernels, varlen, SDPA, FlashAttention-3's and -4's names.
 
 An interpreter that starts patched applies them by their variables. Imports no torch: the modules that need it are
 imported after the package that they change.
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.dropin import hub_kernels, site_directory, transformers
+from flash_attn_compat.dropin import hub_kernels, named_attention, site_directory, transformers
 from flash_attn_compat.dropin.undo import insert, set_item, when_imported
 from flash_attn_compat.installed import SITE_FA3, SITE_FA4
 
@@ -57,6 +57,7 @@ def _serve_sdpa(undo: ExitStack, value: str) -> None:
 
 
 EXTRAS = {
+    settings.TRANSFORMERS: Extra("transformers", lambda undo, value: named_attention.serve(undo)),
     settings.HUB_KERNELS: Extra("transformers", lambda undo, value: hub_kernels.redirect(undo)),
     settings.VARLEN_ATTN: Extra("torch.nn.attention.varlen", _serve_varlen_attn),
     settings.SDPA: Extra("torch", _serve_sdpa),

@@ -9,13 +9,14 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import PathFinder
 from typing import Literal
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.dropin import finder, installed_package, mirror, optional, site_directory, transformers
+from flash_attn_compat.dropin import finder, installed_package, mirror, optional, site_directory
+from flash_attn_compat.dropin import transformers as transformers_checks
 from flash_attn_compat.dropin.undo import set_item
 
 SdpaRequest = bool | Literal["always"]
@@ -30,7 +31,7 @@ _api = ""  # the active interface
 
 def patch(
     api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False, sdpa: SdpaRequest = False,
-    interfaces: Sequence[str] = (),
+    interfaces: Sequence[str] = (), transformers: bool = False,
 ) -> None:  # fmt: skip
     """Make `import flash_attn` find flash_attn_compat, here and in child processes started later.
 
@@ -57,10 +58,14 @@ def patch(
             `flash_attn_compat.fa3` unless there is a module of that name; "fa4" makes `import flash_attn.cute`,
             FlashAttention-4's name, find `flash_attn_compat.fa4` unless flash-attn-4 is installed, and transformers
             accept "flash_attention_4"; children inherit both
+        transformers: compute attn_implementation="flash_attention_2" by the function of register_with_transformers,
+            which is right where transformers' own is not: padded batches of encoder-decoders, T5Gemma's windows, GPT-2
+            in fp32; FLASH_ATTN_COMPAT_TRANSFORMERS=1 does the same
 
     Raises ValueError for unknown values, and RuntimeError if another api is active.
     """
-    _apply(patch, api, hub_kernels, varlen_attn, sdpa, interfaces)
+    extras = {settings.TRANSFORMERS: transformers, settings.HUB_KERNELS: hub_kernels, settings.VARLEN_ATTN: varlen_attn}
+    _apply(patch, api, extras | {settings.SDPA: sdpa}, interfaces)
 
 
 def unpatch() -> None:
@@ -74,11 +79,12 @@ def unpatch() -> None:
 @contextmanager
 def patched(
     api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False, sdpa: SdpaRequest = False,
-    interfaces: Sequence[str] = (),
+    interfaces: Sequence[str] = (), transformers: bool = False,
 ) -> Iterator[None]:  # fmt: skip
     """Apply patch(...) during a block. Blocks may nest and overlap; the end of the last one undoes it."""
     block = object()
-    _apply(block, api, hub_kernels, varlen_attn, sdpa, interfaces)
+    extras = {settings.TRANSFORMERS: transformers, settings.HUB_KERNELS: hub_kernels, settings.VARLEN_ATTN: varlen_attn}
+    _apply(block, api, extras | {settings.SDPA: sdpa}, interfaces)
     try:
         yield
     finally:
@@ -97,17 +103,16 @@ def warn_of_xformers(api: str | None) -> None:
 
 
 def _apply(
-    holder: object, api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaRequest, interfaces: Sequence[str]
+    holder: object, api: str | None, requests: Mapping[str, bool | str | None], interfaces: Sequence[str]
 ) -> None:
+    """Apply patch()'s changes on behalf of ``holder``. requests: by variable, as optional.switch_on takes them"""
     global _undo, _api
     if api is not None and api not in settings.APIS:
         raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")
     if set(interfaces) - set(INTERFACES) or isinstance(interfaces, str):
         raise ValueError(f"interfaces must be a sequence of names among {', '.join(INTERFACES)}, got {interfaces!r}")
-    if sdpa not in (False, True, "always"):
-        raise ValueError(f'sdpa must be False, True or "always", got {sdpa!r}')
-    requests: dict[str, bool | str | None]
-    requests = {settings.HUB_KERNELS: hub_kernels, settings.VARLEN_ATTN: varlen_attn, settings.SDPA: sdpa}
+    if requests[settings.SDPA] not in (False, True, "always"):
+        raise ValueError(f'sdpa must be False, True or "always", got {requests[settings.SDPA]!r}')
     with _lock, ExitStack() as added:
         if _undo is not None and api not in (None, _api):
             raise RuntimeError(f"patched already with the interface of {_api}: unpatch() first")
@@ -117,7 +122,7 @@ def _apply(
             if api is not None:
                 set_item(os.environ, settings.API, api, added)
             if _provide_name(added, chosen):
-                transformers.allow_flash_attention(2, added)
+                transformers_checks.allow_flash_attention(2, added)
             requests = {variable: asked or optional.requested_value(variable) for variable, asked in requests.items()}
             _api = chosen or "2.8"
         optional.switch_on(requests, added)

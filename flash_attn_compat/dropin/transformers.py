@@ -1,6 +1,6 @@
 """Let transformers' checks for flash-attn pass on devices that flash-attn does not support (CPU, MPS).
 
-With CUDA, the files of site/ alone pass every check, and nothing below changes the result. Works with transformers 4.48
+With CUDA, the files of site/ alone pass every check, and nothing below changes a result. Works with transformers 4.48
 and later, imported before or afterwards; never imports transformers itself.
 """
 
@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any, Literal
 
+from flash_attn_compat.dropin import named_attention
 from flash_attn_compat.dropin.undo import restore_later, set_item, when_imported
 
 _IMPORT_UTILS = "transformers.utils.import_utils"
@@ -97,6 +98,8 @@ def _allow_in_modeling_utils(version: int, module: ModuleType, undo: ExitStack) 
         if original is not None:
             setattr(model_class, name, _without_device_check(original, argument, value, version))
             undo.callback(setattr, model_class, name, original)
+    if version == 2:
+        named_attention.warn_of_padded_cross_attention(module, undo)
 
 
 def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -201,9 +204,11 @@ def register_with_transformers(name: str = "fa2_compat") -> None:
     if "flash" in name:
         raise ValueError(f"name must not contain 'flash': transformers looks such names up on its hub; got {name!r}")
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
+    from flash_attn_compat.dropin import attention_classes
     from flash_attn_compat.dropin.attention_function import attention
 
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, flash_attention_mask)
+    AttentionMaskInterface.register(name, attention_classes.flash_attention_mask)
+    attention_classes.register(name)

@@ -53,11 +53,12 @@ def with_other_distributions(path: list[str]) -> list[str]:
     return [entry for entry in pkgutil.extend_path(path, "flash_attn") if belongs(entry)]
 
 
-def wait_for_imports(sdpa: str = "", stand_in: str = "") -> None:
+def wait_for_imports(sdpa: str = "", stand_in: str = "", transformers: bool = False) -> None:
     """Apply patch()'s changes to other packages once their import starts; until then only compare names.
 
     sdpa: the default of FLASH_ATTN_COMPAT_SDPA, from install --sdpa
     stand_in: the directory that provides flash_attn, whatever comes before it on sys.path; "" for none
+    transformers: make 1 the default of FLASH_ATTN_COMPAT_TRANSFORMERS, from install --transformers
     """
     import os
 
@@ -65,6 +66,8 @@ def wait_for_imports(sdpa: str = "", stand_in: str = "") -> None:
     if value not in ("", "0"):
         os.environ["FLASH_ATTN_COMPAT_SDPA"] = value
         _awaited.add("torch")
+    if transformers and not os.environ.get("FLASH_ATTN_COMPAT_TRANSFORMERS"):
+        os.environ["FLASH_ATTN_COMPAT_TRANSFORMERS"] = "1"
     if stand_in:
         _Wait.stand_in = stand_in
     if _Wait not in sys.meta_path:

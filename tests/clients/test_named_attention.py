@@ -1,0 +1,183 @@
+"""patch(transformers=True): flash_attention_2 where transformers' own is wrong, on a CPU, against eager."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import settings
+from flash_attn_compat.dropin import named_attention
+from flash_attn_compat.dropin.install import install
+from tests.dropin.environment import Environment
+from tests.interpreters import WITHOUT_TORCH, forked, forked_child
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+modeling_utils = pytest.importorskip("transformers.modeling_utils")
+pytest.importorskip("transformers.masking_utils", reason="transformers is too old to have registries")
+if not hasattr(getattr(modeling_utils, "AttentionInterface", None), "_global_mapping"):
+    pytest.skip("transformers is too old to have a registry", allow_module_level=True)
+
+from tests.clients.models import token_ids  # noqa: E402
+from tests.clients.padded import SIDES, check, mask_of, pair  # noqa: E402
+
+NAME = named_attention.NAME
+BART: dict[str, Any] = dict(
+    d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+    encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=97, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+    decoder_start_token_id=2, max_position_embeddings=64, dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+HALF: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=16, vocab_size=97, sliding_window=3, layer_types=["sliding_attention", "full_attention"],
+    query_pre_attn_scalar=16, dropout_rate=0.0, attention_dropout=0.0,
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "BartForConditionalGeneration": BART,
+    "MBartForConditionalGeneration": BART,
+    "MarianMTModel": BART | {"pad_token_id": 96},
+    "M2M100ForConditionalGeneration": BART,
+    "BlenderbotForConditionalGeneration": BART,
+    # Its encoder has bidirectional windows, one key wider on each side than transformers tells flash-attn.
+    "T5GemmaForConditionalGeneration": {"encoder": HALF, "decoder": HALF, "vocab_size": 97},
+}
+
+
+def build(name: str, implementation: str) -> tuple[Any, Any]:
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return pair(getattr(transformers, name), MODELS[name], implementation, 3.0)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9, 12])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", MODELS)
+def test_encoder_decoders_equal_eager_at_every_row(name: str, side: str, rows: int, calls: Any) -> None:
+    """Fewer decoder rows than the encoder has, as many, more."""
+    with flash_attn_compat.patched(transformers=True), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        eager, flash = build(name, NAME)
+        ids = token_ids(2, 9)
+        inputs = {"input_ids": ids, "attention_mask": mask_of(ids, side), "decoder_input_ids": token_ids(2, rows)}
+        check(eager, flash, inputs)
+        assert calls() >= 3
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_the_registered_name_serves_t5gemmas_windows_as_eager_does(side: str, calls: Any) -> None:
+    flash_attn_compat.register_with_transformers()
+    eager, flash = build("T5GemmaForConditionalGeneration", "fa2_compat")
+    ids = token_ids(2, 9)
+    check(eager, flash, {"input_ids": ids, "attention_mask": mask_of(ids, side), "decoder_input_ids": token_ids(2, 5)})
+    assert calls() >= 6
+
+
+GPT2 = dict(n_embd=32, n_layer=1, n_head=2, vocab_size=97)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_gpt2_in_fp32_equals_eager(side: str, calls: Any) -> None:
+    with flash_attn_compat.patched(transformers=True):
+        eager, flash = pair(transformers.GPT2LMHeadModel, GPT2, NAME)
+        ids = token_ids(2, 9)
+        mask = mask_of(ids, side)
+        check(eager, flash, {"input_ids": ids, "attention_mask": mask}, mask)
+        assert calls() == 1
+
+
+def test_gpt2_in_fp32_under_transformers_own_function_raises_an_error_with_the_remedy() -> None:
+    with flash_attn_compat.patched():
+        _, flash = pair(transformers.GPT2LMHeadModel, GPT2, NAME)
+        with pytest.raises(RuntimeError, match=r"GPT2Attention in fp32.*patch\(transformers=True\)"):
+            flash(token_ids(1, 5))
+
+
+def caught(rows: int, side: str, way: str = NAME) -> list[str]:
+    """The warnings of two calls of BART under patch() with this many decoder rows."""
+    named_attention.warn_once.cache_clear()
+    with flash_attn_compat.patched(), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        _, flash = build("BartForConditionalGeneration", way)
+        ids = token_ids(2, 9)
+        for _ in range(2):
+            flash(input_ids=ids, attention_mask=mask_of(ids, side), decoder_input_ids=token_ids(2, rows))
+    return [str(warning.message) for warning in found if "flash_attn_compat" in str(warning.message)]
+
+
+@pytest.mark.parametrize("rows", [5, 9])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_encoder_under_transformers_own_function_warns_once_with_the_remedy(rows: int, side: str) -> None:
+    (message,) = caught(rows, side)
+    assert message.startswith("BartAttention is wrong") and "patch(transformers=True)" in message
+
+
+@pytest.mark.parametrize(("rows", "side", "way"), [(5, "none", NAME), (1, "right", NAME), (5, "right", "sdpa")])
+def test_calls_that_are_right_do_not_warn(rows: int, side: str, way: str) -> None:
+    assert caught(rows, side, way) == []
+
+
+def test_padded_decoders_do_not_warn() -> None:
+    named_attention.warn_once.cache_clear()
+    options = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=97)
+    ids = token_ids(2, 9)
+    with flash_attn_compat.patched(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for head in (transformers.LlamaForCausalLM, transformers.BertForMaskedLM):
+            pair(head, options, NAME)[1](input_ids=ids, attention_mask=mask_of(ids, "right"))
+
+
+def test_the_registry_is_as_before_after_the_block_and_hub_names_follow() -> None:
+    registry = modeling_utils.AttentionInterface._global_mapping
+    before = dict(registry)
+    for options in ({}, {"transformers": True}, {"transformers": True, "hub_kernels": True}):
+        with flash_attn_compat.patched(**options):
+            assert registry[NAME] is not before[NAME]
+            served = "PagedAttentionCache" in registry[NAME].__code__.co_consts
+            assert served == bool(options)
+            if "hub_kernels" in options:
+                assert registry["kernels-community/flash-attn2"] is registry[NAME]
+        assert registry == before
+
+
+def test_a_paged_cache_is_left_to_transformers_own_function() -> None:
+    registry = modeling_utils.AttentionInterface._global_mapping
+    cache = type("PagedAttentionCache", (), {})()
+    q = torch.randn(1, 2, 3, 8)
+    module = torch.nn.Linear(2, 2)
+    module.is_causal = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry, NAME, lambda *args, **kwargs: "own")
+        with flash_attn_compat.patched(transformers=True):
+            assert registry[NAME](module, q, q, q, None, cache=cache) == "own"
+            out, _ = registry[NAME](module, q, q, q, None, cache=None, scaling=1.0)
+    assert out.shape == (1, 3, 2, 8)
+
+
+LOOK = """
+from transformers.modeling_utils import AttentionInterface
+consts = AttentionInterface._global_mapping["flash_attention_2"].__code__.co_consts
+print("PagedAttentionCache" in consts)
+"""
+
+
+def test_a_child_inherits_it() -> None:
+    with flash_attn_compat.patched(transformers=True):
+        answer = forked_child(f"{WITHOUT_TORCH}\n{LOOK}")
+    assert answer.stdout.strip() == "True", answer.stderr
+
+
+def test_run_and_install_set_its_variable(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    show = "import os; print(os.environ.get('FLASH_ATTN_COMPAT_TRANSFORMERS'))"
+    script = tmp_path / "job.py"
+    script.write_text(f"import sys; print(sys.argv[1:])\n{show}")
+    arguments = ["run", "--transformers", str(script), "--transformers"]
+    answer = forked(f"from flash_attn_compat import cli; cli.main({arguments!r})")
+    assert answer.stdout.splitlines() == ["['--transformers']", "1"], answer.stderr
+    environment = Environment(tmp_path / "env")
+    install(environment.site_packages, transformers=True)
+    assert environment.call("-c", show).stdout.strip() == "1"
+    monkeypatch.setenv(settings.TRANSFORMERS, "0")
+    assert environment.call("-c", show).stdout.strip() == "0"
