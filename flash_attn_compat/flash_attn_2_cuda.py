@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, overlap
-from flash_attn_compat.core.arguments import split_descales
-from flash_attn_compat.core.call import BackwardInputs, DenseInputs, PackedInputs, Scalars
+from flash_attn_compat.core.arguments.options import split_descales
+from flash_attn_compat.core.call import BackwardInputs, DenseInputs, Options, PackedInputs
 from flash_attn_compat.dispatch import kvcache, raw
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
@@ -56,8 +56,9 @@ def fwd(
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    scalars = Scalars(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap)
-    out, *rest = raw.forward(DenseInputs(q, k, v, alibi_slopes_), scalars, return_softmax)
+    use = raw.forward_use(return_softmax)
+    options = Options(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, False, use)
+    out, *rest = raw.forward(DenseInputs(q, k, v, alibi_slopes_), options)
     return [_written(out, out_), *rest]
 
 
@@ -98,14 +99,14 @@ def varlen_fwd(
     _check_generator(gen_)
     _check_out(out_, q)
     descales, factors = split_descales(k_descale, v_descale)
-    tensors = PackedInputs(
+    x = PackedInputs(
         q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, *descales
     )  # fmt: skip
-    scalars = Scalars(
-        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, False, max_seqlen_q,
-        max_seqlen_k, *factors,
+    options = Options(
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, False,
+        raw.forward_use(return_softmax), max_seqlen_q, max_seqlen_k, *factors,
     )  # fmt: skip
-    out, *rest = raw.varlen_forward(tensors, scalars, return_softmax, zero_tensors, num_splits)
+    out, *rest = raw.varlen_forward(x, options, zero_tensors, num_splits)
     return [_written(out, out_), *rest]
 
 
@@ -138,9 +139,11 @@ def bwd(
     """
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
-    scalars = Scalars(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic)
+    options = Options(
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, raw.BACKWARD
+    )
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
-    return [dq, dk, dv, raw.backward(DenseInputs(q, k, v, alibi_slopes_), scalars, upstream, (dq, dk, dv))]
+    return [dq, dk, dv, raw.backward(DenseInputs(q, k, v, alibi_slopes_), options, upstream, (dq, dk, dv))]
 
 
 @_unrecorded
@@ -177,13 +180,13 @@ def varlen_bwd(
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
     checks.is_given("cu_seqlens_q", cu_seqlens_q)
-    tensors = PackedInputs(q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k)
-    scalars = Scalars(
-        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, max_seqlen_q,
-        max_seqlen_k,
+    x = PackedInputs(q, k, v, alibi_slopes_, cu_seqlens_q, cu_seqlens_k)
+    options = Options(
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic,
+        raw.BACKWARD, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
-    return [dq, dk, dv, raw.backward(tensors, scalars, upstream, (dq, dk, dv))]
+    return [dq, dk, dv, raw.backward(x, options, upstream, (dq, dk, dv))]
 
 
 @_unrecorded

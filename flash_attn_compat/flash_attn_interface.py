@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
-from flash_attn_compat.core.arguments import split_descales
+from flash_attn_compat.core.arguments.options import split_descales
 from flash_attn_compat.dispatch.public import attend
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core.arguments import split_descales
-from flash_attn_compat.core.call import BackwardInputs, DenseInputs, PackedInputs, Scalars, new_inputs
+from flash_attn_compat.core.arguments.options import split_descales
+from flash_attn_compat.core.call import BackwardInputs, DenseInputs, Options, PackedInputs
 from flash_attn_compat.core.checks import is_given
 from flash_attn_compat.core.scores import key_block_size, round_up
-from flash_attn_compat.dispatch.raw import backward, forward, varlen_forward
+from flash_attn_compat.dispatch.raw import BACKWARD, backward, forward, forward_use, varlen_forward
 
 USE_TRITON_ROCM = False
 
@@ -52,8 +52,9 @@ def _flash_attn_forward(
     Returns (out, softmax_lse, S_dmask, rng_state): S_dmask is empty without return_softmax, rng_state (2,)
     int64 reproduces the dropout mask in _flash_attn_backward.
     """
-    scalars = Scalars(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
-    return forward(new_inputs(DenseInputs, (q, k, v, alibi_slopes, None, None)), scalars, return_softmax)
+    use = forward_use(return_softmax)
+    options = Options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False, use)
+    return forward(DenseInputs(q, k, v, alibi_slopes, None, None), options)
 
 
 def _flash_attn_varlen_forward(
@@ -90,14 +91,14 @@ def _flash_attn_varlen_forward(
     k_descale, v_descale [not in flash-attn 2]: of 8-bit k and v, as in flash_attn_varlen_func
     """
     descales, factors = split_descales(k_descale, v_descale)
-    tensors = new_inputs(PackedInputs, (
-        q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *descales, None,
-    ))  # fmt: skip
-    scalars = Scalars(
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False, max_seqlen_q,
-        max_seqlen_k, *factors,
+    x = PackedInputs(
+        q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *descales, None
     )  # fmt: skip
-    return varlen_forward(tensors, scalars, return_softmax, zero_tensors, num_splits)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, False,
+        forward_use(return_softmax), max_seqlen_q, max_seqlen_k, *factors,
+    )  # fmt: skip
+    return varlen_forward(x, options, zero_tensors, num_splits)
 
 
 def _flash_attn_backward(
@@ -128,10 +129,11 @@ def _flash_attn_backward(
 
     Returns softmax_d: (batch, nheads, seqlen_q rounded up to 128) fp32, rowsum(dout * out) * (1 - dropout_p).
     """
-    scalars = Scalars(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic, BACKWARD
+    )
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
-    tensors = new_inputs(DenseInputs, (q, k, v, alibi_slopes, None, None))
-    return backward(tensors, scalars, upstream, (dq, dk, dv))
+    return backward(DenseInputs(q, k, v, alibi_slopes, None, None), options, upstream, (dq, dk, dv))
 
 
 def _flash_attn_varlen_backward(
@@ -163,13 +165,13 @@ def _flash_attn_varlen_backward(
 
     Returns softmax_d: (nheads, total_q + 128 * batch) fp32, sequence b from column cu_seqlens_q[b] + 128 * b.
     """
-    scalars = Scalars(
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic, max_seqlen_q,
-        max_seqlen_k,
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic, BACKWARD,
+        max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state)
     is_given("cu_seqlens_q", cu_seqlens_q)
-    return backward(PackedInputs(q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k), scalars, upstream, (dq, dk, dv))
+    return backward(PackedInputs(q, k, v, alibi_slopes, cu_seqlens_q, cu_seqlens_k), options, upstream, (dq, dk, dv))
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

@@ -24,18 +24,18 @@ from torch import Tensor
 from flash_attn_compat.backends import base, official, smoke_test, torch_efficient, torch_flash
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import checks
+from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.call import (
-    RETURN_LSE,
     AttentionCall,
     BackwardInputs,
     DenseInputs,
     Gradients,
+    Options,
     PackedInputs,
-    Scalars,
 )
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.mask import Mask
 from flash_attn_compat.dispatch import call_cache
-from flash_attn_compat.dispatch.call_cache import call_of
 
 calls: list[str] = []  # what was called since the list was cleared
 # The kernels' arguments in their order; those of no interest here are _.
@@ -221,12 +221,12 @@ def as_call(given: Launch) -> AttentionCall:
     for tensor in tensors:
         check_alignment(tensor)
     assert given.scale is None or given.scale > 0
-    scalars = Scalars(given.dropout_p, given.scale, softcap=given.softcap)
+    options = Options(given.dropout_p, given.scale, softcap=given.softcap, use=Feature.LSE)
     if given.cu_q is None or given.cu_k is None:
-        call = call_of(DenseInputs(*tensors, given.slopes), scalars, RETURN_LSE)
+        call = checked_call(DenseInputs(*tensors, given.slopes), options)
     else:
-        scalars = scalars._replace(max_seqlen_q=given.max_q, max_seqlen_k=given.max_k)
-        call = call_of(PackedInputs(*tensors, given.slopes, given.cu_q, given.cu_k), scalars, RETURN_LSE)
+        options = options._replace(max_seqlen_q=given.max_q, max_seqlen_k=given.max_k)
+        call = checked_call(PackedInputs(*tensors, given.slopes, given.cu_q, given.cu_k), options)
     return call._replace(mask=Mask(*(None if side < 0 else side for side in (given.left, given.right))))
 
 

@@ -24,8 +24,9 @@ import flash_attn_compat
 from flash_attn_compat.backends import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.call import AttentionCall, Result
-from flash_attn_compat.core.prepared import Prepared, Run
+from flash_attn_compat.core.arguments import call_of
+from flash_attn_compat.core.call import AttentionCall, Inputs, Options, Result
+from flash_attn_compat.core.entry import Run
 from flash_attn_compat.dispatch import call_cache, choice
 from tests.interpreters import forked_group
 
@@ -126,9 +127,9 @@ class RecordingReference(Reference):
         self.appended: list[Append | None] = []
         self.computed: list[AttentionCall] = []
 
-    def prepare(self, prepared: Prepared) -> Run:
-        self.appended.append(prepared.new)
-        return super().prepare(prepared)
+    def prepare(self, x: Inputs, options: Options, length: int | None) -> Run:
+        self.appended.append(call_of(x, options, length)[1])
+        return super().prepare(x, options, length)
 
     def forward(self, call: AttentionCall) -> Result:
         self.computed.append(call)

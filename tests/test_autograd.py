@@ -23,7 +23,7 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import KernelsFailed, sdpa
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, DenseInputs, Gradients, Result, Scalars
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, DenseInputs, Gradients, Options, Result
 from flash_attn_compat.dispatch import ops
 from tests import fused_on_cpu
 from tests.support import GENERAL, cumulative, in_threads, on_backend, on_general_backends, qkv, serve_by
@@ -157,7 +157,7 @@ def test_a_backward_uses_the_forwards_choice_in_any_thread(
     ways: tuple[Callable[..., Tensor], ...] = (
         flash_attn_func, lambda q, k, v: flash_attn_kvpacked_func(q, torch.stack([k, v], 2)),
         lambda *x: _of_packed(*(y.flatten(0, 1) for y in x)),
-        lambda *x: ops.forward(DenseInputs(*x), Scalars(), False, False)[0],
+        lambda *x: ops.forward(DenseInputs(*x), Options())[0],
     )  # fmt: skip
     for attention in ways:
         with use_backend(named) if named else contextlib.nullcontext():

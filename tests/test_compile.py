@@ -17,7 +17,8 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_compat.core.call import PackedInputs, Scalars
+from flash_attn_compat.core.call import Options, PackedInputs
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.dispatch import kvcache, ops
 from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
@@ -139,8 +140,8 @@ def test_a_compiled_call_needs_gradients_if_its_eager_one_does(
             results.append(function(q, k, v, cumulative(2, 3), cumulative(6, 3), 3, 6, block_table=table))
         compiled(flash_attn_with_kvcache)(q.detach()[:2, None], k, v, cache_seqlens=3)
     close(*results)
-    assert [call.needs_grad for call in asked.computed] == [needs_grad, needs_grad, False]
-    assert [call.return_lse for call in asked.computed] == [False, needs_grad, False]
+    assert [bool(call.use & Feature.BACKWARD) for call in asked.computed] == [needs_grad, needs_grad, False]
+    assert [bool(call.use & Feature.LSE) for call in asked.computed] == [False, needs_grad, False]
 
 
 def step(call: Callable[..., Any], cache: list[Tensor], length: int | Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -191,20 +192,20 @@ def test_eager_calls_do_not_pass_through_custom_ops(monkeypatch: pytest.MonkeyPa
         flash_attn_func(q, k, v)
 
 
-SCALARS = {"plain": Scalars(causal=True), "dropout": Scalars(dropout_p=0.3)}
+OPTIONS = {"plain": Options(causal=True), "dropout": Options(dropout_p=0.3)}
 
 
-@pytest.mark.parametrize("option", SCALARS)
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layout", ["dense", "heads first", "packed"])
 def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, layout: str) -> None:
     dtype = torch.float16 if option == "plain" else torch.float32
-    (q, k, v), scalars, starts = qkv(sq=5, sk=9, dtype=dtype), SCALARS[option], ()
+    (q, k, v), options, starts = qkv(sq=5, sk=9, dtype=dtype), OPTIONS[option], ()
     if layout == "heads first":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     if layout == "packed":
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        starts, scalars = (cumulative(3, 7), cumulative(9, 9)), scalars._replace(max_seqlen_q=7, max_seqlen_k=9)
-    arguments = ops._flatten(PackedInputs(q, k, v, None, *starts), scalars)
+        starts, options = (cumulative(3, 7), cumulative(9, 9)), options._replace(max_seqlen_q=7, max_seqlen_k=9)
+    arguments = ops._flatten(PackedInputs(q, k, v, None, *starts), options)
     checks = ("test_schema", "test_faketensor")
     rng_state = torch.tensor([5, 7]) if option == "dropout" else None
     asked = True, option == "dropout", True, rng_state

@@ -30,10 +30,10 @@ from flash_attn_compat import (
 from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
 from flash_attn_compat.core import features
+from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.call import DenseInputs
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.dispatch import call_cache
-from flash_attn_compat.dispatch.call_cache import call_of
 from tests.support import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]
@@ -69,7 +69,7 @@ def test_use_backend_ends_with_its_block_and_does_not_reach_other_threads() -> N
 def test_backends_behind_the_serving_one_are_not_asked(forced: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is installed and not wanted costs nothing: the real flash-attn takes seconds to load."""
     q, k, v = qkv()
-    call = call_of(DenseInputs(q, k, v))
+    call = checked_call(DenseInputs(q, k, v))
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(call.traits()))
     served = forced or next(backend.name for backend in ordered if not backend.reasons(call.traits()))
     asked: list[str] = []
@@ -250,10 +250,10 @@ def test_a_forward_and_its_backward_count_as_one_call() -> None:
 Change = tuple[dict[str, Any], str]
 
 
-def beyond(table: Capabilities, features: Feature) -> Iterator[Change]:
+def beyond(table: Capabilities, features: int) -> Iterator[Change]:
     """Changes of traits that a backend serves into such as its table lacks, and words of the reason."""
-    for feature in split(~int(table.features)):
-        yield {"features": int(features | feature)}, feature.description
+    for feature in split(~table.features):
+        yield {"features": features | feature}, feature.description
     for dtype in FLOAT_DTYPES - table.dtypes:
         yield {"dtype": dtype}, f"does not compute {str(dtype).removeprefix('torch.')}"
     if table.devices is not None:
@@ -270,10 +270,10 @@ def beyond(table: Capabilities, features: Feature) -> Iterator[Change]:
 def test_a_missing_capability_is_a_reason(backend: Backend) -> None:
     table = backend.capabilities
     device = "cuda" if table.devices is None or "cuda" in table.devices else "cpu"
-    served = call_of(DenseInputs(*qkv(dtype=torch.float16))).traits()
+    served = checked_call(DenseInputs(*qkv(dtype=torch.float16))).traits()
     served = served._replace(device_type=device, capability=(9, 0) if device == "cuda" else None)
     usual = backend.reasons(served)
-    for change, words in beyond(table, Feature(served.features)):
+    for change, words in beyond(table, served.features):
         reasons = [reason for reason in backend.reasons(served._replace(**change)) if reason not in usual]
         assert any(words in reason for reason in reasons), (change, reasons)
 
@@ -302,20 +302,20 @@ NARROW, WIDE = {"head_dim": 64, "head_dim_v": 64}, {"head_dim": 128, "head_dim_v
 @pytest.mark.parametrize(
     ("features", "changes", "first"),
     [
-        (Feature(0), NARROW, "fused"),
-        (Feature(0), WIDE, "torch_flash"),
+        (0, NARROW, "fused"),
+        (0, WIDE, "torch_flash"),
         (Feature.WINDOW_LEFT, WIDE, "fused"),
         (Feature.WINDOW_RIGHT | Feature.BACKWARD, WIDE, "fused"),
         (Feature.BACKWARD, NARROW, "torch_flash"),
         (Feature.DROPOUT, NARROW, "torch_flash"),
-        (Feature(0), NARROW | {"sq_vs_sk": "<"}, "torch_flash"),
-        (Feature(0), NARROW | {"capability": (7, 5)}, "torch_flash"),  # which refuses it
+        (0, NARROW | {"sq_vs_sk": "<"}, "torch_flash"),
+        (0, NARROW | {"capability": (7, 5)}, "torch_flash"),  # which refuses it
     ],
 )
 def test_our_kernels_come_before_pytorchs_where_they_were_measured_to_be_faster(
     features: Feature, changes: dict[str, Any], first: str
 ) -> None:
-    traits = call_of(DenseInputs(*qkv(dtype=torch.float16))).traits()
+    traits = checked_call(DenseInputs(*qkv(dtype=torch.float16))).traits()
     traits = traits._replace(device_type="cuda", capability=(9, 0), features=int(features))._replace(**changes)
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
     assert [backend.name for backend in ordered][:2] == ["official", first]

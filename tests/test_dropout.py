@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
-from flash_attn_compat.core.call import NEEDS_GRAD, DenseInputs, PackedInputs, Scalars
-from flash_attn_compat.dispatch.call_cache import call_of
+from flash_attn_compat.core.arguments import checked_call
+from flash_attn_compat.core.call import DenseInputs, Options, PackedInputs
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.flash_attn_interface import _get_block_size_n
 from tests.support import cumulative, on_backend, qkv, randn
 from verify import oracle
@@ -38,11 +39,11 @@ def test_a_call_that_is_not_recorded_goes_to_the_backend_of_its_recorded_one(
     is_packed: bool, deterministic: bool
 ) -> None:
     """A reentrant checkpoint records its recomputation only, and two backends may draw two masks."""
-    tensors, scalars = DenseInputs(*qkv()), Scalars(dropout_p=0.1, deterministic=deterministic)
+    tensors, options = DenseInputs(*qkv()), Options(dropout_p=0.1, deterministic=deterministic)
     if is_packed:
         tensors = PackedInputs(*(x.flatten(0, 1) for x in qkv()), None, cumulative(7, 7), cumulative(7, 7))
-        scalars = scalars._replace(max_seqlen_q=7, max_seqlen_k=7)
-    unrecorded, recorded = (call_of(tensors, scalars, flags).traits() for flags in (0, NEEDS_GRAD))
+        options = options._replace(max_seqlen_q=7, max_seqlen_k=7)
+    unrecorded, recorded = (checked_call(tensors, options._replace(use=use)).traits() for use in (0, Feature.BACKWARD))
     assert unrecorded == recorded
 
 

@@ -27,7 +27,7 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     private_interface,
 )
-from flash_attn_compat.core.call import DenseInputs, Scalars
+from flash_attn_compat.core.call import DenseInputs, Options
 from flash_attn_compat.dispatch import ops
 from flash_attn_compat.dropin import operators, patched
 from flash_attn_compat.modules.mha import MHA, FlashCrossAttention, FlashSelfAttention
@@ -278,7 +278,7 @@ def test_a_recorded_graph_draws_a_mask_for_each_call_and_run(recorded: Callable[
 
 def test_a_graph_saved_without_the_state_draws_it_inside() -> None:
     inputs = [x.requires_grad_() for x in qkv()]
-    given = *ops._flatten(DenseInputs(*inputs), Scalars(dropout_p=P)), True, False, True
+    given = *ops._flatten(DenseInputs(*inputs), Options(dropout_p=P)), True, False, True
     torch.manual_seed(0)
     expected = flash_attn_func(*inputs, P)
     torch.manual_seed(0)

@@ -17,9 +17,9 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_compat.backends.fused import Fused, launcher, nvrtc, self_test, variants
 from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.call import AttentionCall, DenseInputs
 from flash_attn_compat.core.features import Feature, Traits
-from flash_attn_compat.dispatch.call_cache import call_of
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import fused_on_cpu, support
 from tests.plain import some, some_of
@@ -32,7 +32,9 @@ HALF = torch.float16
 
 def traits(**changes: Any) -> Traits:
     q = torch.zeros(1, 2, 2, 64, dtype=HALF)
-    return call_of(DenseInputs(q, q, q)).traits()._replace(**{"device_type": "cuda", "capability": (7, 5), **changes})
+    return (
+        checked_call(DenseInputs(q, q, q)).traits()._replace(**{"device_type": "cuda", "capability": (7, 5), **changes})
+    )
 
 
 def qkv() -> tuple[Tensor, Tensor, Tensor]:

@@ -25,10 +25,10 @@ from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.fused import forward, launcher, nvrtc, variants, workspaces
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.core import cache_arguments, cuda_capture, torch_state
-from flash_attn_compat.core.call import CacheInputs, DenseInputs, Scalars
+from flash_attn_compat.core import cuda_capture, torch_state
+from flash_attn_compat.core.arguments import call_of, checked_call
+from flash_attn_compat.core.call import CacheInputs, DenseInputs, Options
 from flash_attn_compat.dispatch import call_cache
-from flash_attn_compat.dispatch.call_cache import call_of
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
 from tests.kinds import Wrapper
@@ -60,7 +60,7 @@ def freed(size: int) -> Tensor:
 def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
     q, other = half(1, 1, 1, 8), tensor.view(1, 1, 1, 8)
     with pytest.raises(RuntimeError, match=rf"v must be torch.float16 on cpu, got {other.dtype} on {other.device}"):
-        launcher.Plan(call_of(DenseInputs(q, q, q))._replace(v=other), [], [])
+        launcher.Plan(checked_call(DenseInputs(q, q, q))._replace(v=other), [], [])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
 @pytest.mark.usefixtures("launches")
 def test_an_address_of_too_little_memory_is_refused(tensor: Tensor) -> None:
     q = half(1, 1, 1, 8)
-    plan = launcher.Plan(call_of(DenseInputs(q, q, q)), [], [])
+    plan = launcher.Plan(checked_call(DenseInputs(q, q, q)), [], [])
     with pytest.raises(RuntimeError, match=r"q must have 16 bytes .*shape"):
         plan.run(DenseInputs(tensor, q, q))
 
@@ -84,7 +84,7 @@ WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode(
 @pytest.mark.parametrize("name", "qkv")
 def test_a_tensor_without_memory_is_never_launched(name: str, what: str, launches: LaunchRecord) -> None:
     q, variant = half(1, 90, 4, 64), variants.forward(Kind(75, variants.FP16, 64))
-    plan = launcher.Plan(call_of(DenseInputs(q, q, q)), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
+    plan = launcher.Plan(checked_call(DenseInputs(q, q, q)), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
     given = {"q": q, "k": q, "v": q}
     plan.run(DenseInputs(**given))
     with pytest.raises(RuntimeError, match=rf"{name} must be a tensor with memory of its own; got (W|F)"):
@@ -391,9 +391,7 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
     q, k_cache, v_cache, *new = given.values()
     lengths = torch.zeros(2, dtype=torch.int32, device="meta")
     tensors = CacheInputs(q, k_cache, v_cache, None, lengths, None, None, None, None, *new)
-    run = forward.prepare(
-        cache_arguments.over_cache(tensors, (*Scalars(causal=True), True, 0, False, False, None), 0, None)
-    )
+    run = forward.prepare(*call_of(tensors, Options(causal=True, rotary_interleaved=True)), is_over_cache=True)
     if far is not None and far.endswith("cache"):
         assert run is None
     else:

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_with_kvcache, use_backend
 from flash_attn_compat.core import sinks
-from flash_attn_compat.core.call import PackedInputs, Scalars
+from flash_attn_compat.core.call import CacheInputs, Options, PackedInputs
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.dispatch import kvcache, raw
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate
 
 STARTS = torch.tensor([0, 5, 38], dtype=torch.int32)
-SCALARS = Scalars(causal=True, max_seqlen_q=33, max_seqlen_k=33)
+OPTIONS = Options(causal=True, max_seqlen_q=33, max_seqlen_k=33)
+WITH_LSE = OPTIONS._replace(use=Feature.LSE)
 no_emulator = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 
@@ -27,14 +29,14 @@ def tensors() -> PackedInputs:
 
 def expected() -> Tensor:
     with use_backend("reference"):
-        out: Tensor = raw.forward(tensors(), SCALARS, False)[0]
+        out: Tensor = raw.forward(tensors(), WITH_LSE)[0]
     return out
 
 
 @no_emulator
 def test_the_kernel_writes_to_the_given_out(turing: LaunchRecord) -> None:
     out = torch.full((40, 2, 32), torch.nan, dtype=torch.half)
-    assert raw.forward_into(out, tensors(), SCALARS) is None
+    assert raw.forward_into(out, tensors(), OPTIONS) is None
     assert turing.last.fields["out"] == out.data_ptr()
     torch.testing.assert_close(out[:38], expected()[:38], rtol=1e-2, atol=2e-3)
     assert not out[38:].any()
@@ -43,9 +45,9 @@ def test_the_kernel_writes_to_the_given_out(turing: LaunchRecord) -> None:
 @no_emulator
 def test_the_lse_is_returned_where_it_is_asked_for(turing: LaunchRecord) -> None:
     out = torch.empty(40, 2, 32, dtype=torch.half)
-    found = raw.forward_into(out, tensors(), SCALARS, return_lse=True)
+    found = raw.forward_into(out, tensors(), WITH_LSE)
     assert found is not None
-    lse = raw.forward(tensors(), SCALARS, False)[1]
+    lse = raw.forward(tensors(), WITH_LSE)[1]
     torch.testing.assert_close(found[:, :38], lse[:, :38])
 
 
@@ -58,7 +60,7 @@ def test_any_other_result_is_copied(turing: LaunchRecord, layout: str) -> None:
     if layout == "copied inputs":
         q = q.mT.contiguous().mT
     with use_backend("reference" if layout == "another backend" else "fused"):
-        raw.forward_into(out, PackedInputs(q, *others), SCALARS)
+        raw.forward_into(out, PackedInputs(q, *others), OPTIONS)
     torch.testing.assert_close(out[:38], expected()[:38], rtol=1e-2, atol=2e-3)
     assert memory[..., 32:].isnan().all()
 
@@ -71,7 +73,8 @@ def test_the_decode_kernel_over_pages_writes_to_the_given_out(turing: LaunchReco
     k, v = torch.randn(2, 7, 16, 2, 32, generator=generator).half()
     lengths, table = torch.tensor([20, 0, 33], dtype=torch.int32), torch.tensor([[3, 1, 0], [0, 0, 0], [2, 6, 5]]).int()
     out = torch.full_like(q, torch.nan)
-    found = kvcache.attend_into(out, q, k, v, None, lengths, table, Scalars(causal=True), return_lse)
+    x = CacheInputs(q, k, v, seqused_k=lengths, block_table=table)
+    found = kvcache.attend_into(out, x, Options(causal=True, use=Feature.LSE if return_lse else 0))
     assert turing.last.fields["out"] == out.data_ptr() and turing.entries == ["decode"]
     with use_backend("reference"):
         right, lse = flash_attn_with_kvcache(
@@ -87,7 +90,7 @@ def test_the_decode_kernel_over_pages_writes_to_the_given_out(turing: LaunchReco
 def test_without_keys_the_given_out_is_zero(turing: LaunchRecord) -> None:
     q, k, v, *_ = tensors()
     out, none = torch.full_like(q, torch.nan), torch.zeros(3, dtype=torch.int32)
-    raw.forward_into(out, PackedInputs(q, k[:0], v[:0], None, STARTS, none), SCALARS)
+    raw.forward_into(out, PackedInputs(q, k[:0], v[:0], None, STARTS, none), OPTIONS)
     assert not out.any()
 
 
@@ -109,7 +112,7 @@ def test_an_out_that_does_not_fit_is_named(
 ) -> None:
     found = fused_on_cpu.record(monkeypatch)
     with use_backend(backend), pytest.raises(RuntimeError, match=words):
-        raw.forward_into(out, tensors(), SCALARS)
+        raw.forward_into(out, tensors(), OPTIONS)
     assert not found.seen and (out.is_meta or not out.any())
 
 
@@ -118,7 +121,7 @@ def test_an_out_beyond_its_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     out = torch.zeros(40, 2, 32, dtype=torch.half)
     out.untyped_storage().resize_(100)
     with use_backend("fused"), pytest.raises(RuntimeError, match="out reaches beyond its memory"):
-        raw.forward_into(out, tensors(), SCALARS)
+        raw.forward_into(out, tensors(), OPTIONS)
     assert not found.seen
 
 

@@ -26,9 +26,9 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends.fused import launcher
 from flash_attn_compat.core import cuda_capture, torch_state
-from flash_attn_compat.core.call import PackedInputs, Scalars
+from flash_attn_compat.core.arguments import checked_call
+from flash_attn_compat.core.call import Options, PackedInputs
 from flash_attn_compat.dispatch import call_cache
-from flash_attn_compat.dispatch.call_cache import call_of
 from tests import fused_on_cpu, others_kernels, warm
 from tests.problems import PACKED, STEP
 from tests.support import ints, qkv, randn
@@ -122,7 +122,7 @@ def test_a_scale_that_equals_a_float_finds_its_prepared_call(function: str) -> N
 def test_packed_lengths_are_compared_at_every_call() -> None:
     q, starts = randn(10, 2, 16), ints(0, 5, 10)
     calls = [
-        call_of(PackedInputs(q, q, q, None, starts, others), Scalars(max_seqlen_q=7, max_seqlen_k=7))
+        checked_call(PackedInputs(q, q, q, None, starts, others), Options(max_seqlen_q=7, max_seqlen_k=7))
         for others in (ints(0, 5, 10), ints(0, 3, 10), ints(0, 5, 10))
     ]
     assert [call.equal_lengths for call in calls] == [True, False, True]

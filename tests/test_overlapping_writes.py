@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_compat import fa3, flash_attn_2_cuda, flash_attn_with_kvcache
-from flash_attn_compat.core.call import PackedInputs, Scalars
+from flash_attn_compat.core.call import CacheInputs, Options, PackedInputs
 from flash_attn_compat.core.overlap import overlaps_itself, strides_overlap
 from flash_attn_compat.dispatch import kvcache, raw
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
@@ -129,7 +129,8 @@ def raw_over_cache(out: Tensor, q: Tensor, cache: Tensor) -> object:
 
 def pages_into(out: Tensor, q: Tensor, cache: Tensor) -> object:
     table, new = ints(0, 1)[:, None], (q[:, :1], q[:, :1])
-    return kvcache.attend_into(out, q, cache, cache.clone(), None, LENGTHS, table, Scalars(), False, None, None, *new)
+    x = CacheInputs(q, cache, cache.clone(), None, LENGTHS, None, table, None, None, *new)
+    return kvcache.attend_into(out, x, Options())
 
 
 WRITES: dict[str, Write] = {
@@ -185,7 +186,7 @@ def test_a_packed_forward_refuses_an_overlapping_out(backend: str, serve: Serve)
     with serve(backend):
         for strides in ((0, 8, 1), (8, 8, 1), (16, 0, 1), (15, 8, 1), (16, 8, 0)):
             out = torch.zeros(200).half().as_strided(q.shape, strides)
-            scalars = Scalars(max_seqlen_q=6, max_seqlen_k=6)
+            scalars = Options(max_seqlen_q=6, max_seqlen_k=6)
             check_refused("out", lambda: raw.forward_into(out, given, scalars), out)
 
 

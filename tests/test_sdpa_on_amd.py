@@ -68,7 +68,7 @@ def seen(amd: pytest.MonkeyPatch) -> Seen:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("features", [Feature(0), Feature.CAUSAL, CAUSAL, Feature.BACKWARD], ids=str)
+@pytest.mark.parametrize("features", [0, Feature.CAUSAL, CAUSAL, Feature.BACKWARD], ids=str)
 def test_plain_and_causal_calls_are_served_where_the_trial_of_each_kind_is_right(
     features: Feature, dtype: torch.dtype, seen: Seen
 ) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from flash_attn_compat import explain, flash_attn_interface, settings, use_backend
 from flash_attn_compat import flash_attn_2_cuda as raw
 from flash_attn_compat.backends.fused import params
-from flash_attn_compat.core.call import Scalars
+from flash_attn_compat.core.call import Options
 from flash_attn_compat.dispatch import call_cache
 from tests import calls, fused_on_cpu
 from tests.calls import CHANGES, FIRST
@@ -227,11 +227,11 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
     differing, made, errors, hits = [], 0, 0, 0
     with pytest.MonkeyPatch.context() as patch:
         lasting, look_up = call_cache.empty_tables(), call_cache.look_up
-        asked: list[tuple[tuple[Any, ...], Any, bool]] = []
+        asked: list[tuple[Options, Any, bool]] = []
 
-        def seen(tensors: Any, scalars: tuple[Any, ...], flags: int) -> Any:
-            key, known = look_up(tensors, scalars, flags)
-            asked.append((scalars, key, known is not None))
+        def seen(x: Any, options: Options) -> Any:
+            key, known = look_up(x, options)
+            asked.append((options, key, known is not None))
             return key, known
 
         def answered(call: WarmCall, kept: call_cache.Tables) -> tuple[Answer, list[Any]]:
@@ -239,7 +239,7 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
             patch.setattr(call_cache, "_current", kept)
             found = answer(call)
             # Of lengths that are a cache's number, that of the first one is kept.
-            taken = [kept.calls[key].call for one, key, _ in asked if key in kept.calls and not has_length(one)]
+            taken = [kept.calls[key].call for one, key, _ in asked if key in kept.calls and not one.has_length]
             return found, [] if is_error(found) else taken
 
         patch.setattr(call_cache, "look_up", seen)
@@ -253,11 +253,6 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
                 if not equal(found, expected) or taken_for != requests:
                     differing.append(call.name)
     return Tally(differing, made, hits, errors)
-
-
-def has_length(scalars: tuple[Any, ...]) -> bool:
-    """Whether a call over a cache has an int length, by its scalars as dispatch/kvcache.py orders them."""
-    return len(scalars) > len(Scalars._fields) and scalars[-2]
 
 
 def launched(launches: fused_on_cpu.LaunchRecord) -> Callable[[WarmCall], Answer]:

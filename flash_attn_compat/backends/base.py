@@ -19,17 +19,20 @@ from torch import Tensor
 
 from flash_attn_compat.core import alibi, dropout
 from flash_attn_compat.core.append import by_operators
+from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import (
     NO_INPUTS,
     AttentionCall,
     BackwardInputs,
     BackwardResult,
+    CacheInputs,
     Gradients,
     Inputs,
+    Options,
     Result,
 )
+from flash_attn_compat.core.entry import BackwardRun, Run, RunInto
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
-from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto
 from flash_attn_compat.core.traced_lengths import HiddenLayout, has_hidden_lengths
 from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block, with_folded_factor
 
@@ -42,11 +45,12 @@ _DEVICES = {"cpu": "CPUs", "cuda": "CUDA GPUs", "mps": "Apple GPUs", "xpu": "Int
 class Capabilities:
     """The calls that a backend computes exactly.
 
+    features: bits of Feature
     devices: device types, None for any; min_capability, max_capability: CUDA compute capabilities, inclusive
     rocm_reason: reason to decline AMD's GPUs, which PyTorch calls cuda too; None where the backend serves them
     """
 
-    features: Feature
+    features: int
     devices: frozenset[str] | None = None
     dtypes: frozenset[torch.dtype] = FLOAT_DTYPES
     min_capability: tuple[int, int] | None = None
@@ -139,15 +143,19 @@ class Backend(abc.ABC):
         """Reasons that need a library or a self-test; asked only where no other reason exists."""
         return []
 
-    def prepare(self, prepared: Prepared) -> Run:
-        """Return the run for all calls with the cache key of ``prepared``. It and its run may raise KernelsFailed."""
-        bind, forward = prepared.bind, self.forward
-        if not prepared.is_over_cache:
-            return lambda tensors, length: forward(bind(tensors, length)[0])
+    def prepare(self, x: Inputs, options: Options, length: int | None) -> Run:
+        """Return the run for all calls with the cache key of these arguments, which ``call_of`` (core/arguments) takes.
 
-        def run(tensors: Inputs, length: int | None) -> Result:
+        It and its run may raise KernelsFailed.
+        """
+        forward = self.forward
+        if not isinstance(x, CacheInputs):
+            described = call_of(x, options)[0].over(NO_INPUTS)
+            return lambda x, length: forward(described.over(x))
+
+        def run(x: Inputs, length: int | None) -> Result:
             with torch.no_grad():
-                call, new = bind(tensors, length)
+                call, new = call_of(x, options, length)
                 return forward(call if new is None else call._replace(q=by_operators(call, new)))
 
         return run
@@ -159,7 +167,7 @@ class Backend(abc.ABC):
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         """Return the run for gradients, for all calls and upstreams with the cache key of these."""
         described, backward = call.over(NO_INPUTS), self.backward
-        return lambda tensors, upstream, into: BackwardResult(backward(described.over(tensors), upstream, into))
+        return lambda x, upstream, into: BackwardResult(backward(described.over(x), upstream, into))
 
     def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
         """The dense mask that a forward read, in the shape of ``mask``, if ``saved`` holds it; else None.
@@ -211,7 +219,7 @@ class BlockwiseBackend(Backend):
             if lse is None or not call.lse_carries_alibi_position:
                 return Result(out, lse, rng_state)
             return Result(out, lse + _position_shift(block, lse.dtype), rng_state, saved=(lse,))
-        has_lse = call.return_lse or call.needs_grad
+        has_lse = call.use & (Feature.LSE | Feature.BACKWARD) != 0
         layout = _make_layout(call)
         out, lse = layout.empty_result()
         # The reported LSE can be much larger than the unshifted one, which the backward needs to its last digit.
@@ -253,7 +261,7 @@ def _make_layout(call: AttentionCall) -> Layout:
 
 def _zero_gradients(call: AttentionCall, layout: Layout, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
     """Return zeroed gradients to scatter into: ``into`` where it is given, else new tensors."""
-    if call.transformed:
+    if call.use & Feature.TRANSFORMS:
         others = [x for x in (upstream.dout, upstream.out, upstream.softmax_lse, upstream.dlse) if x is not None]
         return Gradients(*[layout.zeros(tuple(x.shape), x.dtype, *others) for x in (call.q, call.k, call.v)])
     totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))

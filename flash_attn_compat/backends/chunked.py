@@ -38,7 +38,7 @@ class Chunked(BlockwiseBackend):
         n, seqlen_q, nheads = block.q.shape[:3]
         out = block.q.new_empty(n, seqlen_q, nheads, call.head_dim_v)
         lse = None
-        if call.return_lse or call.needs_grad:
+        if call.use & (Feature.LSE | Feature.BACKWARD):
             lse = block.q.new_empty((n, nheads, seqlen_q), dtype=lse_dtype(block.q.dtype))
         if call.mask.rows_with_keys(seqlen_q, block.k.shape[1]).size < seqlen_q:
             # The tiles below leave out rows without keys.

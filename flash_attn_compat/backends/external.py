@@ -15,9 +15,19 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend, write_gradients
 from flash_attn_compat.core import kernel_layout
-from flash_attn_compat.core.call import NO_INPUTS, AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
+from flash_attn_compat.core.arguments import call_of
+from flash_attn_compat.core.call import (
+    NO_INPUTS,
+    AttentionCall,
+    BackwardInputs,
+    BackwardResult,
+    Gradients,
+    Inputs,
+    Options,
+    Result,
+)
+from flash_attn_compat.core.entry import BackwardRun, Run
 from flash_attn_compat.core.features import Feature, Traits
-from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run
 from flash_attn_compat.core.unwritten import Clear, PackedResults, clear_by_operators
 
 # Features that both builds of FlashAttention-2's kernels decline. Calls over a cache go to fused, which appends and
@@ -72,12 +82,12 @@ class SingleLaunchBackend(Backend):
         """Return flash-attn's LSE in the layout that the kernel's backward reads."""
         return lse.contiguous()
 
-    def prepare(self, prepared: Prepared) -> Run:
-        call, bind = prepared.call, prepared.bind
-        if call.cu_seqlens_q is None or (self.zeroes_outside and not call.return_lse):
-            return super().prepare(prepared)
-        clear = self._choose_clear(call)
-        return lambda tensors, length: self._forward(bind(tensors, length)[0], clear)
+    def prepare(self, x: Inputs, options: Options, length: int | None) -> Run:
+        call, _ = call_of(x, options, length)
+        if call.cu_seqlens_q is None or (self.zeroes_outside and not call.use & Feature.LSE):
+            return super().prepare(x, options, length)
+        described, clear = call.over(NO_INPUTS), self._choose_clear(call)
+        return lambda x, length: self._forward(described.over(x), clear)
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         if call.cu_seqlens_q is None or self.zeroes_outside:
@@ -94,10 +104,10 @@ class SingleLaunchBackend(Backend):
     def _forward(self, call: AttentionCall, clear: Clear) -> Result:
         ready = self.with_kernel_layout(call)
         launched = self.launch_forward(ready)
-        lse = self.to_flash_attn_lse(ready, launched.lse) if call.return_lse else None
+        lse = self.to_flash_attn_lse(ready, launched.lse) if call.use & Feature.LSE else None
         if call.cu_seqlens_q is not None and not (self.zeroes_outside and lse is None):
             clear(ready, PackedResults(None if self.zeroes_outside else launched.out, lse))
-        saved = (launched.lse, *launched.state) if call.needs_grad else ()
+        saved = (launched.lse, *launched.state) if call.use & Feature.BACKWARD else ()
         return Result(kernel_layout.narrowed(launched.out, call.head_dim_v), lse, None, saved)
 
     def _backward(

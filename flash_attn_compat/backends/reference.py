@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs
-from flash_attn_compat.core.features import Feature, all_but
+from flash_attn_compat.core.features import all_but
 from flash_attn_compat.core.mask import Range
 from flash_attn_compat.core.scores import scores_of
 from flash_attn_compat.core.varlen import Block
@@ -19,7 +19,7 @@ from flash_attn_compat.core.varlen import Block
 
 class Reference(BlockwiseBackend):
     name = "reference"
-    capabilities = Capabilities(features=all_but(Feature(0)))
+    capabilities = Capabilities(features=all_but(0))
 
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None

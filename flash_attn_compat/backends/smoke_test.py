@@ -15,8 +15,8 @@ from flash_attn_compat import installed
 from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import cuda_capture, torch_state
-from flash_attn_compat.core.arguments import dense
-from flash_attn_compat.core.call import NEEDS_GRAD, AttentionCall, BackwardInputs, DenseInputs, Scalars
+from flash_attn_compat.core.arguments import checked_call
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, DenseInputs, Options
 from flash_attn_compat.core.features import Feature, Traits
 
 Lengths = tuple[int, int]  # of queries and keys
@@ -61,7 +61,7 @@ def _matches_reference(backend: Backend, kind: Traits, lengths: Lengths) -> bool
 def _compute_results(backend: Backend, call: AttentionCall, dout: Tensor) -> list[Tensor]:
     """Return out, then dq, dk, dv where the call needs gradients."""
     result = backend.forward(call)
-    if not call.needs_grad:
+    if not call.use & Feature.BACKWARD:
         return [result.out]
     upstream = BackwardInputs(dout, result.out, result.softmax_lse, None, result.saved)
     return [result.out, *backend.backward(call, upstream, None)]
@@ -82,13 +82,14 @@ def _make_problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     q, k, v, dout = (draw(1, *shape, kind.head_dim).to(device, kind.dtype) for shape in (rows, keys, keys, rows))
     slopes = torch.tensor([0.3, 0.1], dtype=torch.float32, device=device) if features & Feature.ALIBI else None
-    scalars = Scalars(
+    options = Options(
         causal=bool(features & Feature.CAUSAL),
         window_size_left=5 if features & Feature.WINDOW_LEFT else -1,
         window_size_right=3 if features & Feature.WINDOW_RIGHT else -1,
         softcap=2.0 if features & Feature.SOFTCAP else 0.0,
+        use=Feature.BACKWARD if kind.needs_backward else 0,
     )
-    return dense(DenseInputs(q, k, v, slopes), scalars, NEEDS_GRAD if kind.needs_backward else 0, None).call, dout
+    return checked_call(DenseInputs(q, k, v, slopes), options), dout
 
 
 def find_device(capability: tuple[int, int] | None) -> torch.device:

@@ -65,7 +65,7 @@ class TorchEfficient(SingleLaunchBackend):
         out, lse, seed, offset, _, _ = as_decided(
             aten_operator("_efficient_attention_forward"), *_add_batch_axis(call, call.q, call.k, call.v), bias,
             *_sequence_starts(call), *_max_lengths(call), call.dropout_p, _mask_type(call),
-            call.needs_grad or call.return_lse, scale=call.softmax_scale,
+            bool(call.use & (Feature.BACKWARD | Feature.LSE)), scale=call.softmax_scale,
         )  # fmt: skip
         if call.cu_seqlens_q is not None:
             out = out.squeeze(0)

@@ -6,28 +6,28 @@ row sees is in mask.py, how sequences lie in the tensors in varlen.py.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import eight_bit
-from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.core.features import BY_DISPATCH, Feature, Traits
 from flash_attn_compat.core.mask import Mask
 
-# Flags: how the caller uses a call's results. Every key holds them; most become fields of AttentionCall.
-NEEDS_GRAD, RETURN_LSE, RETURN_DMASK, SHARES_DROPOUT_MASK, GIVEN_LSE, TRANSFORMED, SLOPES_GRADIENT = (
-    1 << bit for bit in range(7)
-)
-RETURN_PROBS = 1 << 7  # softmax_lse, and under dropout S_dmask
-EQUAL_LENGTHS = 1 << 8  # AttentionCall.equal_lengths
 
-
-class Scalars(NamedTuple):
-    """The numbers of a call, in the order in which keys, operators and functions take them.
+class Options(NamedTuple):
+    """The numbers of a call, and how the caller uses its results. A cache key holds them all.
 
     max_seqlen_q, max_seqlen_k: 0 for dense calls; a tensor of one integer is read, which waits for its GPU
+    use: BACKWARD where autograd records the call, LSE, GIVEN_LSE, TRANSFORMS and SHARED_DROPOUT_MASK of Feature; DMASK
+        and SLOPES_GRADIENT (core/features.py). Without dropout DMASK and SHARED_DROPOUT_MASK ask for nothing
     k_factor, v_factor: a descale of an 8-bit cache that is a number; 1 if it is a tensor
+
+    The others are of calls over a cache:
+    has_rows: block_table holds (batch,) cache_batch_idx
+    has_length: cache_seqlens is an int, which is in no key; side: the sign of keys - rows then, on which the backend
+        depends; None without keys
     """
 
     dropout_p: float = 0.0
@@ -37,33 +37,21 @@ class Scalars(NamedTuple):
     window_size_right: int = -1
     softcap: float | None = 0.0
     deterministic: bool = False
+    use: int = 0
     max_seqlen_q: int | Tensor = 0
     max_seqlen_k: int | Tensor = 0
     k_factor: float = 1.0
     v_factor: float = 1.0
-
-
-class _Absent:
-    """None for every tensor that a family of calls never has: all can be asked for by name."""
-
-    __slots__ = ()
-    alibi_slopes: Any = None
-    bias: Any = None
-    rng_state: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    seqused_k: Any = None
-    leftpad_k: Any = None
-    block_table: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
-    k_new: Any = None
-    v_new: Any = None
-    rotary_cos: Any = None
-    rotary_sin: Any = None
+    rotary_interleaved: bool = False
+    num_splits: int = 0
+    has_rows: bool = False
+    has_length: bool = False
+    side: int | None = None
 
 
 class _Dense(NamedTuple):
+    """The tensors of a dense call by name. rng_state: the dropout mask to use, in a backward that of the forward"""
+
     q: Any
     k: Any
     v: Any
@@ -73,6 +61,8 @@ class _Dense(NamedTuple):
 
 
 class _Packed(NamedTuple):
+    """The tensors of a packed call, or of one over pages."""
+
     q: Any
     k: Any
     v: Any
@@ -88,6 +78,8 @@ class _Packed(NamedTuple):
 
 
 class _Cache(NamedTuple):
+    """The tensors of a call over a cache. k_new to rotary_sin: what it appends behind seqused_k (core/append.py)"""
+
     q: Any
     k: Any
     v: Any
@@ -103,30 +95,50 @@ class _Cache(NamedTuple):
     rotary_sin: Any = None
 
 
-class DenseInputs(_Dense, _Absent):
-    """A dense call's tensors by name. A call's family is the type of its inputs: keys and graphs hold its fields alone.
+class _Absent:
+    """None for every tensor that a family of calls never has: all can be asked for by name."""
 
-    rng_state is the last field here and of packed inputs: the forward's in a backward.
-    """
+    alibi_slopes: Any
+    bias: Any
+    rng_state: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqused_k: Any
+    leftpad_k: Any
+    block_table: Any
+    k_descale: Any
+    v_descale: Any
+    k_new: Any
+    v_new: Any
+    rotary_cos: Any
+    rotary_sin: Any
 
-    __slots__ = ()
 
+if TYPE_CHECKING:
 
-class PackedInputs(_Packed, _Absent):
-    """The tensors of a packed call, or of one over pages."""
+    class DenseInputs(_Dense, _Absent): ...
 
-    __slots__ = ()
+    class PackedInputs(_Packed, _Absent): ...
 
+    class CacheInputs(_Cache, _Absent): ...
 
-class CacheInputs(_Cache, _Absent):
-    """The tensors of a call over a cache. k_new to rotary_sin: what it appends behind seqused_k (core/append.py)."""
+else:  # Dynamo of PyTorch 2.4 takes no subclass of a named tuple for one
 
-    __slots__ = ()
+    def _with_absent(family: type, name: str) -> type:
+        for absent in _Absent.__annotations__.keys() - set(family._fields):
+            setattr(family, absent, None)
+        family.__name__ = family.__qualname__ = name
+        return family
+
+    # A call's family is the type of its inputs: keys and graphs hold the fields of that family alone.
+    DenseInputs = _with_absent(_Dense, "DenseInputs")
+    PackedInputs = _with_absent(_Packed, "PackedInputs")
+    CacheInputs = _with_absent(_Cache, "CacheInputs")
 
 
 Inputs = DenseInputs | PackedInputs | CacheInputs
-# As DenseInputs(...) and the others, of all fields, in half the time.
-new_inputs: Any = tuple.__new__
+# As DenseInputs(...), the others and Options(...), of all fields, in half the time. Dynamo of PyTorch 2.4 knows it not.
+new_tuple: Any = tuple.__new__
 
 
 class AttentionCall(NamedTuple):
@@ -160,15 +172,9 @@ class AttentionCall(NamedTuple):
     is_dense: bool = True  # every sequence is as long as the tensors: no lengths, no pages
     equal_lengths: bool = False  # every packed sequence is known to have as many queries as keys
     deterministic: bool = False  # gradients are to have the same bits in every run
-    return_lse: bool = False  # the caller gets softmax_lse
-    return_dmask: bool = False  # the caller gets S_dmask
-    needs_grad: bool = False  # autograd records the call: a backward follows
-    given_lse: bool = False  # a backward alone, from an out and softmax_lse of somebody else's forward
-    shares_dropout_mask: bool = False  # others must be able to draw the dropout mask again, from rng_state
-    transformed: bool = False  # torch.func or forward-mode AD differentiates the backend's own operators
-    appends: bool = False  # the backend's run writes keys into the cache first, which seqused_k counts already
-    lse_gradient: bool = False  # the backward has a gradient of softmax_lse to count; the forward cannot know
-    slopes_gradient: bool = False  # autograd wants the gradient of alibi_slopes, which no kernel computes
+    # As Options.use; APPEND where the backend's run first writes keys into the cache, which seqused_k counts already;
+    # LSE_GRADIENT where a backward has a gradient of softmax_lse to count, which the forward cannot know
+    use: int = 0
     k_factor: float = 1.0
     v_factor: float = 1.0
 
@@ -212,37 +218,33 @@ class AttentionCall(NamedTuple):
     def features(self) -> int:
         """The combination of Feature values this call asks for."""
         left, right = self.mask
+        use, drops = self.use & ~BY_DISPATCH, self.dropout_p != 0
         # A reentrant checkpoint records its recomputation only, and some backends draw masks of their own: both passes
         # must go to one backend. No such backend computes gradients over pages.
-        is_drawn_again = self.dropout_p != 0 and not self.shares_dropout_mask and self.block_table is None
-        is_recorded = self.needs_grad or is_drawn_again
+        if not drops:
+            use &= ~Feature.SHARED_DROPOUT_MASK
+        elif not use & Feature.SHARED_DROPOUT_MASK and self.block_table is None:
+            use |= Feature.BACKWARD
         asked = {
             "CAUSAL": right == 0,
             "WINDOW_LEFT": left is not None,
             "WINDOW_RIGHT": right is not None and right != 0,
             "SOFTCAP": self.softcap != 0,
             "ALIBI": self.alibi_slopes is not None,
-            "DROPOUT": self.dropout_p != 0,
-            "SHARED_DROPOUT_MASK": self.dropout_p != 0 and self.shares_dropout_mask,
+            "DROPOUT": drops,
             "GQA": self.nheads != self.nheads_k,
             "VALUE_HEAD_DIM": self.q.shape[-1] != self.v.shape[-1],
             "VARLEN": self.cu_seqlens_q is not None,
             "SEQUSED_K": self.seqused_k is not None,
             "LEFTPAD_K": self.leftpad_k is not None,
             "PAGED": self.block_table is not None,
-            "APPEND": self.appends,
-            "LSE": self.return_lse,
-            "BACKWARD": is_recorded,
-            "GIVEN_LSE": self.given_lse,
-            "LSE_GRADIENT": self.lse_gradient,
-            "TRANSFORMS": self.transformed,
-            "DETERMINISTIC": self.deterministic and (is_recorded or self.given_lse),
+            "DETERMINISTIC": self.deterministic and use & (Feature.BACKWARD | Feature.GIVEN_LSE) != 0,
             "SCALE_NOT_POSITIVE": self.softmax_scale <= 0,
             "BIAS": self.bias is not None,
             "WIDE_SOFTCAP": self.softcap > 1024.0,
             "EIGHT_BIT_CACHE": eight_bit.is_eight_bit(self.k),
         }
-        return sum([_BITS[name] for name, is_asked in asked.items() if is_asked])
+        return use | sum([Feature[name] for name, is_asked in asked.items() if is_asked])
 
     def traits(self) -> Traits:
         q = self.q
@@ -263,17 +265,15 @@ class AttentionCall(NamedTuple):
     def over(self, x: Inputs | AttentionCall) -> AttentionCall:
         """Return the call over other tensors of the same shapes and strides."""
         starts_k = x.cu_seqlens_k if x.block_table is None else None  # of pages they say lengths only
-        return AttentionCall._make((
-            x.q, x.k, x.v, *self[3:9], x.alibi_slopes, x.cu_seqlens_q, starts_k, x.seqused_k, x.leftpad_k,
-            x.block_table, x.k_descale, x.v_descale, x.bias, x.rng_state, *self[19:],
-        ))  # fmt: skip
+        return AttentionCall(
+            x.q, x.k, x.v, self.softmax_scale, self.mask, self.max_seqlen_q, self.max_seqlen_k, self.softcap,
+            self.dropout_p, x.alibi_slopes, x.cu_seqlens_q, starts_k, x.seqused_k, x.leftpad_k, x.block_table,
+            x.k_descale, x.v_descale, x.bias, x.rng_state, self.is_dense, self.equal_lengths, self.deterministic,
+            self.use, self.k_factor, self.v_factor,
+        )  # fmt: skip
 
 
 NO_INPUTS = DenseInputs(None, None, None)
-
-
-# Plain ints: combining members of an enum costs a microsecond each.
-_BITS = {feature.name: int(feature) for feature in Feature}
 
 
 class Result(NamedTuple):

@@ -7,17 +7,20 @@ properties of shapes, dtypes and flags, never of values: computing them does not
 from __future__ import annotations
 
 import enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 
-class Feature(enum.IntFlag):
-    """What a call may ask for beyond dense attention of equal heads, and in words. A backend serves what it lists."""
+class Feature(enum.IntEnum):
+    """What a call may ask for beyond dense attention of equal heads, and in words. A backend serves what it lists.
+
+    Each is a bit. Combinations are plain ints, which cost a twentieth of an IntFlag's.
+    """
 
     description: str
 
-    def __new__(cls, description: Any) -> Feature:  # Any: combinations are looked up by their number
+    def __new__(cls, description: str) -> Feature:
         feature = int.__new__(cls, 1 << len(cls.__members__))
         feature._value_, feature.description = int(feature), description
         return feature
@@ -48,12 +51,17 @@ class Feature(enum.IntFlag):
     EIGHT_BIT_CACHE = "keys and values of 8-bit floats"
 
 
-def all_but(refused: Feature) -> Feature:
+# Further bits of Options.use (core/call.py): what dispatch itself computes, whichever backend serves.
+DMASK, SLOPES_GRADIENT = (1 << place for place in range(len(Feature), len(Feature) + 2))
+BY_DISPATCH = DMASK | SLOPES_GRADIENT
+
+
+def all_but(refused: int) -> int:
     """Return every feature up to EIGHT_BIT_CACHE except ``refused``. Backends that compute a later one add it by name.
 
     A complement alone would list each new feature for backends that ignore it, and so compute wrong results.
     """
-    return Feature((Feature.EIGHT_BIT_CACHE << 1) - 1) & ~refused
+    return (Feature.EIGHT_BIT_CACHE << 1) - 1 & ~refused
 
 
 def split(features: int) -> list[Feature]:

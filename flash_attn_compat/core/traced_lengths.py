@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_attn_compat.core import alibi
 from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.torch_state import is_hidden
 from flash_attn_compat.core.varlen import Block, BlockPlan, Layout, Places, Spans, lse_dtype
 
@@ -22,7 +23,7 @@ from flash_attn_compat.core.varlen import Block, BlockPlan, Layout, Places, Span
 def has_hidden_lengths(call: AttentionCall) -> bool:
     """Whether lengths or pages of a call, which differentiable operators compute, cannot be read."""
     lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table
-    return call.transformed and any(tensor is not None and is_hidden(tensor) for tensor in lengths)
+    return call.use & Feature.TRANSFORMS != 0 and any(tensor is not None and is_hidden(tensor) for tensor in lengths)
 
 
 class HiddenLayout(Layout):

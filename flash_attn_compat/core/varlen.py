@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_attn_compat.core import alibi, cuda_capture, dropout
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.eight_bit import as_bytes, dequantize, is_eight_bit
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.mask import Range
 from flash_attn_compat.core.torch_state import numbers_of
 
@@ -315,7 +316,7 @@ class Layout:
         Under a transform, they have every axis that vmap hides in the call's tensors or in ``others``.
         """
         like = self.call.q
-        if self.call.transformed:
+        if self.call.use & Feature.TRANSFORMS:
             given = [x for x in (*self.call, *others) if isinstance(x, Tensor)]
             like = sum((x.new_zeros(()) for x in given), like.new_zeros(()))
         return like.new_zeros(shape, dtype=dtype)

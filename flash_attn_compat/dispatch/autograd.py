@@ -5,6 +5,7 @@ Packed inputs enter the graph whole, so that their gradient is one packed tensor
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,20 +14,21 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.call import (
-    NEEDS_GRAD,
-    SLOPES_GRADIENT,
     AttentionCall,
     BackwardInputs,
     DenseInputs,
     Gradients,
     Inputs,
+    Options,
     Result,
-    new_inputs,
+    new_tuple,
 )
-from flash_attn_compat.core.prepared import Prepared
-from flash_attn_compat.dispatch import at_exit, choice
-from flash_attn_compat.dispatch.call_cache import settled
-from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run
+from flash_attn_compat.core.entry import Entry
+from flash_attn_compat.core.features import SLOPES_GRADIENT, Feature
+from flash_attn_compat.dispatch import at_exit, choice, heads_first
+from flash_attn_compat.dispatch.serve import LSE, backward_inputs, find, gradients, run
+
+_BACKWARD = int(Feature.BACKWARD)
 
 
 def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -38,20 +40,24 @@ def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 Outputs = tuple[Tensor, Any, Any]
 
 
-def attend(inputs: tuple[Tensor, ...], tensors: Inputs, scalars: tuple[Any, ...], flags: int) -> Outputs:
+def attend(inputs: tuple[Tensor, ...], x: Inputs, options: Options) -> Outputs:
     """Return (out, softmax_lse, S_dmask) of a call over views of ``inputs``, recorded if the call needs gradients.
 
-    softmax_lse and S_dmask may be None where the call does not ask for them. The others are the arguments of ``find``.
+    softmax_lse and S_dmask may be None where the call does not ask for them. x, options: as ``find`` takes them
     """
-    if type(tensors) is not DenseInputs:
-        tensors, flags = settled(tensors, flags)
-    prepared = find(tensors, scalars, flags)
-    if flags & NEEDS_GRAD:
-        slopes = unwrapped(tensors.alibi_slopes) if flags & SLOPES_GRADIENT else None
-        outputs: Outputs = _record(prepared, tensors, slopes, *map(unwrapped, inputs))
+    entry, use = find(x, options), options.use
+    if use & _BACKWARD:
+        slopes = unwrapped(x.alibi_slopes) if use & SLOPES_GRADIENT else None
+        outputs: Outputs = _record(entry, x, False, slopes, *map(unwrapped, inputs))
         return outputs
-    prepared, result = run(prepared, tensors)
-    return _outputs(result) if prepared.call.return_lse else (result.out, None, None)
+    entry, result = run(entry, x)
+    return _outputs(result) if entry.call.use & LSE else (result.out, None, None)
+
+
+def record_heads_first(entry: Entry, x: DenseInputs) -> Tensor:
+    """Return out of a prepared call, recorded, with its second and third axes swapped, as a tensor that is no view."""
+    out: Tensor = _record(entry, x, True, None, unwrapped(x.q), unwrapped(x.k), unwrapped(x.v))[0]
+    return out
 
 
 def _outputs(result: Result) -> Outputs:
@@ -66,42 +72,60 @@ def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, prepared: Prepared, tensors: Inputs, slopes: Tensor | None, *inputs: Tensor
+        ctx: Any, entry: Entry, x: Inputs, is_heads_first: bool, slopes: Tensor | None, *inputs: Tensor
     ) -> Outputs:  # fmt: skip
-        ctx.prepared, result = run(prepared, tensors)
-        ctx.used, ctx.inputs = settings.used_backend(), len(inputs)
-        ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *tensors[3:-1], *result.saved)
+        ctx.entry, result = run(entry, x)
+        ctx.used, ctx.inputs, ctx.family, ctx.watch = settings.used_backend(), len(inputs), type(x), None
         ctx.set_materialize_grads(False)
-        return _outputs(result) if ctx.prepared.call.return_lse else (result.out, None, None)
+        if is_heads_first:
+            out, ctx.watch, x = heads_first.make_own(result.out, x)
+        _, _, _, *others = x
+        ctx.save_for_backward(
+            *inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved
+        )  # fmt: skip
+        if is_heads_first:
+            return out, None, None
+        return _outputs(result) if ctx.entry.call.use & LSE else (result.out, None, None)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
         if settings.used_backend() != ctx.used:  # on a GPU this is autograd's own thread
             with settings.using_backend(ctx.used):
-                return _Attention.backward(ctx, dout, dlse, _)
-        saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them at the first access only
-        inputs, (out, lse, rng_state, *rest) = saved[: ctx.inputs], saved[ctx.inputs :]
+                found: tuple[Tensor | None, ...] = _Attention.backward(ctx, dout, dlse, _)
+                return found
         if dout is None and dlse is None:
-            return (None,) * (3 + len(inputs))
+            return tuple([None] * (4 + ctx.inputs))
         if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # waits for a pending collective
-        family = ctx.prepared.family
-        count = len(family._fields) - 4  # from the slopes to before rng_state
-        tensors = backward_tensors(new_inputs(family, (*unpack(inputs), *rest[:count], None)), rng_state)
-        if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):
-            call = ctx.prepared.call.over(tensors)
+        inputs, x, result = _restore(ctx)
+        is_differentiated = torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse)
+        if ctx.watch is not None and dout is not None:
+            dout = dout.transpose(1, 2)
+            x, result = heads_first.undo_writes(ctx.watch, ctx.entry, x, result, is_differentiated)
+        x = backward_inputs(x, result.rng_state)
+        _, _, _, wants_slopes, *wanted = ctx.needs_input_grad
+        if is_differentiated:
+            call = ctx.entry.call.over(x)
             leaves = (call.alibi_slopes, *inputs)
-            return None, None, *differentiable_gradients(leaves, ctx.needs_input_grad[2:], call, dout, dlse)
-        of_slopes = None
-        if ctx.needs_input_grad[2]:
-            of_slopes = gradient_of_slopes(ctx.prepared.call.over(tensors), dout, dlse)
+            return None, None, None, *differentiable_gradients(leaves, (wants_slopes, *wanted), call, dout, dlse)
+        of_slopes = gradient_of_slopes(ctx.entry.call.over(x), dout, dlse) if wants_slopes else None
+        out, lse = result.out, result.softmax_lse
         dout = torch.zeros_like(out) if dout is None else dout
-        upstream = BackwardInputs(dout, out, lse, rng_state, tuple(rest[count:]), gradient_of_lse(dlse, lse))
+        upstream = BackwardInputs(dout, out, lse, result.rng_state, result.saved, gradient_of_lse(dlse, lse))
         if len(inputs) == 3:
-            return None, None, of_slopes, *gradients(ctx.prepared, tensors, upstream)[1].gradients
+            return None, None, None, of_slopes, *gradients(ctx.entry, x, upstream)[1].gradients
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
-        gradients(ctx.prepared, tensors, upstream, into=Gradients(*unpack(packed)))
-        return None, None, of_slopes, *packed
+        gradients(ctx.entry, x, upstream, into=Gradients(*unpack(packed)))
+        return None, None, None, of_slopes, *packed
+
+
+def _restore(ctx: Any) -> tuple[tuple[Tensor, ...], Inputs, Result]:
+    """Return the recorded inputs, those of the call, and its result, as ``forward`` saved them."""
+    saved = iter(ctx.saved_tensors)  # read once: activation checkpointing recomputes them at the first access only
+    inputs = tuple(islice(saved, ctx.inputs))
+    out, lse, rng_state = islice(saved, 3)
+    x = new_tuple(ctx.family, (*unpack(inputs), *islice(saved, len(ctx.family._fields) - 3)))
+    return inputs, x, Result(out, lse, rng_state, tuple(saved))
 
 
 def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
@@ -110,7 +134,8 @@ def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | 
     assert slopes is not None
     leaf = slopes.detach().requires_grad_()
     wanted = True, False, False, False
-    found, *_ = differentiable_gradients((leaf, q, k, v), wanted, call._replace(given_lse=False), dout, dlse)
+    call = call._replace(use=call.use & ~Feature.GIVEN_LSE)
+    found, *_ = differentiable_gradients((leaf, q, k, v), wanted, call, dout, dlse)
     assert found is not None  # it was wanted
     return found
 
@@ -124,8 +149,6 @@ def is_wrapped(gradient: Tensor | None) -> bool:
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _record, unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C._functorch.unwrap_if_dead
-# The same backward for other Functions: takes a context with the same fields and the gradients of the three outputs.
-differentiate = _Attention.backward
 
 
 def differentiable_gradients(

@@ -15,7 +15,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend, CallRefused
 from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import AttentionCall
-from flash_attn_compat.core.features import Traits, split
+from flash_attn_compat.core.features import SLOPES_GRADIENT, Feature, Traits, split
 from flash_attn_compat.dispatch import call_cache
 
 
@@ -106,11 +106,11 @@ def choose_backend(call: AttentionCall) -> Backend | None:
     if settings.is_explaining():
         _check_settings()
         explanation = _explain(call.traits(), settings.forced_backend())
-        if call.slopes_gradient:
+        if call.use & SLOPES_GRADIENT:
             other = _first_able(as_differentiable(call).traits(), None)
             explanation = replace(explanation, slopes_gradient=None if other is None else other.name)
         raise Explained(explanation)
-    if (call.is_empty or call.q.is_meta) and not call.transformed:
+    if (call.is_empty or call.q.is_meta) and not call.use & Feature.TRANSFORMS:
         return None
     return _decide(call)
 
@@ -133,7 +133,7 @@ def choose_unforced(call: AttentionCall) -> Backend:
 
 def as_differentiable(call: AttentionCall) -> AttentionCall:
     """Return ``call`` as one that a backend computes by differentiable operators."""
-    return call._replace(transformed=True, needs_grad=False)
+    return call._replace(use=(call.use | Feature.TRANSFORMS) & ~Feature.BACKWARD)
 
 
 def _check_settings() -> None:

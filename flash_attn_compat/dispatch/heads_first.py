@@ -1,30 +1,32 @@
 """Attention over (batch, heads, seqlen, head_dim), recorded as PyTorch's own operators are: out is a tensor of its own.
 
-It is no view, its version is 0, and it may be written to before its backward; so may a mask of booleans.
+It is no view, its version is 0, and it may be written to before its backward; so may a mask of booleans. autograd.py
+records the call.
 """
 
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_attn_compat import settings
-from flash_attn_compat.core.call import DenseInputs, new_inputs
-from flash_attn_compat.core.prepared import Prepared
-from flash_attn_compat.dispatch.autograd import differentiate, is_wrapped, unwrapped
+from flash_attn_compat.core.call import Inputs, Result
+from flash_attn_compat.core.entry import Entry
 from flash_attn_compat.dispatch.serve import find, run
 
-_MASK = DenseInputs._fields.index("bias") + 3  # its place among the saved tensors, the last of a call
 
+class Watch(NamedTuple):
+    """Tells after a forward whether the caller has written to its ``out`` or to its mask of booleans.
 
-def record(prepared: Prepared, tensors: DenseInputs) -> Tensor:
-    """Return out of a prepared call, with its second and third axes swapped, recorded for autograd."""
-    out: Tensor = _record(prepared, tensors, None, *map(unwrapped, tensors[:3]))
-    return out
+    out, mask: tensors without elements that have the versions of these, mask None without such a mask
+    mask_version: the mask's version in the forward
+    """
+
+    out: Tensor
+    mask: Tensor | None
+    mask_version: int
 
 
 def as_own(out: Tensor) -> Tensor:
@@ -32,45 +34,31 @@ def as_own(out: Tensor) -> Tensor:
     return out.contiguous().transpose(1, 2).data
 
 
-class _HeadsFirst(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, prepared: Prepared, tensors: DenseInputs, slopes: None, *inputs: Tensor) -> Tensor:
-        ctx.prepared, result = run(prepared, tensors)
-        ctx.used = settings.used_backend()
-        # ``out`` has another version than result.out, whose memory it shares: writing to it does not end the graph.
-        out = as_own(result.out)
-        ctx.out_version, ctx.mask_version = _version(out), None
-        mask = tensors.bias
-        if mask is not None and mask.dtype is torch.bool:
-            ctx.mask_version, ctx.mask_was = _version(mask), mask._version
-            tensors = tensors._replace(bias=mask.data)
-        results = result.out, result.softmax_lse, result.rng_state
-        ctx.save_for_backward(*inputs, *results, *tensors[3:-1], *result.saved)
-        ctx.set_materialize_grads(False)
-        return out
+def make_own(out: Tensor, x: Any) -> tuple[Tensor, Watch, Inputs]:
+    """Return ``out`` as a tensor of its own, its watch, and inputs whose mask of booleans may be saved and written to.
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return (None,) * 6
-        saved = ctx.saved_tensors  # once, as in autograd.py
-        if ctx.mask_version is not None and ctx.mask_version._version != ctx.mask_was:
-            mask = _kept_mask(ctx.prepared, saved[_MASK], saved[_MASK + 1 :])
-            saved = (*saved[:_MASK], mask, *saved[_MASK + 1 :])
-        if ctx.out_version._version and not (torch.is_grad_enabled() or is_wrapped(dout)):  # which make their own
-            # The caller has written to the first out. Hooks may have moved tensors, so the call is found again.
-            tensors = new_inputs(DenseInputs, (*saved[:3], *saved[6 : _MASK + 1], saved[5]))
-            with settings.using_backend(ctx.used):
-                prepared = find(tensors, ctx.prepared.scalars, ctx.prepared.flags)
-                saved = (*saved[:3], run(prepared, tensors)[1].out, *saved[4:])
-        state = SimpleNamespace(
-            prepared=ctx.prepared, used=ctx.used, inputs=3, needs_input_grad=ctx.needs_input_grad,
-            saved_tensors=saved,
-        )  # fmt: skip
-        return differentiate(state, dout.transpose(1, 2), None, None)
+    The tensor shares the memory of ``out`` and has another version: writing to it does not end the graph.
+    """
+    own, mask = as_own(out), x.bias
+    if mask is None or mask.dtype is not torch.bool:
+        return own, Watch(_version(own), None, 0), x
+    return own, Watch(_version(own), _version(mask), mask._version), x._replace(bias=mask.data)
 
 
-_record = super(torch.autograd.Function, _HeadsFirst).apply  # as in autograd.py
+def undo_writes(
+    watch: Watch, entry: Entry, x: Any, result: Result, is_differentiated: bool
+) -> tuple[Inputs, Result]:  # fmt: skip
+    """Return the inputs and the result of a forward as they were before the caller wrote to out or to the mask.
+
+    is_differentiated: whether the gradients come from another forward, which needs no ``out``
+    """
+    if watch.mask is not None and watch.mask._version != watch.mask_version:
+        x = x._replace(bias=_kept_mask(entry, x.bias, result.saved))
+    if watch.out._version and not is_differentiated:
+        again = x._replace(rng_state=result.rng_state)
+        # Hooks may have moved tensors, so the call is found again.
+        result = result._replace(out=run(find(again, entry.options), again)[1].out)
+    return x, result
 
 
 def _version(tensor: Tensor) -> Tensor:
@@ -86,12 +74,12 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(0, dtype=dtype, device=device)
 
 
-def _kept_mask(prepared: Prepared, mask: Tensor, saved: tuple[Any, ...]) -> Tensor:
+def _kept_mask(entry: Entry, mask: Tensor, saved: tuple[Any, ...]) -> Tensor:
     """The mask of booleans as the forward saw it."""
-    found: Tensor | None = prepared.backend.saved_mask(mask, saved)
+    found: Tensor | None = entry.backend.saved_mask(mask, saved)
     if found is None:
         raise RuntimeError(
             "attn_mask is needed for gradients, and has been modified by an inplace operation since the forward. The "
-            f"backend {prepared.backend.name} kept no copy of it: give the forward a copy"
+            f"backend {entry.backend.name} kept no copy of it: give the forward a copy"
         )
     return found

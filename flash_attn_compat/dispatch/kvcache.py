@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, overlap
-from flash_attn_compat.core.arguments import integer, split_descales
-from flash_attn_compat.core.cache_arguments import CacheOptions
-from flash_attn_compat.core.call import RETURN_LSE, CacheInputs, Scalars, new_inputs
+from flash_attn_compat.core.arguments.options import integer, split_descales
+from flash_attn_compat.core.call import CacheInputs, Options, new_tuple
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives
 from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, refuse_private
 from flash_attn_compat.dispatch.serve import find, run
+
+_LSE = int(Feature.LSE)
 
 
 def attend(
@@ -60,43 +62,33 @@ def attend(
         table = cache_batch_idx
     if type(num_splits) is not int:
         num_splits = integer("num_splits", num_splits)
-    x = new_inputs(CacheInputs, (
+    x = new_tuple(CacheInputs, (
         q, k_cache, v_cache, alibi_slopes, cache_seqlens, cache_leftpad, table, k_descale, v_descale, k, v, rotary_cos,
         rotary_sin,
     ))  # fmt: skip
-    side = None if length is None else _side_of_rows(q, k, length)
-    scalars = (
-        0.0, softmax_scale, causal, left, right, softcap, False, 0, 0, k_factor, v_factor,
-        bool(rotary_interleaved), num_splits, cache_batch_idx is not None, length is not None, side,  # CacheOptions
-    )  # fmt: skip
-    prepared, result = run(find(x, scalars, RETURN_LSE if return_lse else 0, length), x, length)
-    return result.out, result.lse.contiguous() if prepared.call.return_lse else None
+    options = new_tuple(Options, (
+        0.0, softmax_scale, causal, left, right, softcap, False, _LSE if return_lse else 0, 0, 0, k_factor, v_factor,
+        bool(rotary_interleaved), num_splits, cache_batch_idx is not None, length is not None,
+        None if length is None else _side_of_rows(q, k, length),
+    ))  # fmt: skip
+    entry, result = run(find(x, options, length), x, length)
+    return result.out, result.lse.contiguous() if entry.call.use & _LSE else None
 
 
-def attend_into(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, slopes: Tensor | None, lengths: Tensor, table: Tensor,
-    scalars: Scalars, return_lse: bool = False, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-    k: Tensor | None = None, v: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+def attend_into(out: Tensor, x: CacheInputs, options: Options) -> Tensor | None:
     """Write the result of a call over pages to ``out``, which no input shares; return softmax_lse if asked for.
 
     Args:
-        q, out: (batch, seqlen_q, nheads, headdim)
-        lengths: (batch,) int32
-        k_descale, v_descale: as in AttentionCall
-        k, v: (batch, seqlen_new, nheads_k, headdim), written behind ``lengths`` before. To our kernels a length of
-            -seqlen_new says that the sequence has no keys, and that nothing is written
+        out: as x.q
+        x: q is (batch, seqlen_q, nheads, headdim); k_new and v_new are written behind seqused_k, (batch,) int32. To our
+            kernels a length of -seqlen_new says that the sequence has no keys, and that nothing is written
+        options: ``use`` holds Feature.LSE or nothing
 
     Nothing is recorded for autograd.
     """
     checks.is_tensor("out", out)
-    tensors = CacheInputs(
-        q, k_cache, v_cache, slopes, seqused_k=lengths, block_table=table, k_descale=k_descale, v_descale=v_descale,
-        k_new=k, v_new=v,
-    )  # fmt: skip
-    flags, numbers = RETURN_LSE if return_lse else 0, (*scalars, *CacheOptions())
-    result = run(find(tensors, numbers, flags), tensors, out=out)[1]
-    return result.lse if return_lse else None
+    result = run(find(x, options), x, out=out)[1]
+    return result.lse if options.use & _LSE else None
 
 
 def _side_of_rows(q: Any, k: Any, length: int) -> int | None:

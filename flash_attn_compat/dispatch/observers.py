@@ -1,7 +1,7 @@
 """Who observes or differentiates a call: compilers, traces, dispatch modes, tensor classes, transforms and autograd.
 
 Every call asks before anything is converted or checked. The answers decide between an operator and an eager call, and
-set the flags of the latter.
+set how the latter is used (Options.use).
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from flash_attn_compat.core.call import NEEDS_GRAD, SHARES_DROPOUT_MASK, SLOPES_GRADIENT, TRANSFORMED
-from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.entry import PLAIN
+from flash_attn_compat.core.features import SLOPES_GRADIENT, Feature
 from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on
 from flash_attn_compat.dispatch import flops, sharding
+
+BACKWARD, TRANSFORMS = int(Feature.BACKWARD), int(Feature.TRANSFORMS)
+_WITH_SLOPES = BACKWARD | Feature.SHARED_DROPOUT_MASK | SLOPES_GRADIENT
 
 
 def must_be_one_operator(tensors: tuple[Any, ...], has_derivatives: bool = True) -> bool:
@@ -59,18 +62,18 @@ def _has_dispatch(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
-def recording_flags(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> int:
-    """Return the flags of a call that autograd records, or that a transform or forward-mode AD differentiates, or 0."""
+def recorded_use(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> int:
+    """Return Options.use for a call that autograd records, or that torch.func or forward-mode AD derives; else 0."""
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
-        return TRANSFORMED
+        return TRANSFORMS
     if torch.is_grad_enabled():
         if slopes is not None and are_trained(slopes):
             # The slopes' gradient comes from another backend's operators, which draw the same dropout mask.
-            return NEEDS_GRAD | SHARES_DROPOUT_MASK | SLOPES_GRADIENT
+            return _WITH_SLOPES
         try:
             for tensor in inputs:
                 if tensor.requires_grad:
-                    return NEEDS_GRAD
+                    return BACKWARD
         except AttributeError:  # an input is no tensor, and the checks will name it
             pass
     return 0

@@ -7,7 +7,6 @@ recomputation gets the same numbers, and two draws are never merged into one.
 The namespace is flash_attn_compat, for flash_attn:: belongs to flash-attn. Eager calls use no operator.
 """
 
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,38 +16,37 @@ from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, dropout
+from flash_attn_compat.core.arguments.build import with_page_lengths
 from flash_attn_compat.core.call import (
-    GIVEN_LSE,
-    NEEDS_GRAD,
-    RETURN_DMASK,
-    RETURN_LSE,
-    SHARES_DROPOUT_MASK,
-    TRANSFORMED,
     AttentionCall,
     BackwardInputs,
     DenseInputs,
     Gradients,
     Inputs,
+    Options,
     PackedInputs,
-    Scalars,
 )
-from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.entry import PLAIN
+from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.core.torch_state import tracing_state, with_autograd
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, serve, sharding
 from flash_attn_compat.dispatch.autograd import differentiable_gradients, gradient_of_lse, gradient_of_slopes
-from flash_attn_compat.dispatch.call_cache import settled
 from flash_attn_compat.dispatch.observers import are_trained
 
+_LSE = int(Feature.LSE)
 
-def forward(
-    tensors: Inputs, scalars: tuple[Any, ...], return_dmask: bool = False, return_lse: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, softmax_lse, S_dmask, rng_state); outputs that tracing shows to be unused have no elements."""
-    q, k, v, slopes = tensors.q, tensors.k, tensors.v, tensors.alibi_slopes
-    arguments, trains_slopes = _flatten(tensors, scalars), are_trained(slopes)
+
+def forward(x: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (out, softmax_lse, S_dmask, rng_state); outputs that tracing shows to be unused have no elements.
+
+    options.use: LSE and DMASK count, the other bits follow from the tensors
+    """
+    q, k, v, slopes = x.q, x.k, x.v, x.alibi_slopes
+    arguments, trains_slopes = _flatten(x, options), are_trained(slopes)
     drops = arguments[_DROPOUT_P] > 0.0
+    return_lse, return_dmask = bool(options.use & _LSE), bool(options.use & DMASK) and drops
     theirs = under_flash_attns_name
     if theirs is not None and not (trains_slopes or is_compiling()) and tracing_state() is None:
         # Where make_fx records, flash-attn's operators draw inside, so a compiler may merge two of them.
@@ -83,44 +81,52 @@ def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
 under_flash_attns_name: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | None] | None = None
 
 
-def backward(tensors: Inputs, scalars: tuple[Any, ...], upstream: BackwardInputs) -> Gradients:
+def backward(x: Inputs, options: Options, upstream: BackwardInputs) -> Gradients:
     """Return dq, dk and dv as new tensors."""
     # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
     dout, out, softmax_lse, rng_state, _, _ = upstream
-    return Gradients(*backward_op(dout, out, softmax_lse, rng_state, None, *_flatten(tensors, scalars)))
+    return Gradients(*backward_op(dout, out, softmax_lse, rng_state, None, *_flatten(x, options)))
 
 
-# The operators' arguments: these tensors, the longest lengths where they are tensors, then the fields of Scalars.
-_TENSORS = PackedInputs._fields[:-1]
-NAMES = *_TENSORS, "max_seqlen_q_tensor", "max_seqlen_k_tensor", *Scalars._fields
+# The operators' arguments: tensors, the longest lengths where they are tensors, then numbers. Exported graphs hold them
+# in this order, so that a new one goes last.
+_TENSORS = (
+    "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "k_descale",
+    "v_descale",
+)  # fmt: skip
+_NUMBERS = {
+    "dropout_p": float, "softmax_scale": float | None, "causal": bool, "window_size_left": int,
+    "window_size_right": int, "softcap": float, "deterministic": bool, "max_seqlen_q": int, "max_seqlen_k": int,
+    "k_factor": float, "v_factor": float,
+}  # fmt: skip
+_LONGEST = {"max_seqlen_q_tensor": "max_seqlen_q", "max_seqlen_k_tensor": "max_seqlen_k"}
+NAMES = *_TENSORS, *_LONGEST, *_NUMBERS
 _SLOPES, _DROPOUT_P = NAMES.index("alibi_slopes"), NAMES.index("dropout_p")
 _COUNT = len(NAMES)
 
 
-def _flatten(tensors: Inputs, scalars: tuple[Any, ...]) -> tuple[Any, ...]:
+def _flatten(x: Inputs, options: Options) -> tuple[Any, ...]:
     """Return the operators' arguments. A longest length given as a tensor stays one: tracing need not read it."""
-    dropout_p, softmax_scale, causal, left, right, softcap, deterministic, *longest, k_factor, v_factor = scalars
+    longest = options.max_seqlen_q, options.max_seqlen_k
     return (
-        *[getattr(tensors, name) for name in _TENSORS], *[x if isinstance(x, Tensor) else None for x in longest],
-        checks.number("dropout_p", dropout_p), softmax_scale, checks.causal(causal), left, right,
-        checks.softcap(softcap), bool(deterministic), *[0 if isinstance(x, Tensor) else x for x in longest],
-        k_factor, v_factor,
+        *[getattr(x, name) for name in _TENSORS], *[one if isinstance(one, Tensor) else None for one in longest],
+        checks.number("dropout_p", options.dropout_p), options.softmax_scale, checks.causal(options.causal),
+        options.window_size_left, options.window_size_right, checks.softcap(options.softcap),
+        bool(options.deterministic), *[0 if isinstance(one, Tensor) else one for one in longest], options.k_factor,
+        options.v_factor,
     )  # fmt: skip
 
 
-def _found(arguments: Sequence[Any], flags: int) -> tuple[Inputs, Scalars, int]:
+def _find(arguments: Sequence[Any], use: int) -> tuple[Inputs, Options]:
     """Return the arguments of ``find`` from the operators'."""
-    tensors: Inputs = PackedInputs(*arguments[: len(_TENSORS)])
-    if tensors.cu_seqlens_q is None:
-        tensors = DenseInputs(tensors.q, tensors.k, tensors.v, tensors.alibi_slopes)
-    scalars = Scalars(*arguments[len(_TENSORS) + 2 : _COUNT])
-    longest_q, longest_k = arguments[len(_TENSORS) : len(_TENSORS) + 2]
-    if longest_q is not None:
-        scalars = scalars._replace(max_seqlen_q=longest_q)
-    if longest_k is not None:
-        scalars = scalars._replace(max_seqlen_k=longest_k)
-    tensors, flags = settled(tensors, flags)
-    return tensors, scalars, flags
+    named = dict(zip(NAMES, arguments))
+    numbers = {name: named[name] for name in _NUMBERS}
+    numbers |= {name: named[as_tensor] for as_tensor, name in _LONGEST.items() if named[as_tensor] is not None}
+    options = Options(use=use, **numbers)
+    if named["cu_seqlens_q"] is None:
+        return DenseInputs(named["q"], named["k"], named["v"], named["alibi_slopes"]), options
+    x: Inputs = with_page_lengths(PackedInputs(**{name: named[name] for name in _TENSORS}))
+    return x, options
 
 
 SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
@@ -133,8 +139,7 @@ def schema(kinds: Mapping[str, Any]) -> str:
     return ", ".join(f"{SPELLINGS[kind]} {name}" for name, kind in kinds.items())
 
 
-_SCALARS = typing.get_type_hints(Scalars) | {"softcap": float, "max_seqlen_q": int, "max_seqlen_k": int}
-_SCHEMA = schema(dict.fromkeys(NAMES, Tensor | None) | dict.fromkeys("qkv", Tensor) | _SCALARS)
+_SCHEMA = schema(dict.fromkeys(NAMES, Tensor | None) | dict.fromkeys("qkv", Tensor) | _NUMBERS)
 
 
 @torch.library.custom_op(
@@ -147,10 +152,10 @@ _SCHEMA = schema(dict.fromkeys(NAMES, Tensor | None) | dict.fromkeys("qkv", Tens
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return_lse, return_dmask, needs_grad, rng_state = _asked(arguments)
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
-    flags = SHARES_DROPOUT_MASK | _flags(return_lse, return_dmask) | (NEEDS_GRAD if needs_grad else 0)
+    use = Feature.SHARED_DROPOUT_MASK | _use(return_lse, return_dmask) | (Feature.BACKWARD if needs_grad else 0)
     # A copy, since an operator must not return its argument.
     copy = None if rng_state is None else rng_state.clone(memory_format=torch.contiguous_format)
-    return _results(arguments, flags, copy)
+    return _results(arguments, use, copy)
 
 
 def _asked(arguments: Sequence[Any]) -> tuple[bool, bool, bool, Tensor | None]:
@@ -159,15 +164,16 @@ def _asked(arguments: Sequence[Any]) -> tuple[bool, bool, bool, Tensor | None]:
     return return_lse, return_dmask, needs_grad, rng_state
 
 
-def _flags(return_lse: bool, return_dmask: bool) -> int:
-    return (RETURN_LSE if return_lse else 0) | (RETURN_DMASK if return_dmask else 0)
+def _use(return_lse: bool, return_dmask: bool) -> int:
+    return (Feature.LSE if return_lse else 0) | (DMASK if return_dmask else 0)
 
 
 def _results(
-    arguments: Sequence[Any], flags: int, rng_state: Tensor | None
+    arguments: Sequence[Any], use: int, rng_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors, scalars, flags = _found(arguments, flags)
-    out, lse, dmask, rng_state = serve.whole(serve.with_rng_state(tensors, rng_state), scalars, flags)
+    x: Any
+    x, options = _find(arguments, use)
+    out, lse, dmask, rng_state = serve.run_outside_autograd(x._replace(rng_state=rng_state), options)
     return out.contiguous(), lse, dmask, rng_state
 
 
@@ -210,15 +216,14 @@ def unwritten(
 def backward_op(
     dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors, scalars, flags = _found(arguments, _BACKWARD)
-    prepared = serve.find(tensors, scalars, flags)
+    x, options = _find(arguments, _BACKWARD)
     upstream = BackwardInputs(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
-    _, derived = serve.gradients(prepared, serve.backward_tensors(tensors, rng_state), upstream)
+    _, derived = serve.gradients(serve.find(x, options), serve.backward_inputs(x, rng_state), upstream)
     dq, dk, dv = derived.gradients
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-_BACKWARD = NEEDS_GRAD | RETURN_LSE | SHARES_DROPOUT_MASK | GIVEN_LSE
+_BACKWARD = Feature.BACKWARD | Feature.LSE | Feature.SHARED_DROPOUT_MASK | Feature.GIVEN_LSE
 
 
 @backward_op.register_fake
@@ -235,10 +240,10 @@ def _(
     schema=f"(Tensor dout, Tensor? rng_state, Tensor? dlse, {_SCHEMA}) -> Tensor",
 )
 def slopes_backward_op(dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any) -> Tensor:
-    given, scalars, flags = _found(arguments, _BACKWARD)
-    tensors = serve.backward_tensors(given, rng_state)
+    x, options = _find(arguments, _BACKWARD)
+    call = serve.find(x, options).call.over(serve.backward_inputs(x, rng_state))
     with with_autograd():
-        return gradient_of_slopes(serve.find(given, scalars, flags).call.over(tensors), dout, dlse).detach()
+        return gradient_of_slopes(call, dout, dlse).detach()
 
 
 @slopes_backward_op.register_fake
@@ -294,17 +299,17 @@ def differentiable(
     arguments: the operators'
     """
     call = _differentiable_call(arguments, rng_state)
-    return differentiable_gradients((call.alibi_slopes, *call[:3]), wanted, call, dout, dlse)
+    return differentiable_gradients((call.alibi_slopes, call.q, call.k, call.v), wanted, call, dout, dlse)
 
 
 def _differentiable_call(arguments: Sequence[Any], rng_state: Tensor | None) -> AttentionCall:
-    return serve.differentiable_call(*_found(arguments, TRANSFORMED | RETURN_LSE), rng_state)
+    return serve.differentiable_call(*_find(arguments, Feature.TRANSFORMS | Feature.LSE), rng_state)
 
 
 def _plain_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the forward by differentiable operators."""
     return_lse, return_dmask, _, rng_state = _asked(arguments)
-    return _results(arguments, TRANSFORMED | _flags(return_lse, return_dmask), rng_state)
+    return _results(arguments, Feature.TRANSFORMS | _use(return_lse, return_dmask), rng_state)
 
 
 def _plain_backward(

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, sinks, torch_state
-from flash_attn_compat.core.call import (
-    RETURN_LSE,
-    RETURN_PROBS,
-    SHARES_DROPOUT_MASK,
-    DenseInputs,
-    PackedInputs,
-    new_inputs,
-)
+from flash_attn_compat.core.arguments.build import with_page_lengths
+from flash_attn_compat.core.call import DenseInputs, Inputs, Options, PackedInputs
+from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.dispatch import autograd, ops
-from flash_attn_compat.dispatch.observers import are_strided, are_transformed, must_be_one_operator, recording_flags
+from flash_attn_compat.dispatch.observers import are_strided, are_transformed, must_be_one_operator, recorded_use
+
+_WITH_SINKS = Feature.LSE | Feature.SHARED_DROPOUT_MASK
+_WITH_PROBABILITIES = _WITH_SINKS | DMASK
 
 
 def attend(
@@ -36,31 +34,32 @@ def attend(
         inputs, softmax_scale = _scale_queries(inputs, softmax_scale)
     q, k, v = inputs if len(inputs) == 3 else _unpack(inputs)
     if is_packed:
-        tensors = new_inputs(PackedInputs, (
-            q, k, v, slopes, cu_seqlens_q, cu_seqlens_k, None, None, block_table, k_descale, v_descale, None,
-        ))  # fmt: skip
+        x: Inputs = PackedInputs(
+            q, k, v, slopes, cu_seqlens_q, cu_seqlens_k, None, None, block_table, k_descale, v_descale, None
+        )  # fmt: skip
     else:
-        tensors = new_inputs(DenseInputs, (q, k, v, slopes, None, None))
-    is_one_operator = must_be_one_operator(inputs) and are_strided((*tensors,))
-    flags = 0 if is_one_operator else recording_flags(inputs, slopes)
+        x = DenseInputs(q, k, v, slopes, None, None)
+    is_one_operator = must_be_one_operator(inputs) and are_strided((*x,))
+    use = 0 if is_one_operator else recorded_use(inputs, slopes)
     if s_aux is not None:
         sinks.check(s_aux, q.shape[-2], q.device, slopes)
-        flags |= RETURN_LSE | SHARES_DROPOUT_MASK
+        use |= _WITH_SINKS
+    if return_attn_probs:
+        use |= _WITH_PROBABILITIES
     try:
         left, right = window_size
     except (TypeError, ValueError):
         left, right = checks.two_bounds(window_size)  # raises an error that describes a window
-    scalars = (
-        dropout_p, softmax_scale, causal, left, right, softcap, deterministic, max_seqlen_q, max_seqlen_k, k_factor,
-        v_factor,
+    options = Options(
+        dropout_p, softmax_scale, causal, left, right, softcap, deterministic, use, max_seqlen_q, max_seqlen_k,
+        k_factor, v_factor,
     )  # fmt: skip
     if not is_one_operator:
-        outputs = autograd.attend(inputs, tensors, scalars, flags | RETURN_PROBS if return_attn_probs else flags)
+        outputs = autograd.attend(inputs, x if block_table is None else with_page_lengths(x), options)
     else:
         if is_packed:
             checks.is_given("cu_seqlens_q", cu_seqlens_q)  # which tells packed calls from dense ones
-        return_dmask = return_attn_probs and dropout_p > 0.0
-        outputs = ops.forward(tensors, scalars, return_dmask, return_attn_probs or s_aux is not None)[:3]
+        outputs = ops.forward(x, options)[:3]
     if s_aux is not None:
         outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
     return outputs if return_attn_probs else outputs[0]

@@ -13,26 +13,18 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, overlap, unwritten
-from flash_attn_compat.core.call import (
-    GIVEN_LSE,
-    RETURN_DMASK,
-    RETURN_LSE,
-    SHARES_DROPOUT_MASK,
-    BackwardInputs,
-    DenseInputs,
-    Gradients,
-    Inputs,
-    Scalars,
-)
+from flash_attn_compat.core.arguments.build import with_page_lengths
+from flash_attn_compat.core.call import BackwardInputs, Gradients, Inputs, Options
+from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
-from flash_attn_compat.dispatch.call_cache import settled
-from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, recording_flags
-from flash_attn_compat.dispatch.serve import backward_tensors, find, gradients, run, whole
+from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, recorded_use
+from flash_attn_compat.dispatch.serve import backward_inputs, find, gradients, run, run_outside_autograd
 
-# rng_state describes the mask, and any backend may draw it again.
-_FORWARD = RETURN_LSE | SHARES_DROPOUT_MASK
-_BACKWARD = GIVEN_LSE | SHARES_DROPOUT_MASK
+# Options.use. rng_state describes the dropout mask, and any backend may draw it again.
+_FORWARD = Feature.LSE | Feature.SHARED_DROPOUT_MASK
+_FORWARD_WITH_DMASK = _FORWARD | DMASK
+BACKWARD = Feature.GIVEN_LSE | Feature.SHARED_DROPOUT_MASK
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 Written = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -41,55 +33,57 @@ Written = tuple[Tensor | None, Tensor | None, Tensor | None]
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward(tensors: Inputs, scalars: Scalars, return_softmax: bool) -> Results:
-    """Return (out, softmax_lse, S_dmask, rng_state); S_dmask has no elements without return_softmax."""
-    q, k, v, slopes = tensors.q, tensors.k, tensors.v, tensors.alibi_slopes
-    if return_softmax and checks.dropout(scalars.dropout_p) <= 0.0:
+def forward_use(return_softmax: object) -> int:
+    """Return Options.use of a forward, with S_dmask or without."""
+    return _FORWARD_WITH_DMASK if return_softmax else _FORWARD
+
+
+def forward(x: Inputs, options: Options) -> Results:
+    """Return (out, softmax_lse, S_dmask, rng_state). options.use: as ``forward_use`` returns it"""
+    q, k, v, slopes = x.q, x.k, x.v, x.alibi_slopes
+    if options.use & DMASK and checks.dropout(options.dropout_p) <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
-    if must_be_one_operator((q, k, v), False) and are_strided((*tensors,)):
-        return ops.forward(tensors, scalars, bool(return_softmax))
-    flags = _FORWARD | RETURN_DMASK if return_softmax else _FORWARD
-    if type(tensors) is not DenseInputs:
-        tensors, flags = settled(tensors, flags)
-    if not recording_flags((q, k, v), slopes):
-        return whole(tensors, scalars, flags)
-    results: Results = _WithoutFormula.apply(functools.partial(whole, tensors, scalars, flags), q, k, v, slopes)
+    if must_be_one_operator((q, k, v), False) and are_strided((*x,)):
+        return ops.forward(x, options)
+    if x.block_table is not None:
+        x = with_page_lengths(x)
+    if not recorded_use((q, k, v), slopes):
+        return run_outside_autograd(x, options)
+    compute = functools.partial(run_outside_autograd, x, options)
+    results: Results = _WithoutFormula.apply(compute, q, k, v, slopes)
     return results
 
 
-def varlen_forward(
-    tensors: Inputs, scalars: Scalars, return_softmax: bool, zero_tensors: bool, num_splits: int
-) -> Results:
+def varlen_forward(x: Inputs, options: Options, zero_tensors: bool, num_splits: int) -> Results:
     """As ``forward`` of a packed call. zero_tensors, num_splits: as in _flash_attn_varlen_forward"""
-    q, starts_q = tensors.q, tensors.cu_seqlens_q
+    q, starts_q = x.q, x.cu_seqlens_q
     checks.is_given("cu_seqlens_q", starts_q)
-    if num_splits > 1 and tensors.block_table is not None:
-        _check_num_splits(num_splits, tensors, scalars)
-    out, lse, dmask, rng_state = forward(tensors, scalars, return_softmax)
+    if num_splits > 1 and x.block_table is not None:
+        _check_num_splits(num_splits, x, options)
+    out, lse, dmask, rng_state = forward(x, options)
     if zero_tensors:
         lse = lse.masked_fill(unwritten.is_outside(starts_q, q.shape[0]), -torch.inf)
     return out, lse, dmask, rng_state
 
 
-def forward_into(out: Tensor, tensors: Inputs, scalars: Scalars, return_lse: bool = False) -> Tensor | None:
-    """Write a forward's result to ``out``; return softmax_lse if asked for. Nothing is recorded for autograd.
+def forward_into(out: Tensor, x: Inputs, options: Options) -> Tensor | None:
+    """Write a forward's result to ``out``; return softmax_lse if ``options.use`` asks. Autograd records nothing.
 
     The kernel itself writes to a contiguous ``out``. No input may share its memory. Tokens outside of all packed
     sequences get 0, or keep what ``out`` holds.
     """
     checks.is_tensor("out", out)
-    tensors, flags = settled(tensors, _FORWARD if return_lse else 0)
-    _, result = run(find(tensors, scalars, flags), tensors, out=out)
-    return result.lse if return_lse else None
+    x = with_page_lengths(x)
+    _, result = run(find(x, options), x, out=out)
+    return result.lse if options.use & Feature.LSE else None
 
 
-def _check_num_splits(num_splits: int, tensors: Inputs, scalars: Scalars) -> None:
-    q, k, slopes = tensors.q, tensors.k, tensors.alibi_slopes
-    checks.is_tensor("q", q)
-    checks.is_tensor("k", k)
-    has_window = max(scalars.window_size_left, scalars.window_size_right) >= 0
-    is_plain = scalars.dropout_p <= 0.0 and slopes is None and not has_window
-    if scalars.max_seqlen_q != 1 or q.shape[-2] <= k.shape[-2] or not is_plain:
+def _check_num_splits(num_splits: int, x: Inputs, options: Options) -> None:
+    checks.is_tensor("q", x.q)
+    checks.is_tensor("k", x.k)
+    has_window = max(options.window_size_left, options.window_size_right) >= 0
+    is_plain = options.dropout_p <= 0.0 and x.alibi_slopes is None and not has_window
+    if options.max_seqlen_q != 1 or x.q.shape[-2] <= x.k.shape[-2] or not is_plain:
         raise RuntimeError(f"num_splits > 1 is not supported with a block_table, got num_splits = {num_splits}")
     if num_splits > 128:
         raise RuntimeError(f"num_splits > 128 not supported, got {num_splits}")
@@ -113,27 +107,30 @@ class _WithoutFormula(torch.autograd.Function):
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def backward(tensors: Inputs, scalars: Scalars, upstream: BackwardInputs, written: Written) -> Tensor:
-    """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do."""
-    dout, out, lse = upstream[:3]
-    q, starts_q = tensors.q, tensors.cu_seqlens_q
-    if must_be_one_operator((dout, q, tensors.k, tensors.v, out, lse), False) and are_strided((*tensors,)):
+def backward(x: Inputs, options: Options, upstream: BackwardInputs, written: Written) -> Tensor:
+    """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do.
+
+    options.use: BACKWARD
+    """
+    dout, out, q, starts_q = upstream.dout, upstream.out, x.q, x.cu_seqlens_q
+    observed = dout, q, x.k, x.v, out, upstream.softmax_lse
+    if must_be_one_operator(observed, False) and are_strided((*x,)):
         for name, gradient in () if torch.compiler.is_compiling() else zip("qkv", written):
             if gradient is not None:
                 overlap.refuse(f"d{name}", gradient)
         with torch.no_grad():
-            _write(ops.backward(tensors, scalars, upstream), written)
+            _write(ops.backward(x, options, upstream), written)
         delta = None
     else:
         was_recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # torch.no_grad() costs nine Python calls
         try:
-            delta = _backward(*settled(tensors, _BACKWARD), scalars, upstream, written)
+            delta = _backward(x, options, upstream, written)
         finally:
             torch._C._set_grad_enabled(was_recording)
     if delta is None:
         delta = (dout.detach().float() * out.detach()).sum(-1, dtype=torch.float32).transpose(-1, -2)
-    dropout_p = checks.dropout(scalars.dropout_p)
+    dropout_p = checks.dropout(options.dropout_p)
     if dropout_p > 0.0:
         delta = delta * (1.0 - dropout_p)
     if starts_q is not None:
@@ -143,21 +140,19 @@ def backward(tensors: Inputs, scalars: Scalars, upstream: BackwardInputs, writte
     return torch.constant_pad_nd(delta, (0, behind)) if behind else delta.contiguous()
 
 
-def _backward(
-    tensors: Inputs, flags: int, scalars: Scalars, upstream: BackwardInputs, written: Written
-) -> Tensor | None:  # fmt: skip
+def _backward(x: Inputs, options: Options, upstream: BackwardInputs, written: Written) -> Tensor | None:
     """Write dq, dk and dv; return delta if the backend computed it, else None."""
-    prepared = find(tensors, scalars, flags)
+    entry = find(x, options)
     checks.upstream_memory(upstream, *written)
     dout, out, lse, given_state = upstream.dout, upstream.out, upstream.lse, upstream.rng_state
     upstream = BackwardInputs(dout.resolve_neg(), out.resolve_neg(), lse.resolve_neg(), given_state)
-    rng_state = given_state if prepared.call.dropout_p else None
+    rng_state = given_state if entry.call.dropout_p else None
     (dq, dk, dv), into = written, None
     if not (dq is None or dk is None or dv is None or dq.is_neg() or dk.is_neg() or dv.is_neg()):
         into = Gradients(dq, dk, dv)  # a kernel can write all three
     backend, found = gradients(
-        prepared, backward_tensors(tensors, rng_state), upstream, into,
-        lambda: checks.upstream(prepared.call.over(tensors), upstream, *written),
+        entry, backward_inputs(x, rng_state), upstream, into,
+        lambda: checks.upstream(entry.call.over(x), upstream, *written),
     )  # fmt: skip
     if backend is not None:
         choice.served[backend.name] += 1

@@ -15,146 +15,144 @@ from torch import Tensor
 from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, NegatedView
 from flash_attn_compat.core import checks, cuda_capture, torch_state
 from flash_attn_compat.core.append import by_operators
+from flash_attn_compat.core.arguments import call_of
+from flash_attn_compat.core.arguments import check as check_arguments
+from flash_attn_compat.core.arguments.options import checked
 from flash_attn_compat.core.call import (
+    NO_INPUTS,
     AttentionCall,
     BackwardInputs,
     BackwardResult,
     Gradients,
     Inputs,
+    Options,
     Result,
-    new_inputs,
+    new_tuple,
 )
-from flash_attn_compat.core.features import Feature
-from flash_attn_compat.core.prepared import BackwardRun, Key, Prepared, Run, RunInto
+from flash_attn_compat.core.entry import BackwardRun, Entry, Key, Run, RunInto, never_run
+from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.scores import signed_probabilities
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import at_exit, call_cache, choice
 
+LSE = int(Feature.LSE)
 
-def find(x: Inputs, scalars: tuple[Any, ...], flags: int, length: int | None = None) -> Prepared:
+
+def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
     """Return the prepared call of these arguments. The numbers in tensors pass their checks here.
 
     Args:
-        x, flags: as ``settled`` in call_cache.py returns them, or of a call over a cache
-        scalars: the fields of Scalars as the caller gave them, and further numbers of a call over a cache
+        x: of packed calls over pages as ``with_page_lengths`` returns them
+        options: the numbers as the caller gave them
         length: an int cache_seqlens for all sequences, which is in no key
     Raises:
         BackendNotSupported, CallRefused: no backend serves the call, or not the forced one
         RuntimeError, IndexError: an argument is malformed (core/checks.py); ValueError: an environment variable is
     """
-    # Bounds and longest lengths must be ints: 1.0 is no bound, and equals 1 in a key.
-    if not type(scalars[3]) is type(scalars[4]) is type(scalars[7]) is type(scalars[8]) is int:
-        scalars = call_cache.hashable(scalars)
-    key, prepared = call_cache.look_up(x, scalars, flags)
-    if prepared is None:
-        values = call_cache.hashable(scalars)
-        if values is not scalars:
-            key, prepared = call_cache.look_up(x, values, flags)
-    known = prepared is not None
-    if prepared is None:
-        prepared = call_cache.build(x, values, flags, length)
-    if prepared.check is not None:
-        prepared.check(x, length)
-    if known:
-        return prepared
-    prepared.key = key
-    return _prepare(prepared)
+    bounds = options.window_size_left, options.window_size_right, options.max_seqlen_q, options.max_seqlen_k
+    if not _INT.issuperset(map(type, bounds)):  # 1.0 is no bound, and equals 1 in a key
+        options = checked(options)
+    key, entry = call_cache.look_up(x, options)
+    if entry is None and (numbers := checked(options)) is not options:
+        options = numbers
+        key, entry = call_cache.look_up(x, options)
+    if entry is None:
+        return _prepare(x, options, length, key)
+    if entry.check is not None:
+        entry.check(x, length)
+    return entry
+
+
+_INT = frozenset({int})
 
 
 def run(
-    prepared: Prepared, tensors: Inputs, length: int | None = None, out: Tensor | None = None
-) -> tuple[Prepared, Result]:
-    """Run a prepared call; return its result, and the prepared call that served in the end (a fallback's, maybe).
+    entry: Entry, x: Inputs, length: int | None = None, out: Tensor | None = None
+) -> tuple[Entry, Result]:  # fmt: skip
+    """Run a prepared call; return its result, and the entry that served in the end (a fallback's, maybe).
 
     out: a tensor to write the result's ``out`` to, or None; no input shares its memory
     Raises BackendNotSupported or CallRefused if kernels fail and no other backend serves.
     """
     while True:
         try:
-            result = prepared.run(tensors, length) if out is None else _run_into(prepared, tensors, out)
+            result = entry.run(x, length) if out is None else _run_into(entry, x, out)
         except NegatedView:
-            tensors = _without_negated_views(prepared, tensors)
-            prepared = find(tensors, prepared.scalars, prepared.flags, length)
+            x = _without_negated_views(entry, x)
+            entry = find(x, entry.options, length)
         except KernelsFailed as failure:
-            scalars, flags, backend = prepared.scalars, prepared.flags, prepared.backend
-            again = call_cache.build(tensors, scalars, flags, length)
+            options, backend = entry.options, entry.backend
             if failure.appended is None:
-                again.key = prepared.key
-                prepared = _prepare(again, backend, failure)
+                key, _ = call_cache.look_up(x, options)
+                entry = _prepare(x, options, length, key, backend, failure)
             else:  # nothing is written twice
-                _note(backend, again.call, failure)
-                tensors, length = _after_append(tensors, length, failure.appended)
-                prepared = find(tensors, scalars, flags, length)
+                _note(backend, call_of(x, options, length)[0], failure)
+                x, length = _after_append(x, length, failure.appended)
+                entry = find(x, options, length)
         else:
-            if prepared.backend is not None:
-                choice.served[prepared.backend.name] += 1
-            return prepared, result
+            if entry.backend is not None:
+                choice.served[entry.backend.name] += 1
+            return entry, result
 
 
-def _run_into(prepared: Prepared, tensors: Inputs, out: Tensor) -> Result:
+def _run_into(entry: Entry, x: Inputs, out: Tensor) -> Result:
     """Run a prepared call and write its ``out`` to the caller's, by the kernel if it can, else by a copy."""
     write: RunInto | None = None
-    if prepared.backend is not None and out.is_contiguous():
-        write = prepared.backend.run_into(prepared.run)
+    if entry.backend is not None and out.is_contiguous():
+        write = entry.backend.run_into(entry.run)
     if write is not None:
-        return write(tensors, None, out)
-    q = tensors.q
-    checks.output(out, (*q.shape[:-1], tensors.v.shape[-1]), q.dtype, q.device)  # before the run appends
-    result = prepared.run(tensors, None)
+        return write(x, None, out)
+    checks.output(out, (*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, x.q.device)  # before the run appends
+    result = entry.run(x, None)
     return result._replace(out=out.copy_(result.out))
 
 
-def _without_negated_views(prepared: Prepared, tensors: Inputs) -> Inputs:
-    """Return the tensors without lazily negated views. Raises NegatedView if the only one is a cache to write to."""
-    stored: Inputs = new_inputs(type(tensors), [x if x is None else x.resolve_neg() for x in tensors])
-    if prepared.call.appends:
-        stored = stored._replace(k=tensors.k, v=tensors.v)
-    if all([one is other for one, other in zip(stored, tensors)]):
+def _without_negated_views(entry: Entry, x: Inputs) -> Inputs:
+    """Return inputs without lazily negated views. Raises NegatedView if the only one is a cache to write to."""
+    stored: Any = new_tuple(type(x), [None if one is None else one.resolve_neg() for one in x])
+    if entry.call.use & Feature.APPEND:
+        stored = stored._replace(k=x.k, v=x.v)
+    if all([one is other for one, other in zip(stored, x)]):
         raise NegatedView(
             "a negated view of a cache cannot be written by a kernel: give it the cache itself, or a copy"
         )
-    return stored
+    found: Inputs = stored
+    return found
 
 
-def _after_append(tensors: Any, length: int | None, q: Tensor) -> tuple[Inputs, int | None]:
-    """Return the tensors and the length of a call over a cache whose new keys are in the cache. q: as rotated"""
-    count, lengths = tensors.k_new.shape[1], tensors.seqused_k
-    length, lengths = (None if x is None else x + count for x in (length, lengths))
+def _after_append(x: Any, length: int | None, q: Tensor) -> tuple[Inputs, int | None]:
+    """Return the inputs and the length of a call over a cache whose new keys are in the cache. q: as rotated"""
+    count, lengths = x.k_new.shape[1], x.seqused_k
+    length, lengths = (None if one is None else one + count for one in (length, lengths))
     nothing = dict.fromkeys(("k_new", "v_new", "rotary_cos", "rotary_sin"))
-    return tensors._replace(q=q, seqused_k=lengths, **nothing), length
+    return x._replace(q=q, seqused_k=lengths, **nothing), length
 
 
-def whole(tensors: Inputs, scalars: tuple[Any, ...], flags: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, softmax_lse, S_dmask, rng_state) outside autograd. Raises as ``find`` does.
+def run_outside_autograd(x: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (out, softmax_lse, S_dmask, rng_state). Raises as ``find`` does.
 
-    A softmax_lse or S_dmask that the flags do not ask for has no elements; rng_state is 0 without dropout.
+    A softmax_lse or S_dmask that the options do not ask for has no elements; rng_state is 0 without dropout.
     """
-    prepared, result = run(find(tensors, scalars, flags), tensors)
+    entry, result = run(find(x, options), x)
     out, rng_state = result.out, result.rng_state
-    lse = result.lse.contiguous() if prepared.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
+    lse = result.lse.contiguous() if entry.call.use & LSE else out.new_empty(0, dtype=lse_dtype(out.dtype))
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
     return out, lse, result.probabilities, rng_state
 
 
-def with_rng_state(tensors: Any, rng_state: Tensor | None) -> Inputs:
-    """Return the inputs with a dropout mask, of a call over no cache."""
-    found: Inputs = tensors._replace(rng_state=rng_state)
-    return found
-
-
-def backward_tensors(tensors: Inputs, rng_state: Tensor | None) -> Inputs:
-    """Return a call's tensors as a backward takes them: no negated views, and the rng_state of the forward."""
+def backward_inputs(x: Inputs, rng_state: Tensor | None) -> Inputs:
+    """Return a call's inputs as a backward takes them: no negated views, and the rng_state of the forward."""
     state = None if rng_state is None else rng_state.contiguous()  # kernels read two neighbours
-    *others, _ = tensors
-    found: Inputs = new_inputs(
-        type(tensors), [*[x if x is None or not x.is_neg() else x.resolve_neg() for x in others], state]
-    )
+    found: Inputs = new_tuple(type(x), [
+        state if name == "rng_state" else one if one is None or not one.is_neg() else one.resolve_neg()
+        for name, one in zip(x._fields, x)
+    ])  # fmt: skip
     return found
 
 
 def gradients(
-    prepared: Prepared, tensors: Inputs, upstream: BackwardInputs, into: Gradients | None = None,
+    entry: Entry, x: Inputs, upstream: BackwardInputs, into: Gradients | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Backend | None, BackwardResult]:  # fmt: skip
     """Return the backend that computed the gradients of a call, and the gradients.
@@ -162,43 +160,43 @@ def gradients(
     The call's own backend computes them, or a fallback if its kernels fail.
 
     Args:
-        tensors: as backward_tensors returns them
+        x: as backward_inputs returns them
         into: tensors to write to, through their strides, or None for new ones
         check: raises if upstream or into do not fit; skipped where tensors of the same signatures passed before
     """
-    at_exit.wait_for_autograd(tensors.q)
-    if prepared.backend is None:
+    at_exit.wait_for_autograd(x.q)
+    if entry.backend is None:
         check()
-        found = into or Gradients(*map(torch.empty_like, tensors[:3]))
+        found = into or Gradients(*map(torch.empty_like, (x.q, x.k, x.v)))
         for gradient in found:
             gradient.zero_()
         return None, BackwardResult(found)
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
-    if prepared.tables is not call_cache.current():  # discarded, and held by an autograd graph
-        prepared.tables, prepared.backward = call_cache.current(), {}
+    if entry.tables is not call_cache.current():  # discarded, and held by an autograd graph
+        entry.tables, entry.backward = call_cache.current(), {}
     dout, out, lse, _, saved, dlse = upstream
-    given = *tensors, dout, out, lse, dlse, *saved, *(into or ())  # hooks may have moved saved tensors
-    key = call_cache.backward_key(given)
-    kept = None if key is None else prepared.backward.get(key)
+    given = *x, dout, out, lse, dlse, *saved, *(into or ())  # hooks may have moved saved tensors
+    key = call_cache.backward_key(x.q, given)
+    kept = None if key is None else entry.backward.get(key)
     if kept is None or into is None:
         check()
-    backend, run = kept or _prepare_backward(prepared, key, tensors, upstream, into)
+    backend, run = kept or _prepare_backward(entry, key, x, upstream, into)
     while True:
         try:
-            return backend, run(tensors, upstream, into)
+            return backend, run(x, upstream, into)
         except KernelsFailed as failure:
-            backend, run = _prepare_backward(prepared, key, tensors, upstream, into, backend, failure)
+            backend, run = _prepare_backward(entry, key, x, upstream, into, backend, failure)
 
 
-def differentiable_call(
-    tensors: Inputs, scalars: tuple[Any, ...], flags: int, rng_state: Tensor | None
-) -> AttentionCall:
+def differentiable_call(x: Inputs, options: Options, rng_state: Tensor | None) -> AttentionCall:
     """Return the checked call of a transformed function. No backend is chosen: a forced one may lack derivatives."""
-    prepared = call_cache.build(tensors, call_cache.hashable(scalars), flags, None)
-    if prepared.check is not None:
-        prepared.check(tensors, None)
-    return prepared.call.over(backward_tensors(tensors, rng_state))
+    options = checked(options)
+    check = check_arguments(x, options, None)
+    call, _ = call_of(x, options)
+    if check is not None:
+        check(x, None)
+    return call.over(backward_inputs(x, rng_state))
 
 
 def plain_gradients(call: AttentionCall, upstream: BackwardInputs) -> Gradients:
@@ -207,36 +205,45 @@ def plain_gradients(call: AttentionCall, upstream: BackwardInputs) -> Gradients:
         return choice.choose_unforced(call).backward(call, upstream, None)
 
 
-def _prepare(prepared: Prepared, failed: Backend | None = None, failure: KernelsFailed | None = None) -> Prepared:
-    """Choose a backend for a checked call, prepare its run, and cache both under the call's key.
+def _prepare(
+    x: Inputs, options: Options, length: int | None, key: Key | None, failed: Backend | None = None,
+    failure: KernelsFailed | None = None,
+) -> Entry:  # fmt: skip
+    """Check a call, choose a backend, prepare its run, and cache the entry under ``key``.
 
     Nothing is cached without a key or in a capture.
 
     Args:
+        options: as ``checked`` returns them
         failed, failure: the backend whose kernels failed last time, and its error; None for a first attempt
     Raises:
         BackendNotSupported, CallRefused: no backend serves the call
+        RuntimeError, IndexError: an argument is malformed
     """
-    call = prepared.call
+    check = check_arguments(x, options, length)
+    call, _ = call_of(x, options, length)
+    if check is not None:
+        check(x, length)
     fallback = _note(failed, call, failure)
     tables = call_cache.current()
     backend = fallback or choice.choose_backend(call)
     run: Run | None = None
     if backend is None:
-        run = _nothing(prepared)
-    elif not call.given_lse:
+        run = _nothing(options)
+    elif not call.use & Feature.GIVEN_LSE:
         try:
-            run = backend.prepare(prepared)
+            run = backend.prepare(x, options, length)
         except KernelsFailed as error:
-            return _prepare(prepared, backend, error)
-    if run is not None and call.return_dmask:
-        run = _with_dmask(run, prepared)
+            return _prepare(x, options, length, key, backend, error)
+    described = call.over(NO_INPUTS)
+    if run is not None and call.use & DMASK:
+        run = _with_dmask(run, described)
     if run is not None and torch_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
-    prepared.seal(backend, run, tables)
-    if prepared.key is not None and not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
-        call_cache.keep(tables.calls, prepared.key, prepared)
-    return prepared
+    entry = Entry(options, described, check, backend, run or never_run, tables)
+    if key is not None and not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
+        call_cache.keep(tables.calls, key, entry)
+    return entry
 
 
 def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | None) -> Backend | None:
@@ -251,7 +258,7 @@ def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | 
 
 
 def _prepare_backward(
-    prepared: Prepared, key: Key | None, tensors: Inputs, upstream: BackwardInputs, into: Gradients | None,
+    entry: Entry, key: Key | None, x: Inputs, upstream: BackwardInputs, into: Gradients | None,
     failed: Backend | None = None, failure: KernelsFailed | None = None,
 ) -> tuple[Backend, BackwardRun]:  # fmt: skip
     """Choose a backend for the backward of a served call, prepare its run, and cache both under ``key``.
@@ -263,13 +270,14 @@ def _prepare_backward(
     Raises:
         BackendNotSupported, CallRefused: no backend serves the backward
     """
-    call, has_dlse, own = prepared.call.over(tensors), upstream.dlse is not None, prepared.backend
+    call, has_dlse, own = entry.call.over(x), upstream.dlse is not None, entry.backend
     # The call as a fallback would see it: a backward from another backend's results.
-    given = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0, lse_gradient=has_dlse)
+    use = call.use | Feature.GIVEN_LSE | Feature.SHARED_DROPOUT_MASK
+    given = call._replace(use=use | Feature.LSE_GRADIENT if has_dlse else use)
     backend = _note(failed, given, failure)
     tables = call_cache.current()
     if failed is not None:
-        prepared.tables, prepared.backward = tables, {}
+        entry.tables, entry.backward = tables, {}
     if backend is None:
         if has_dlse and not own.capabilities.features & Feature.LSE_GRADIENT:
             backend = choice.choose_unforced(given)
@@ -281,26 +289,26 @@ def _prepare_backward(
     try:
         run = backend.prepare_backward(call if is_own else given, start, into)
     except KernelsFailed as error:
-        return _prepare_backward(prepared, key, tensors, upstream, into, backend, error)
+        return _prepare_backward(entry, key, x, upstream, into, backend, error)
     if not is_own:
         run = _without_saved(run)
     if torch_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
-    if key is not None and not cuda_capture.is_capturing(call.q.get_device()) and prepared.tables is tables:
-        call_cache.keep(prepared.backward, key, (backend, run), most=16)
+    if key is not None and not cuda_capture.is_capturing(call.q.get_device()) and entry.tables is tables:
+        call_cache.keep(entry.backward, key, (backend, run), most=16)
     return backend, run
 
 
-def _with_dmask(run: Run, prepared: Prepared) -> Run:
-    def with_dmask(tensors: Inputs, length: int | None) -> Result:
-        result, call = run(tensors, length), prepared.call.over(tensors)
+def _with_dmask(run: Run, described: AttentionCall) -> Run:
+    def with_dmask(x: Inputs, length: int | None) -> Result:
+        result, call = run(x, length), described.over(x)
         return result._replace(dmask=signed_probabilities(call, result.rng_state))
 
     return with_dmask
 
 
 def _without_saved(run: BackwardRun) -> BackwardRun:
-    return lambda tensors, upstream, into: run(tensors, upstream._replace(saved=()), into)
+    return lambda x, upstream, into: run(x, upstream._replace(saved=()), into)
 
 
 def _without_autocast(run: Any, device: torch.device) -> Any:
@@ -311,13 +319,11 @@ def _without_autocast(run: Any, device: torch.device) -> Any:
     return without
 
 
-def _nothing(prepared: Prepared) -> Run:
+def _nothing(options: Options) -> Run:
     """Return a run for calls without rows or without keys: out is 0, LSE +inf; new keys are still appended."""
 
-    bind = prepared.bind
-
-    def run(tensors: Inputs, length: int | None) -> Result:
-        call, new = bind(tensors, length)
+    def run(x: Inputs, length: int | None) -> Result:
+        call, new = call_of(x, options, length)
         if new is not None:
             with torch.no_grad():
                 by_operators(call, new)

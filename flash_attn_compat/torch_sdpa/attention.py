@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn_compat.core.call import DenseInputs, Scalars
-from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.call import DenseInputs, Options
+from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on
 from flash_attn_compat.dispatch.choice import served
@@ -182,15 +182,15 @@ def _broadcast(call: SdpaCall) -> SdpaCall:
     return call._replace(query=q.expand(batch, heads, -1, -1), key=k, value=v)
 
 
-def _as_flash(call: SdpaCall) -> tuple[DenseInputs, Scalars]:
+def _as_flash(call: SdpaCall) -> tuple[DenseInputs, Options]:
     """Return the call in flash-attn's arguments, which align a causal mask with the last key."""
     q, k, v, attn_mask, dropout_p, is_causal, scale, _ = call
     bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
     right = -1
     if is_causal:
         k, v, is_causal, right = bridge.align_with_last_key(q, k, v, 2)
-    tensors = DenseInputs(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias=bias)
-    return tensors, Scalars(dropout_p, scale, is_causal, -1, right, 0.0, _is_deterministic())
+    x = DenseInputs(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias=bias)
+    return x, Options(dropout_p, scale, is_causal, -1, right, 0.0, _is_deterministic())
 
 
 def _run_fused(call: SdpaCall) -> Tensor | None:

@@ -6,72 +6,62 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from flash_attn_compat.core.call import (
-    GIVEN_LSE,
-    NEEDS_GRAD,
-    RETURN_LSE,
-    BackwardInputs,
-    DenseInputs,
-    Gradients,
-    Inputs,
-    Result,
-    Scalars,
-)
-from flash_attn_compat.core.prepared import Prepared
-from flash_attn_compat.dispatch import choice, heads_first, observers, serve
-from flash_attn_compat.dispatch.call_cache import call_of, settled
+from flash_attn_compat.core.arguments import checked_call
+from flash_attn_compat.core.call import BackwardInputs, DenseInputs, Gradients, Inputs, Options, Result
+from flash_attn_compat.core.entry import Entry
+from flash_attn_compat.core.features import Feature
+from flash_attn_compat.dispatch import autograd, choice, heads_first, observers, serve
 
 KERNELS, PYTORCH = "fused", "pytorch"
 as_own = heads_first.as_own
 
 
-def attend(tensors: DenseInputs, scalars: Scalars) -> Tensor | None:
+def attend(x: DenseInputs, options: Options) -> Tensor | None:
     """Return dense attention's out, recorded by autograd; None if another backend would serve the call.
 
     out is (batch, heads, rows, channels), contiguous in memory as (batch, rows, heads, channels).
     """
-    flags = observers.recording_flags((tensors.q, tensors.k, tensors.v))
-    prepared = _find_fused(tensors, scalars, _deciding_flags(flags, scalars))
-    if prepared is None:
+    use = observers.recorded_use((x.q, x.k, x.v))
+    entry = _find_fused(x, _with_deciding_use(options, use))
+    if entry is None:
         return None
-    if flags & NEEDS_GRAD:
-        return heads_first.record(prepared, tensors)
-    return as_own(serve.run(prepared, tensors)[1].out)
+    if use & Feature.BACKWARD:
+        return autograd.record_heads_first(entry, x)
+    return as_own(serve.run(entry, x)[1].out)
 
 
-def _deciding_flags(flags: int, scalars: Scalars) -> int:
-    """Return the flags by which a backend is chosen: with dropout those of a recorded call.
+def _with_deciding_use(options: Options, use: int) -> Options:
+    """Return the options by which a backend is chosen: with dropout those of a recorded call.
 
     Under a reentrant checkpoint the forward is not recorded and its recomputation is; both must drop the same.
     """
-    return NEEDS_GRAD if scalars.dropout_p else flags
+    use = Feature.BACKWARD if options.dropout_p else use
+    return options._replace(use=use) if use else options
 
 
-def forward(tensors: Inputs, scalars: Scalars, return_lse: bool) -> Result | None:
+def forward(x: Inputs, options: Options, return_lse: bool) -> Result | None:
     """Return a forward's result, dense or packed, outside of autograd; None if another backend would serve the call."""
-    tensors, flags = settled(tensors, RETURN_LSE if return_lse else 0)
-    prepared = _find_fused(tensors, scalars, flags)
-    return None if prepared is None else serve.run(prepared, tensors)[1]
+    entry = _find_fused(x, options._replace(use=Feature.LSE) if return_lse else options)
+    return None if entry is None else serve.run(entry, x)[1]
 
 
 def backward(
-    tensors: Inputs, scalars: Scalars, upstream: BackwardInputs, into: Gradients | None
+    x: Inputs, options: Options, upstream: BackwardInputs, into: Gradients | None
 ) -> Gradients | None:  # fmt: skip
     """Return dq, dk, dv from any kernel's out and LSE, outside of autograd; None if another backend would serve.
 
     into: tensors to write to, or None for new ones
     """
-    tensors, flags = settled(tensors, GIVEN_LSE)
-    prepared = _find_fused(tensors, scalars, flags)
-    if prepared is None:
+    entry = _find_fused(x, options._replace(use=Feature.GIVEN_LSE))
+    if entry is None:
         return None
-    return serve.gradients(prepared, serve.backward_tensors(tensors, None), upstream, into)[1].gradients
+    return serve.gradients(entry, serve.backward_inputs(x, None), upstream, into)[1].gradients
 
 
-def decline_reasons(tensors: Inputs, scalars: Scalars) -> list[str]:
+def decline_reasons(x: Inputs, options: Options) -> list[str]:
     """Return our kernels' reasons to decline the call; an empty list if they serve it. Shapes as in flash_attn_func."""
-    flags = _deciding_flags(observers.recording_flags((tensors.q, tensors.k, tensors.v)), scalars)
-    return choice.reasons_against(KERNELS, call_of(tensors, scalars, flags))
+    use = observers.recorded_use((x.q, x.k, x.v))
+    return choice.reasons_against(KERNELS, checked_call(x, _with_deciding_use(options, use)))
 
 
 def explain(reasons: list[str]) -> NoReturn:
@@ -80,13 +70,13 @@ def explain(reasons: list[str]) -> NoReturn:
     raise choice.Explained(choice.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
 
 
-def _find_fused(tensors: Inputs, scalars: Scalars, flags: int) -> Prepared | None:
+def _find_fused(x: Inputs, options: Options) -> Entry | None:
     """Return the prepared call if our kernels compute it."""
     try:
-        prepared = serve.find(tensors, scalars, flags)
+        entry = serve.find(x, options)
     except choice.BackendNotSupported:  # the user forces another backend
         return None
-    return prepared if prepared.backend is not None and prepared.backend.name == KERNELS else None
+    return entry if entry.backend is not None and entry.backend.name == KERNELS else None
 
 
 def align_with_last_key(q: Tensor, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor, bool, int]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import cuda_capture, unwritten
-from flash_attn_compat.core.call import BackwardInputs, DenseInputs, Gradients, Inputs, PackedInputs, Scalars
-from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.call import BackwardInputs, DenseInputs, Gradients, Inputs, Options, PackedInputs
+from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.torch_sdpa import bridge
@@ -140,7 +140,7 @@ def backward(
     problem = Problem(q, k, v, bias, *lengths, dropout_p, custom_mask_type, scale, None, window_size)
     if decline_reason(policy, problem, True) or not _fits_forward(problem, dout, out, lse):
         return None
-    tensors, scalars = _as_flash(problem)
+    tensors, options = _as_flash(problem)
     q, k = tensors.q, tensors.k
     if problem.cu_seqlens_q is None:
         lse = lse[:, :, : q.shape[1]]
@@ -151,7 +151,7 @@ def backward(
         dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (problem.key, problem.value))
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         into = Gradients(dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]])
-    gradients = bridge.backward(tensors, scalars, BackwardInputs(dout, out, lse, None), into)
+    gradients = bridge.backward(tensors, options, BackwardInputs(dout, out, lse, None), into)
     if gradients is None:
         return None
     if into is None:
@@ -220,7 +220,7 @@ def _check_lengths(problem: Problem) -> str | None:
     return None
 
 
-def _as_flash(problem: Problem) -> tuple[Inputs, Scalars]:
+def _as_flash(problem: Problem) -> tuple[Inputs, Options]:
     """Return the problem in flash-attn's arguments, which align a causal mask with the last key."""
     q, k, v = problem.query, problem.key, problem.value
     is_causal, left, right = problem.custom_mask_type != NO_MASK, -1, -1
@@ -228,15 +228,15 @@ def _as_flash(problem: Problem) -> tuple[Inputs, Scalars]:
         left, right = problem.window_size - 1, 0
     elif problem.custom_mask_type == TOP_LEFT and not problem.is_packed:
         k, v, is_causal, right = bridge.align_with_last_key(q, k, v, 1)
-    scalars = Scalars(
+    options = Options(
         0.0, problem.scale, is_causal, left, right, deterministic=torch._C._get_deterministic_algorithms()
     )
     if problem.cu_seqlens_q is None or problem.cu_seqlens_k is None:
         bias = None if problem.bias is None else problem.bias.expand(len(q), q.shape[2], q.shape[1], k.shape[1])
-        return DenseInputs(q, k, v, bias=bias), scalars
+        return DenseInputs(q, k, v, bias=bias), options
     starts_k = problem.cu_seqlens_q if problem.has_equal_lengths else problem.cu_seqlens_k
     tensors = PackedInputs(q[0], k[0], v[0], None, problem.cu_seqlens_q, starts_k, problem.seqlen_k)
-    return tensors, scalars._replace(max_seqlen_q=problem.rows, max_seqlen_k=problem.keys)
+    return tensors, options._replace(max_seqlen_q=problem.rows, max_seqlen_k=problem.keys)
 
 
 def _pad_lse(problem: Problem, lse: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flash_attn_compat import settings
-from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.torch_sdpa.policy import Policy
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.core.prepared import PLAIN
+from flash_attn_compat.core.entry import PLAIN
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 # Small calls take only host time, and ours take more of it than PyTorch's. Measured on an H200 as 7.5, with 132

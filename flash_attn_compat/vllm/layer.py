@@ -18,8 +18,9 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import workspaces
 from flash_attn_compat.core import cuda_capture, sinks
-from flash_attn_compat.core.call import PackedInputs, Scalars
+from flash_attn_compat.core.call import CacheInputs, Options, PackedInputs
 from flash_attn_compat.core.eight_bit import as_bytes
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.mask import MOST_TOKENS
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.dispatch.kvcache import attend_into
@@ -32,6 +33,7 @@ PAGE = 16  # the page size is a multiple
 # vLLM's names of 8-bit caches, which have one scale for the keys of a layer and one for its values.
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *EIGHT_BITS)
+_LSE = int(Feature.LSE)
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 # A decode step, a few rows, and prefills of more; over more pages than kernels for short sequences serve.
 _WARM_UP_ROWS, _WARM_UP_PAGES = (1, 8, 64, 512), 256
@@ -172,8 +174,8 @@ class CompatImpl(AttentionImpl):
                     self._attend_to_pages(part_out, part_q, k, v, lengths, table, *descales)
                     continue
                 # The longest number of keys bounds nothing but windows: the table bounds the keys.
-                tensors = PackedInputs(part_q, k, v, self.alibi_slopes, starts, starts, lengths, None, table, *descales)
-                self._attend(part_out, tensors, attn_metadata.causal, longest, MOST_TOKENS)
+                x = PackedInputs(part_q, k, v, self.alibi_slopes, starts, starts, lengths, None, table, *descales)
+                self._attend(part_out, x, attn_metadata.causal, longest, MOST_TOKENS)
         return output
 
     def do_kv_cache_update(
@@ -191,12 +193,13 @@ class CompatImpl(AttentionImpl):
         starts, longest = batch.query_start_loc, batch.max_query_len
         self._attend(out, PackedInputs(q, k, v, self.alibi_slopes, starts, starts), False, longest, longest)
 
-    def _attend(self, out: Tensor, tensors: PackedInputs, causal: bool, longest_q: int, longest_k: int) -> None:
+    def _attend(self, out: Tensor, x: PackedInputs, causal: bool, longest_q: int, longest_k: int) -> None:
         """Write one call's result to ``out``. Windows of rows that see later keys reach to both sides."""
         left, s_aux = self.sliding_window, self._fp32_sinks
         right = 0 if causal and left >= 0 else left
-        scalars = Scalars(0.0, self.scale, causal, left, right, self.logits_soft_cap, False, longest_q, longest_k)
-        lse = forward_into(out, tensors, scalars, return_lse=s_aux is not None)
+        use = _LSE if s_aux is not None else 0
+        options = Options(0.0, self.scale, causal, left, right, self.logits_soft_cap, False, use, longest_q, longest_k)
+        lse = forward_into(out, x, options)
         if s_aux is not None and lse is not None:
             sinks.absorb_in_place(out, lse, s_aux)
 
@@ -212,11 +215,14 @@ class CompatImpl(AttentionImpl):
         if q.shape[0] != count:
             q, out = q[:count], out[:count]
         q, out = q.unsqueeze(1), out.unsqueeze(1)
-        new = [None if x is None else x[:count].unsqueeze(1) for x in (key, value)]
-        scalars = Scalars(0.0, self.scale, True, left, 0 if left >= 0 else -1, self.logits_soft_cap)
-        lse = attend_into(
-            out, q, k, v, self.alibi_slopes, lengths, table, scalars, s_aux is not None, k_scale, v_scale, *new
-        )
+        k_new, v_new = (None if x is None else x[:count].unsqueeze(1) for x in (key, value))
+        x = CacheInputs(
+            q, k, v, self.alibi_slopes, seqused_k=lengths, block_table=table, k_descale=k_scale, v_descale=v_scale,
+            k_new=k_new, v_new=v_new,
+        )  # fmt: skip
+        use = _LSE if s_aux is not None else 0
+        right = 0 if left >= 0 else -1
+        lse = attend_into(out, x, Options(0.0, self.scale, True, left, right, self.logits_soft_cap, use=use))
         if s_aux is not None and lse is not None:
             sinks.absorb_in_place(out, lse, s_aux)
 

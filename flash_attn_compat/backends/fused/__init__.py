@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import backward, clearing, forward, masks, nvrtc, tensor_cores, tuned
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, DenseInputs, Gradients, Result
+from flash_attn_compat.core.arguments import call_of
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, CacheInputs, Gradients, Inputs, Options, Result
+from flash_attn_compat.core.entry import BackwardRun, Run, RunInto
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
-from flash_attn_compat.core.prepared import BackwardRun, Prepared, Run, RunInto, checked
 from flash_attn_compat.core.unwritten import Clear, clear_by_operators
 
 # Features that the kernels combine with a dense mask.
@@ -59,7 +60,7 @@ class Fused(Backend):
             return [f"does not combine keys and values of 8-bit floats with {names}"]
         if traits.needs_backward and traits.features & Feature.PAGED:
             return ["does not compute gradients over pages"]
-        if traits.features & Feature.BIAS and traits.features & ~int(_SUPPORTED_WITH_BIAS):
+        if traits.features & Feature.BIAS and traits.features & ~_SUPPORTED_WITH_BIAS:
             return ["serves a dense mask of dense sequences only, with dropout at most"]
         return []
 
@@ -67,8 +68,11 @@ class Fused(Backend):
         reason = nvrtc.decline_reason()
         return [] if reason is None else [reason]
 
-    def prepare(self, prepared: Prepared) -> Run:
-        return forward.prepare(prepared) or super().prepare(prepared)
+    def prepare(self, x: Inputs, options: Options, length: int | None) -> Run:
+        call, new = call_of(x, options, length)
+        if length is not None:
+            call, _ = call_of(x, options)  # all slots of the cache, which each step has
+        return forward.prepare(call, new, isinstance(x, CacheInputs)) or super().prepare(x, options, length)
 
     def run_into(self, run: Run) -> RunInto | None:
         plan = getattr(run, "__self__", None)
@@ -87,8 +91,9 @@ class Fused(Backend):
         return masks.unpack_saved_mask(mask, saved)
 
     def forward(self, call: AttentionCall) -> Result:
-        inputs: Any = call
-        return self.prepare(checked(DenseInputs, (), 0, call))(inputs, None)
+        run, inputs = forward.prepare(call, None, False), cast(Any, call)
+        assert run is not None  # only a cache may have no run
+        return run(inputs, None)
 
     def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
         inputs: Any = call

@@ -18,7 +18,7 @@ from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_co
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Inputs
-from flash_attn_compat.core.prepared import BackwardRun
+from flash_attn_compat.core.entry import BackwardRun
 from flash_attn_compat.core.torch_state import note_written
 
 _KERNELS = "delta", "dkdv", "dq"

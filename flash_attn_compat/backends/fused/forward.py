@@ -16,32 +16,33 @@ from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, choose_ap
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import dropout, kernel_layout
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.call import AttentionCall, Inputs, Result
-from flash_attn_compat.core.prepared import Prepared, Run
+from flash_attn_compat.core.call import AttentionCall, Inputs, Result, new_tuple
+from flash_attn_compat.core.entry import Run
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.torch_state import note_written
 
 # The decode kernel appends at most so many new keys itself: each block that sees new keys writes all of them.
 _MAX_NEW_KEYS = 16
 _APPENDED = "k_new", "v_new", "rotary_cos", "rotary_sin"
-_new_tuple = tuple.__new__
 # Functions that copy some of a call's tensors, by name.
 _Copies = dict[str, Callable[[Tensor], Tensor]]
 
 
-def prepare(prepared: Prepared) -> Run | None:
-    """Return the run for all calls with the key of ``prepared``; None if no kernel supports the cache's strides.
+def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run | None:
+    """Return the run for all calls with the cache key of ``call``; None if no kernel supports the cache's strides.
 
     Inputs with unsupported strides are copied on every call. Raises KernelError where a kernel fails.
+
+    Args:
+        call: over all slots of a cache; new: the keys that it appends
     """
-    call, new = prepared.whole, prepared.new
-    assert call is not None  # it is not sealed yet
     given = tensors = launcher.with_append(call, new)
     few = variants.takes_decode(launcher.max_rows(call), call.nheads // call.nheads_k, call.bias is not None)
     in_place = not call.is_dense and call.cu_seqlens_k is None
     appended = _APPENDED if new is not None else ()
     read = ["q", "k", "v"]
     copies: _Copies = dict.fromkeys(launcher.find_strided_inputs(tensors), launcher.copy_contiguous)
-    if prepared.is_over_cache:
+    if is_over_cache:
         in_place = in_place or few
         if not launcher.has_kernel_layout(call.q):
             copies["q"] = Tensor.contiguous
@@ -52,28 +53,28 @@ def prepare(prepared: Prepared) -> Run | None:
     tensors = _apply_copies(tensors, copies)
     vec = launcher.vector_size([getattr(tensors, name) for name in read], in_place)
     if not vec:
-        if prepared.is_over_cache:
+        if is_over_cache:
             return None
         copies |= dict.fromkeys(read, launcher.align)
         tensors, vec = _apply_copies(given, copies), 8
     if copies:
         call = call.over(tensors)
         new = new and Append(tensors.k_new, tensors.v_new, tensors.rotary_cos, tensors.rotary_sin, *new[4:])
+    head_dim_v = given.v.shape[-1]
     tensor_cores.warn_if_missing(call.q.get_device(), settings.gpu(call.q.device))
-    if call.needs_grad and call.q.is_cuda:
+    if call.use & Feature.BACKWARD and call.q.is_cuda:
         backward.load_ahead(call, vec)
     kind = launcher.choose_kind(call, vec, decodes=few and not call.dropout_p)
-    forward = ForwardPlan(call, kind if few or prepared.is_over_cache else enable_copies(call, kind, False), new)
+    forward = ForwardPlan(call, kind if few or is_over_cache else enable_copies(call, kind, False), new)
     forward.run_self_test()
     if new is not None and forward.appends_first:
         self_test_append(call, new)
     if not copies:
         return forward.run
-    width = prepared.call.head_dim_v
 
     def run(tensors: Inputs, length: int | None) -> Result:
         result = forward.run(_apply_copies(tensors, copies), length)
-        return result._replace(out=kernel_layout.narrowed(result.out, width))
+        return result._replace(out=kernel_layout.narrowed(result.out, head_dim_v))
 
     return run
 
@@ -112,7 +113,7 @@ class ForwardPlan:
         rows, group = launcher.max_rows(call), call.nheads // call.nheads_k
         self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout or kind.bias > 0)
         self.appends, self.appends_first = new is not None, False
-        self.needs_grad, self.drops = call.needs_grad, call.dropout_p > 0.0
+        self.needs_grad, self.drops = bool(call.use & Feature.BACKWARD), call.dropout_p > 0.0
         self.saved = masks.SAVED[: 3 if kind.bias == variants.BOOLEANS else 1]
         fields = launcher.call_fields(call) | {"out_s": launcher.contiguous_strides(call.out_shape)}
         builder = PlanBuilder(call, kind, fields)
@@ -122,9 +123,9 @@ class ForwardPlan:
             if self.appends_first:
                 builder.add_append(new)
         builder.add_output("out", call.out_shape, call.q.dtype)
-        if call.return_lse or call.needs_grad:
+        if call.use & (Feature.LSE | Feature.BACKWARD):
             builder.add_output("lse", call.lse_shape, torch.float32)
-        if call.needs_grad and fields["lse_has_position"]:
+        if self.needs_grad and fields["lse_has_position"]:
             builder.add_output("lse_true", call.lse_shape, torch.float32)
         # The decode kernel finds a scale for each step itself.
         if kind.type == variants.BF16_AS_FP16 and not (self.is_decode or kind.cache):
@@ -159,7 +160,7 @@ class ForwardPlan:
         return not (self.drops or self.needs_grad)
 
     def run(self, tensors: Any, length: int | None = None, given_out: Tensor | None = None) -> Result:
-        """Launch the plan, as Run of core/prepared.py; returns its Result. given_out: as in Plan.run"""
+        """Launch the plan, as Run of core/entry.py; returns its Result. given_out: as in Plan.run"""
         rng_state = None
         if self.drops:
             if any([x.is_neg() for x in (tensors.q, tensors.k, tensors.v)]):  # before the generator advances
@@ -172,7 +173,8 @@ class ForwardPlan:
         if self.appends:
             note_written((tensors.k, tensors.v))
         if not self.needs_grad:  # Result() takes three times as long
-            return _new_tuple(Result, (outputs["out"], outputs.get("lse"), rng_state, (), None))
+            without: Result = new_tuple(Result, (outputs["out"], outputs.get("lse"), rng_state, (), None))
+            return without
         out, lse = outputs["out"], outputs.get("lse")
         # The backward takes the unshifted LSE first, then the maxima, then the results of the pass over a boolean mask.
         true_lse, saved = outputs.get("lse_true"), [outputs[name] for name in self.saved if name in outputs]

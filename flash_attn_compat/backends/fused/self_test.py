@@ -23,6 +23,7 @@ from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import cuda_capture, eight_bit, torch_state
 from flash_attn_compat.core.append import Append, by_operators
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
+from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.mask import Mask
 
 # Two sequences, no length a multiple of a tile, and three unused tokens after the last sequence.
@@ -142,7 +143,7 @@ def find_backward_error(
     watch: Watch = contextlib.nullcontext,
 ) -> str | None:
     """Return the error of gradients computed from a right out and LSE; None if they are right."""
-    on_cpu = _make_problem(kind, few_rows=False)._replace(needs_grad=True)
+    on_cpu = _make_problem(kind, few_rows=False)._replace(use=Feature.BACKWARD)
     exact, call = _to_fp32(on_cpu), _copy_to(place, on_cpu)
     right = _REFERENCE.forward(exact)
     dout = _randn(7, right.out.shape, call.q.dtype)
@@ -222,7 +223,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
         rng_state=torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu") if kind.dropout else None,
         bias=_make_mask(kind) if is_dense else None,
         is_dense=is_dense,
-        return_lse=True,
+        use=Feature.LSE,
         **descales,
     )
 

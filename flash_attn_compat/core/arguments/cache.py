@@ -1,48 +1,23 @@
-"""From the arguments of a call over a cache to an AttentionCall and the keys that it appends, as arguments.py."""
+"""Calls over a cache: the checks of their arguments, and the AttentionCall and the appended keys of checked ones."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.core import checks, overlap
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.arguments import make_call
-from flash_attn_compat.core.call import AttentionCall, CacheInputs, Inputs, Scalars
-from flash_attn_compat.core.prepared import Check, Prepared
+from flash_attn_compat.core.arguments.build import make_call
+from flash_attn_compat.core.call import AttentionCall, Inputs, Options
+from flash_attn_compat.core.entry import Check
 
-_COUNT = len(Scalars._fields)
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
 
-class CacheOptions(NamedTuple):
-    """What a call over a cache asks for beyond Scalars, behind which it stands in a key.
-
-    has_rows: block_table holds (batch,) cache_batch_idx; has_length: cache_seqlens is an int, which is in no key
-    side: the sign of keys - rows with an int length, on which the backend depends; None without keys
-    """
-
-    rotary_interleaved: bool = False
-    num_splits: int = 0
-    has_rows: bool = False
-    has_length: bool = False
-    side: int | None = None
-
-
-def over_cache(x: CacheInputs, scalars: tuple[Any, ...], flags: int, length: int | None) -> Prepared:
-    """Check a call over a cache and return it without a backend. scalars: the fields of Scalars, then CacheOptions"""
-    options = CacheOptions._make(scalars[_COUNT:])
-    _check(x, options, scalars[9:11])
-    call, new = _bind(scalars, flags, x, length)
-    whole = call if length is None else _bind(scalars, flags, x, None)[0]
-    bind, check = functools.partial(_bind, scalars, flags), _number_check(x, options, length)
-    return Prepared(CacheInputs, scalars, flags, call, bind, check, True, whole, new)
-
-
-def _capacity(x: Inputs, options: CacheOptions) -> int:
+def _capacity(x: Inputs, options: Options) -> int:
     """Slots that one sequence can address."""
     page: int = x.k.shape[1]
     return page if x.block_table is None or options.has_rows else page * x.block_table.shape[1]
@@ -52,15 +27,12 @@ def _seqlen_new(x: Inputs) -> int:
     return 0 if x.k_new is None or x.k_new.is_nested else x.k_new.shape[1]  # the checks name what is nested
 
 
-def _bind(
-    scalars: tuple[Any, ...], flags: int, x: CacheInputs, length: int | None
-) -> tuple[AttentionCall, Append | None]:
+def cache_call(x: Inputs, options: Options, length: int | None) -> tuple[AttentionCall, Append | None]:
     """Return the call of checked inputs, and the keys that it appends; over all slots if there is no length.
 
     Lengths that are known to the host and equal become dense slices of the cache, any others seqused_k, with the new
     keys in both.
     """
-    options, scalars = CacheOptions._make(scalars[_COUNT:]), scalars[:_COUNT]
     before = length if options.has_length else x.seqused_k
     count, capacity, batch = _seqlen_new(x), _capacity(x, options), x.q.shape[0]
     used, k, v, table = before, x.k, x.v, x.block_table
@@ -73,14 +45,15 @@ def _bind(
     longest = capacity
     if isinstance(used, int):
         # The LSE differs between a window that hides nothing in the whole cache and one that hides no used key.
-        shows_capacity = x.alibi_slopes is not None and Scalars(*scalars).window_size_left >= 0
+        shows_capacity = x.alibi_slopes is not None and options.window_size_left >= 0
         if table is None and x.leftpad_k is None and not shows_capacity:
             k, v, longest, used = k[:, :used], v[:, :used], used, None
         else:
             used = torch.full((batch,), used, dtype=torch.int32, device=x.q.device)
     is_dense = used is None and x.leftpad_k is None and table is None
-    own = x._replace(k=k, v=v, seqused_k=used, block_table=table)
-    call = make_call(own, scalars, flags, batch, x.q.shape[1], longest, capacity, appends=count > 0, is_dense=is_dense)
+    own: Any = x
+    own = own._replace(k=k, v=v, seqused_k=used, block_table=table)
+    call = make_call(own, options, batch, x.q.shape[1], longest, capacity, is_dense, appends=count > 0)
     if x.k_new is None or before is None:  # without a length: of all slots
         return call, None
     # flash-attn looks at no sin without cos, and rotates row i at its own position only if the mask is banded.
@@ -89,7 +62,8 @@ def _bind(
     return call, new
 
 
-def _check(x: CacheInputs, options: CacheOptions, factors: tuple[float, float]) -> None:
+def check_cache(x: Inputs, options: Options, length: int | None) -> Check | None:
+    """Raise for malformed inputs of a call over a cache; return the check of their numbers."""
     q, k_cache, v_cache = x.q, x.k, x.v
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         checks.is_tensor(name, tensor)
@@ -120,12 +94,13 @@ def _check(x: CacheInputs, options: CacheOptions, factors: tuple[float, float]) 
     if x.leftpad_k is not None:
         checks.is_tensor("cache_leftpad", x.leftpad_k)
         checks.per_sequence("leftpad_k", x.leftpad_k, batch, q.device)
-    checks.descales(k_cache, x.k_descale, x.v_descale, *factors, batch)
+    checks.descales(k_cache, x.k_descale, x.v_descale, options.k_factor, options.v_factor, batch)
     _check_new_keys(x, options)
     _check_rotary(x, options)
+    return _number_check(x, options, length)
 
 
-def _check_addressing(x: CacheInputs, options: CacheOptions) -> None:
+def _check_addressing(x: Inputs, options: Options) -> None:
     q, k_cache, v_cache = x.q, x.k, x.v
     batch, table = q.shape[0], x.block_table
     index = table if options.has_rows else None
@@ -143,7 +118,7 @@ def _check_addressing(x: CacheInputs, options: CacheOptions) -> None:
         )
 
 
-def _check_new_keys(x: CacheInputs, options: CacheOptions) -> None:
+def _check_new_keys(x: Inputs, options: Options) -> None:
     q, k, v = x.q, x.k_new, x.v_new
     if k is None:
         if v is not None:
@@ -172,7 +147,7 @@ def _check_new_keys(x: CacheInputs, options: CacheOptions) -> None:
             overlap.refuse(f"{name}_cache", cache)
 
 
-def _number_check(given: CacheInputs, options: CacheOptions, length: int | None) -> Check | None:
+def _number_check(given: Inputs, options: Options, length: int | None) -> Check | None:
     """Return the check per call that new keys fit and pages and rows exist; None if the host cannot read them."""
     check = functools.partial(_check_numbers, options)
     numbers = given.seqused_k, given.block_table, given.leftpad_k
@@ -189,7 +164,7 @@ def _number_check(given: CacheInputs, options: CacheOptions, length: int | None)
     return check_length
 
 
-def _check_numbers(options: CacheOptions, x: Inputs, length: int | None) -> None:
+def _check_numbers(options: Options, x: Inputs, length: int | None) -> None:
     lengths, table = length if options.has_length else x.seqused_k, x.block_table
     if lengths is not None and (isinstance(lengths, int) or checks.may_read(lengths)):
         _check_capacity(x, options, lengths)
@@ -203,7 +178,7 @@ def _check_numbers(options: CacheOptions, x: Inputs, length: int | None) -> None
         checks.values_of_pages(x.k, table, _capacity(x, options) if lengths is None else lengths + _seqlen_new(x))
 
 
-def _check_capacity(x: Inputs, options: CacheOptions, lengths: int | Tensor) -> None:
+def _check_capacity(x: Inputs, options: Options, lengths: int | Tensor) -> None:
     capacity = _capacity(x, options)
     if isinstance(lengths, int):
         shortest = longest = lengths
@@ -219,7 +194,7 @@ def _check_capacity(x: Inputs, options: CacheOptions, lengths: int | Tensor) -> 
         )
 
 
-def _check_rotary(x: CacheInputs, options: CacheOptions) -> None:
+def _check_rotary(x: Inputs, options: Options) -> None:
     cos, sin, q = x.rotary_cos, x.rotary_sin, x.q
     if cos is None:
         return

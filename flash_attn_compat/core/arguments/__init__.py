@@ -1,0 +1,41 @@
+"""From flash-attn's arguments to an AttentionCall: checks, defaults and conversions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flash_attn_compat.core.append import Append
+from flash_attn_compat.core.arguments.build import check_dense, check_packed, dense_call, packed_call
+from flash_attn_compat.core.arguments.cache import cache_call, check_cache
+from flash_attn_compat.core.arguments.options import checked
+from flash_attn_compat.core.call import AttentionCall, CacheInputs, DenseInputs, Inputs, Options, PackedInputs
+from flash_attn_compat.core.entry import Check
+
+_CHECKS: dict[type, Any] = {DenseInputs: check_dense, PackedInputs: check_packed, CacheInputs: check_cache}
+_CALLS: dict[type, Any] = {DenseInputs: dense_call, PackedInputs: packed_call, CacheInputs: cache_call}
+_DEFAULTS = Options()
+
+
+def check(x: Inputs, options: Options, length: int | None) -> Check | None:
+    """Raise for malformed inputs; return the check that each call needs of its numbers, if any.
+
+    options: as ``checked`` returns them; length: an int cache_seqlens for all sequences, or None
+    """
+    numbers: Check | None = _CHECKS[type(x)](x, options, length)
+    return numbers
+
+
+def call_of(x: Inputs, options: Options, length: int | None = None) -> tuple[AttentionCall, Append | None]:
+    """Return the call of checked inputs, and the keys that it appends first. Raises for numbers that are out of range.
+
+    The arguments are those of ``check``. Without a length that the options promise, the call is over all slots.
+    """
+    found: tuple[AttentionCall, Append | None] = _CALLS[type(x)](x, options, length)
+    return found
+
+
+def checked_call(x: Inputs, options: Options = _DEFAULTS) -> AttentionCall:
+    """Return the checked call of a caller's arguments, over no cache, with all checks but those of its numbers."""
+    options = checked(options)
+    check(x, options, None)
+    return call_of(x, options)[0]
