@@ -131,6 +131,7 @@ def of_few_features() -> Iterator[Case]:
     for name in ("window", "window-left", "window-right", "window-causal"):
         yield case(f"{name} sq<sk", (41, 131), **MASKS[name])
     yield case("window-right sq>sk", (131, 41), **MASKS["window-right"])
+    yield _dense("d64 causal", "float64", nheads_k=2, head_dim=64, causal=True)
     yield case("no keys", (5, 0), backward=False)
     yield case("one query", (1, 77), causal=True)
     yield case("scale 0.3", softmax_scale=0.3)
