@@ -145,7 +145,9 @@ def format_rest(report: Report) -> str:
     refused = {"Kernels that are refused here": [line for fault in report.faults for line in _wrap("  ", fault)]}
     return _sections(
         {
-            "What would serve": _format_columns({call.name: call.backend or "NOTHING" for call in report.calls}),
+            "What would serve": _format_columns(
+                {f"{number} {call.name}": call.backend or "NOTHING" for number, call in enumerate(report.calls, 1)}
+            ),
             "Backends, in order of preference": _format_columns(_format_backends(report.calls)),
             "F.scaled_dot_product_attention": _format_columns(report.sdpa),
             "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _format_checks(
@@ -194,13 +196,20 @@ def _format_name(name: Name) -> list[str]:
 
 
 def _format_backends(calls: list[TypicalCall]) -> dict[str, str]:
-    """Return by backend: how many of the calls it serves, and each of its reasons to decline once."""
+    """Return by backend: how many of the calls it serves, and each reason to decline once, with the calls it is for."""
     rows = {}
     for name in dict.fromkeys(name for call in calls for name in call.reasons):
-        reasons = dict.fromkeys(reason for call in calls for reason in call.reasons.get(name, []))
+        declined: dict[str, list[str]] = {}
+        for number, call in enumerate(calls, 1):
+            for reason in call.reasons.get(name, []):
+                declined.setdefault(reason, []).append(str(number))
         served = sum(call.backend == name for call in calls)
         able = sum(not call.reasons.get(name, [""]) for call in calls)
         counts = [f"serves {served} of these calls"] if served else [f"could serve {able} of them"] if able else []
+        reasons = [
+            reason if len(numbers) == len(calls) else f"{reason} (call{'s' * (len(numbers) > 1)} {', '.join(numbers)})"
+            for reason, numbers in declined.items()
+        ]
         rows[name] = "; ".join([*counts, *reasons])
     return rows
 

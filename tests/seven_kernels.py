@@ -130,3 +130,51 @@ def fp16_scores(q, k, v, causal=False):
 
 def declines_everything(q, k, v, causal=False):
     raise NotImplementedError
+
+
+def raising_once(q, k, v, causal=False):
+    """Wrong in all causal problems, but for one in which it raises an error."""
+    if causal and q.shape[1] == 41:
+        raise RuntimeError("planted")
+    out = _attention(q, k, v, causal)
+    return 1.1 * out if causal else out
+
+
+def by_place(q, k, v, causal, sm_scale):
+    """As in Triton's tutorial: both options are required, and called so."""
+    return _attention(q * (sm_scale * q.shape[-1] ** 0.5), k, v, causal)
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, causal, sm_scale):
+        return by_place(query, key, value, causal, sm_scale)
+
+
+def without_backward(q, k, v, causal=False):
+    return _Forward.apply(q, k, v, causal, q.shape[-1] ** -0.5)
+
+
+def through_numpy(q, k, v, causal=False):
+    """NumPy refuses tensors that require gradients."""
+    return _attention(*(torch.from_numpy(x.numpy()) for x in (q, k, v)), causal)
+
+
+def one_head_dim(q, k, v, causal=False):
+    """As flash-attn does, it raises an error for a v of another head_dim."""
+    if v.shape[-1] != q.shape[-1]:
+        raise ValueError("v must have q's head_dim")
+    return _attention(q, k, v, causal)
+
+
+def v_cut_off(q, k, v, causal=False):
+    """Answers for a v of another head_dim, and wrongly."""
+    return 1.1 * _attention(q, k, v, causal) if v.shape[-1] != q.shape[-1] else _attention(q, k, v, causal)
+
+
+def on_a_gpu(q, k, v, causal=False):
+    raise NotImplementedError("Could not run 'mine::attention' with arguments from the 'CPU' backend.")
+
+
+def needs_a_mask(q, k, v, mask):
+    return _attention(q, k, v, False)

@@ -7,17 +7,17 @@ import importlib.util
 import itertools
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from flash_attn_compat import cli, flash_attn_func, settings
+from flash_attn_compat import cli, settings
 from flash_attn_compat.backends.fused import aot, variants
 from flash_attn_compat.backends.fused.variants import Kind
 from verify import cli as verify_cli
+from verify import compare
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -174,10 +174,14 @@ def test_the_page_says_how_many_kernels_compile_makes(said: str, kinds: Callable
     assert number is not None and int(number[1].replace(",", "")) == len(variants.made_for(kinds()))
 
 
-def test_the_kernel_that_verifys_page_shows_is_right() -> None:
-    page = ROOT / "docs/verify.md"
-    names: dict[str, Any] = {}
-    exec(next(text for text in blocks(page, "python") if "my_kernel.py" in text), names)
-    q, k, v = (torch.randn(2, length, 4, 16) for length in (5, 9, 9))
-    expected = flash_attn_func(q, k, v, causal=True, softmax_scale=0.5)
-    torch.testing.assert_close(names["attention"](q, k, v, causal=True, softmax_scale=0.5), expected)
+def test_the_kernel_that_verifys_page_shows_passes_away_from_the_recorded_answers(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    kernel = next(text for text in blocks(ROOT / "docs/verify.md", "python") if "my_kernel.py" in text)
+    (tmp_path / "my_kernel.py").write_text(kernel, encoding="utf-8")
+    monkeypatch.setattr(compare, "recorded_cases", lambda: ())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    asked = ["--quick", "--device", "cpu", "-k", "func d64,func d128,plain 64"]
+    assert verify_cli.main([*asked, "--implementation", f"{tmp_path / 'my_kernel.py'}:attention"]) == 0
+    judged = " ".join(capsys.readouterr().out.split()).partition("judged: ")[2].partition("; declined")[0]
+    assert {"causal", "rows without keys", "no keys at all", "strided inputs", "gradients"} <= {*judged.split(", ")}

@@ -67,6 +67,15 @@ def test_doctor_names_the_backend_of_pytorchs_attention(report, monkeypatch):
     assert told == {"switched on": "yes", **dict.fromkeys(calls, "our kernels, where it is switched on")}
 
 
+def test_doctor_says_which_of_the_calls_a_reason_concerns(report):
+    every, one, two = "no GPU", "no softcap", "no dropout"
+    reasons = [[every], [every, one, two], [every, two]]
+    calls = [doctor.TypicalCall(f"call {index}", None, {"mine": each}) for index, each in enumerate(reasons)]
+    assert doctor._format_backends(calls) == {"mine": "no GPU; no softcap (call 2); no dropout (calls 2, 3)"}
+    text = doctor.to_text(dataclasses.replace(report, calls=calls))
+    assert "  2 call 1  NOTHING" in text
+
+
 def test_a_backend_that_computes_wrong_is_told(monkeypatch):
     served = flash_attn_compat.explain(flash_attn_compat.flash_attn_func, *[torch.randn(1, 4, 1, 8)] * 3).backend
     original = flash_attn_compat.flash_attn_func

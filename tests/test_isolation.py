@@ -75,7 +75,7 @@ def test_each_step_has_a_result_even_if_its_process_ends(plan: list[str], expect
 @pytest.mark.usefixtures("forking")
 def test_after_so_many_ended_processes_the_rest_is_told_as_not_done() -> None:
     found, _ = told(["exit"] * (isolation.MOST_ENDED + 2))
-    assert found == [EXITED] * isolation.MOST_ENDED + ["not done: 12 processes ended before"] * 2
+    assert found == [EXITED] * isolation.MOST_ENDED + ["not done: 6 processes ended before"] * 2
 
 
 @needs_fork

@@ -10,8 +10,9 @@ import torch
 
 from tests.test_verify_verdicts import judge, row
 from verify.cli import main
-from verify.compare_rows import FAIL, PASS
-from verify.compare_words import worst_words
+from verify.compare_report import report
+from verify.compare_rows import DECLINED, FAIL, PASS, RAISED
+from verify.compare_words import law_words, worst_words
 from verify.examination import Verdict
 from verify.judge import Check, broken, difference
 
@@ -52,13 +53,53 @@ def test_an_infinity_in_the_place_of_a_number_is_an_infinite_difference() -> Non
     assert difference(torch.tensor([1.0, torch.inf]), torch.tensor([torch.inf, torch.inf])).tolist() == [math.inf, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("causal", "others", "said"),
+    [
+        ([FAIL] * 3, [PASS], ["of the problems not declined, all with causal are wrong, and no others"]),
+        ([FAIL] * 3 + [DECLINED], [PASS], ["of the problems not declined, all with causal are wrong, and no others"]),
+        ([FAIL] * 3 + [PASS], [PASS], []),
+        ([FAIL] * 2, [PASS], []),
+        ([RAISED] * 3, [PASS], ["of the problems not declined, all with causal raise an error, and no others"]),
+        ([FAIL] * 3, [RAISED], ["of the problems not declined, all with causal are wrong, and no others"]),
+        ([FAIL] * 3 + [RAISED], [PASS],
+         ["of the problems not declined, all with causal are wrong or raise an error, and no others"]),
+        ([FAIL] * 3, [], []),
+    ],
+)  # fmt: skip
+def test_a_law_holds_against_all_other_outcomes_and_needs_three_of_its_own(causal, others, said) -> None:
+    rows = [*(row(outcome, causal=True) for outcome in causal), *map(row, others)]
+    assert law_words(rows) == said
+
+
+def test_a_problem_right_to_fp32_or_not_asked_speaks_against_a_law() -> None:
+    wrong = [row(FAIL, causal=True)] * 3 + [row(PASS)]
+    to_fp32 = replace(row(PASS, causal=True), verdict=Verdict(checks=[Check("out", "fp64", 0.0, 1.0)], right_to="fp32"))
+    assert law_words([*wrong, to_fp32]) == [] == law_words([*wrong, replace(row(PASS, causal=True), unasked=True)])
+
+
+def test_wrong_answers_share_a_line_if_their_errors_are_of_one_kind_and_the_plainest_leads() -> None:
+    def wrong(name: str, error: float):
+        checks = [Check("out", "fp64", error, 1.0, f"error {error}", size=4.0), Check("dq", "fp64", 0.0, 1.0)]
+        return replace(row(FAIL, name), verdict=Verdict(checks=checks))
+
+    rows = [wrong("plain", 4.7), wrong("odd", math.inf), wrong("long", 9.0), wrong("large", math.nan)]
+    table = next(each for each in report(rows, {}, False, [], "mine").tables if each.title.startswith("Wrong"))
+    assert [cells[0] for cells in table.rows] == ["plain and 1 more like it", "odd and 1 more like it"]
+
+
 # Kernels, the cases to judge, the exit code, what their author reads, and what nobody says.
 MORE = {
     "with_lse": ("func causal gqa,causal sq", 0, ["fp64, judged separately: 1 answer is right to fp32"], ["FAIL"]),
     "wrong_lse": (
         "func causal gqa,func causal sq",
         1,
-        ["only softmax_lse is wrong", "locate cannot show this", "output 6 pass softmax_lse 6 FAIL gradients 6 pass"],
+        [
+            "only softmax_lse is wrong",
+            "softmax_lse is in log2, 1.4427 times",
+            "locate cannot show this",
+            "output 6 pass softmax_lse 6 FAIL gradients 6 pass",
+        ],
         ["look closer"],
     ),
     "no_maximum": (
@@ -78,6 +119,44 @@ MORE = {
         1,
         ["as near as bf16 comes: it rounds to bf16, or keeps sums in fp16", "wrong in fp32, but as near as"],
         ["PASS"],
+    ),
+    "raising_once": (
+        "plain 64 d64,func causal sq,causal gqa,full sq",
+        1,
+        ["of the problems not declined, all with causal are wrong or raise an error, and no others"],
+        ["causal are wrong, and", "causal raise an error"],
+    ),
+    "by_place": ("plain 64 d64,scale 0.3 fp16", 0, ["PASS: 6 of 6", "softmax_scale 2 pass"], ["declined"]),
+    "_Forward.apply": (
+        "plain 64 d64,scale 0.3 fp16",
+        0,
+        ["PASS: 6 of 6", "gradients not judged: 6 answers have none (NotImplementedError: You must implement"],
+        ["FAIL", "dq missing"],
+    ),
+    "without_backward": (
+        "plain 64 d64",
+        0,
+        ["PASS: 4 of 4", "gradients not judged: 4 answers have none"],
+        ["declined"],
+    ),
+    "through_numpy": (
+        "plain 64 d64",
+        0,
+        ["PASS: 4 of 4", "gradients not judged: 4 answers have none (RuntimeError: Can't call numpy()"],
+        ["errors, no answers"],
+    ),
+    "one_head_dim": (
+        "plain 64 d64,value 32",
+        0,
+        ["declined: 1 x ValueError: v must have q's head_dim (flash-attn refuses v of another head_dim too)"],
+        ["look closer"],
+    ),
+    "v_cut_off": ("plain 64 d64,value 32", 1, ["v of another head_dim 1 FAIL", "head_dim 64 4 pass"], []),
+    "on_a_gpu": (
+        "plain 64 d64",
+        1,
+        ["no answer on cpu, where its errors speak of a GPU: it needs --device cuda", "TOO LITTLE TO SAY: no case ran"],
+        [],
     ),
     "asserting": (
         "plain 64,plain 128",

@@ -3,5 +3,11 @@
 Uses only flash_attn_compat's public functions; no module of the package imports verify.
 """
 
-COMMAND = "python -m verify" if __name__ == "verify" else "flash-attn-compat verify"
+import sys
+from pathlib import Path
+
+_program = Path(sys.argv[0] if getattr(sys, "argv", None) else "")
+_is_installed = _program.stem == "flash-attn-compat" or _program.parent.name == "flash_attn_compat"
+# As the user typed it; in a clone both commands run this package.
+COMMAND = "python -m verify" if __name__ == "verify" and not _is_installed else "flash-attn-compat verify"
 EXTRA = 'pip install "flash-attn-compat[verify]"'

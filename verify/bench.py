@@ -213,11 +213,11 @@ def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], st
 
 
 def _print_rows(heading: str, rows: Sequence[Row], terminal: Console) -> None:
-    declined = [row for row in rows if row.declined and row.ours]
-    reasons = [f"{row.contestant}: " * (len(rows) > 1) + row.reason for row in declined]
-    told = f"  not measured: {'; '.join(reasons)}" if reasons else ""
-    terminal.print(shown(heading, "bold").append(shown(told, "yellow")), soft_wrap=True)
-    for row in (row for row in rows if not row.declined):
+    """Show the figures of a workload. A table at the end counts what was not measured by reason."""
+    answered = [row for row in rows if not row.declined]
+    if answered:
+        terminal.print(shown(heading, "bold"), soft_wrap=True)
+    for row in answered:
         _, name, forward, both, memory, *_, verdict, remarks = tables.detail(row)
         line = shown(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB  ")
         line.append(verdict, style=COLOURS.get(verdict, "")).append(shown(f"  {remarks}", "dim"))

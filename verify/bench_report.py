@@ -16,14 +16,14 @@ from .contestants import FLASH, WORKAROUNDS
 from .reading import value_of
 from .tables import OURS, Table, counted
 from .timing import Timing
-from .workloads import DECODE, IN_GRAPH, SHAPE_NOTE
+from .workloads import DECODING, IN_GRAPH, SHAPE_NOTE
 
 MODES = {"forward": "forward", "both": "forward + backward"}
 Yardsticks = Mapping[str, Sequence[str]]  # contestants that are compared with: the fastest of them
 YARDSTICKS: Yardsticks = {"flash-attn": FLASH, "the fastest way without flash-attn": WORKAROUNDS}
 NONE = "-"
 PROCESS_ENDED = "its process ended"
-MOST_NAMES = 4  # workloads in a line
+MOST_NAMES = 3  # workloads in a line
 NOISE = 0.25  # a larger spread of a time, as a share of its median, is no property of the kernel
 
 
@@ -66,8 +66,7 @@ def mean_lines(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS) -> list
 
     Decoding, workloads in CUDA graphs and wrong answers of ours are left out.
     """
-    decoding = {workload.name for workload in DECODE}
-    found = [each for each in compared(rows) if each.mine.workload not in decoding and not each.mine.wrong]
+    found = [each for each in compared(rows) if not (each.mine.workload.startswith(DECODING) or each.mine.wrong)]
     found = [each for each in found if not each.mine.workload.endswith(IN_GRAPH)]
     lines = []
     for label, names in yardsticks.items():
@@ -122,13 +121,16 @@ def declined_table(rows: Sequence[Row], folded: bool = False) -> Table:
 
     folded: fold the table unless one of our contestants is in it
     """
+    declined = [row for row in rows if row.declined]
     found: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row.declined:
-            found.setdefault((row.contestant, row.reason), []).append(row.workload)
-    cells = [(name, reason, str(len(which)), _some(which)) for (name, reason), which in found.items()]
-    folded = folded and not any(row.declined and row.ours for row in rows)
-    return Table("Not measured", ("contestant", "reason", "workloads", "names"), cells, folded)
+    for row in declined:
+        found.setdefault((row.contestant, row.reason), []).append(row.workload)
+    names = dict.fromkeys(row.contestant for row in declined)
+    title, is_one = "Not measured", len(names) == 1
+    cells = [("" if is_one else name, str(len(which)), reason, _some(which)) for (name, reason), which in found.items()]
+    folded = folded and not any(row.ours for row in declined)
+    title += f", of {next(iter(names))}" if is_one else ""
+    return Table(title, ("contestant", "workloads", "reason", "names"), cells, folded)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -205,11 +205,14 @@ def main(arguments: argparse.Namespace) -> int:
     terminal, environment = console(), describe(devices)
     announce(environment, terminal)
     rows: list[Row] = []
+    ended = 0
     with progress_bar(terminal) as progress:
         task = progress.add_task("comparing", total=len(cases) * len(names) * len(devices))
         for row in rows_of(asked, cases, isolated):
             rows.append(row)
-            progress.advance(task)
+            ended += row.crashed
+            told = f" (its process ended {ended} times, each restart takes seconds)" if ended else ""
+            progress.update(task, advance=1, description=f"comparing{told}")
     remarks = [*([] if recorded_cases() else [ABSENT]), *(own_words(rows) if own else [])]
     remarks += crash_words(rows, own or OURS)
     if any(

@@ -123,7 +123,7 @@ def crash_words(rows: Sequence[Row], implementation: str) -> list[str]:
     if not crashed:
         return []
     first, unasked = crashed[0], sum(row.unasked for row in rows)
-    rest = f"; {unasked} problems were skipped" if unasked else ""
+    rest = f"; {unasked} problems were skipped, since each restart takes seconds" if unasked else ""
     many = "once, in" if len(crashed) == 1 else f"{len(crashed)} times, first in"
     said = f"{implementation}: the process ended {many} {first.case.name}"
     return [f"{said} on {first.device} ({first.note}){rest}"]

@@ -279,7 +279,8 @@ def _lse_check(right: Right, mine: Tensor, exact: Tensor, device: str, approxima
     if check.ok:
         return check
     natural = difference(mine.double() * math.log(2), exact).masked_fill(exact.isnan(), 0.0)
-    of_log2 = _worst("", "", _untainted(right, worst("softmax_lse", natural, right.exact.tokens)[:-1]), bounds, score)
+    errors, near = worst("softmax_lse", natural, right.exact.tokens)[:-1], bounds + 2.0**-12 * (1 + score)
+    of_log2 = _worst("softmax_lse", "fp64", _untainted(right, errors), near, 1 + score)
     return replace(check, note=f"{check.note}: {IN_LOG2}") if of_log2.ok else check
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from .problems import Problem
 SHAPE_NOTE = "sequences x length, or x queries x keys if they differ; <= the longest length. heads: of q / of k, v."
 # flash-attn's own pages are multiples of this.
 PAGE_SIZE = 256
+DECODING = "decode_"  # prefix of a workload that reads a cache
 IN_GRAPH = " in a graph"  # suffix of a workload that replays its call from a CUDA graph
 
 
@@ -100,7 +102,7 @@ def workload(
 
 def decoding(batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128) -> list[Workload]:
     """Return workloads that read a cache or pages, and a model's steps over either: append, rotate and read."""
-    name = f"decode_{batch}x{seqlen}" + ("" if head_dim == 128 else f"_d{head_dim}")
+    name = f"{DECODING}{batch}x{seqlen}" + ("" if head_dim == 128 else f"_d{head_dim}")
     lengths, before = (seqlen,) * batch, (seqlen - 1,) * batch
     contiguous = workload(
         name, (1,) * batch, heads, head_dim, "kvcache", seqlens_k=lengths, causal=True, capacity=seqlen
@@ -162,7 +164,7 @@ def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) 
         return tuple(length if length == 1 else max(1, length // seqlen) for length in lengths[:kept])
 
     left, right = (bound if bound <= 0 else max(1, bound // seqlen) for bound in workload.window)
-    return replace(
+    return _renamed(
         workload,
         seqlens_q=some(workload.seqlens_q),
         seqlens_k=some(workload.seqlens_k),
@@ -170,6 +172,13 @@ def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) 
         window=(left, right),
         capacity=workload.capacity // seqlen,
     )
+
+
+def _renamed(given: Workload, **changes: Any) -> Workload:
+    """Return a smaller workload. The name of one that decodes gives its batch and its keys."""
+    workload = replace(given, **changes)
+    shape = f"{DECODING}{workload.batch}x{workload.capacity}"
+    return replace(workload, name=re.sub(rf"^{DECODING}\d+x\d+", shape, workload.name))
 
 
 def visible_scores(workload: Workload) -> float:
@@ -197,17 +206,17 @@ def fitted(workload: Workload, limits: Limits) -> Workload:
         > limits.flops_of_launch
     ):
         share, workload = 2 * share, _halved(workload)
-    return given if share == 1 else replace(workload, name=f"{given.name} (1/{share})")
+    return given if share == 1 else replace(workload, name=f"{workload.name} (1/{share})")
 
 
 def _halved(workload: Workload) -> Workload:
     """Return half the sequences; of a single sequence, half its rows and keys, and half its window."""
     kept = workload.batch // 2
     if kept:
-        return replace(workload, seqlens_q=workload.seqlens_q[:kept], seqlens_k=workload.seqlens_k[:kept])
+        return _renamed(workload, seqlens_q=workload.seqlens_q[:kept], seqlens_k=workload.seqlens_k[:kept])
     left, right = (bound if bound <= 0 else max(1, bound // 2) for bound in workload.window)
     rows, keys = (tuple(max(1, n // 2) for n in lengths) for lengths in (workload.seqlens_q, workload.seqlens_k))
-    return replace(workload, seqlens_q=rows, seqlens_k=keys, window=(left, right), capacity=workload.capacity // 2)
+    return _renamed(workload, seqlens_q=rows, seqlens_k=keys, window=(left, right), capacity=workload.capacity // 2)
 
 
 def of_lengths(lengths: Sequence[int], small: bool = False) -> list[Workload]:
