@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +23,7 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_compat.dispatch import sharding
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests.support import cumulative, in_group, randn
 
@@ -52,13 +55,24 @@ def cases() -> dict[str, Case]:
         out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
         return out + lse.transpose(1, 2).unsqueeze(-1)
 
+    def sloped(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return dense(q, k, v, alibi_slopes=slopes)
+
+    def sloped_lse(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        out, lse, _ = flash_attn_func(q, k, v, alibi_slopes=slopes, return_attn_probs=True)
+        return out + lse.transpose(1, 2).unsqueeze(-1)
+
+    def packed_sloped(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, starts: Tensor) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, alibi_slopes=slopes)
+
     def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         return flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, window_size=(2, 1))
 
     q, k, v = given = tuple(randn(4, 8, heads, 16, seed=at) for at, heads in enumerate((4, 2, 2)))
     tokens = tuple(x.flatten(0, 1)[:8] for x in given)
-    starts, slopes = {"starts": cumulative(3, 5)}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}
-    of_sequences = {"alibi_slopes": slopes["alibi_slopes"] + torch.arange(4.0)[:, None]}
+    starts, slopes = {"starts": cumulative(3, 5)}, torch.tensor([0.1, 0.2, 0.3, 0.4])
+    of_heads, of_sequences = (*given, slopes), (*given, slopes + torch.arange(4.0)[:, None])
+    of_packed = *tokens, slopes + torch.arange(2.0)[:, None]
     whole: Axes = (None,)
     return {
         "batch": Case(dense, given, ((0,),) * 3, (0,)),
@@ -70,10 +84,17 @@ def cases() -> dict[str, Case]:
         "rows": Case(dense, given, ((1,),) * 3, whole, moves=True),
         "one key head": Case(dense, (q, k[:, :, :1], v[:, :, :1]), ((2,), whole, whole), whole, moves=True),
         "three sequences": Case(dense, tuple(x[:3] for x in given), ((0,),) * 3, whole, moves=True),
-        "slopes of heads": Case(dense, given, ((2,),) * 3, (2,), slopes),
-        "slopes of heads, batch": Case(dense, given, ((0,),) * 3, (0,), slopes),
-        "slopes of sequences": Case(dense, given, ((0,),) * 3, (0,), of_sequences),
-        "slopes of sequences, heads": Case(dense, given, ((2,),) * 3, (2,), of_sequences),
+        "slopes of heads": Case(sloped, of_heads, (*((2,),) * 3, (0,)), (2,)),
+        "copies of slopes, heads": Case(sloped, of_heads, (*((2,),) * 3, whole), (2,)),
+        "slopes of heads, batch": Case(sloped, of_heads, (*((0,),) * 3, whole), (0,)),
+        "slopes of sequences": Case(sloped, of_sequences, (*((0,),) * 3, (0,)), (0,)),
+        "slopes of sequences, heads": Case(sloped, of_sequences, (*((2,),) * 3, (1,)), (2,)),
+        "slopes, copies": Case(sloped, of_heads, (whole,) * 4, whole),
+        "slopes, rows": Case(sloped, of_heads, (*((1,),) * 3, whole), whole, moves=True),
+        "slopes, a mesh of two axes": Case(sloped, of_heads, (*((None, 2),) * 3, (None, 0)), (None, 2), mesh=(1, 2)),
+        "slopes with the LSE": Case(sloped_lse, of_heads, (*((0,),) * 3, whole), (0,)),
+        "slopes, packed": Case(packed_sloped, of_packed, (*((1,),) * 3, (1,)), (1,), starts),
+        "slopes, packed tokens": Case(packed_sloped, of_packed, (*((0,),) * 3, whole), whole, starts, moves=True),
         "keys and values in one": Case(flash_attn_kvpacked_func, (q, torch.stack([k, v], 2)), ((2,), (3,)), (2,)),
         "packed": Case(varlen, tokens, ((1,),) * 3, (1,), starts),
         "packed, all in one": Case(
@@ -111,16 +132,74 @@ def check(case: Case) -> None:
         torch.testing.assert_close(ours.full_tensor(), theirs)
 
 
-def check_errors() -> None:
+def check_descales() -> None:
+    """Of pages of 8-bit floats, each head's own: gloo sends no 8-bit floats, so each process makes its share."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    q, scales, starts = randn(8, 4, 16).half(), torch.tensor([[0.5, 2.0], [1.0, 3.0]]), cumulative(3, 5)
+    cache, table = randn(4, 8, 2, 16, seed=1).to(torch.float8_e4m3fn), torch.tensor([[2], [0]], dtype=torch.int32)
+
+    def attend(q: Tensor, cache: Tensor, starts: Tensor, table: Tensor, scales: Tensor) -> Any:
+        return flash_attn_varlen_func(
+            q, cache, cache, starts, starts, 5, 5, block_table=table, k_descale=scales, v_descale=scales
+        )
+
+    whole = [distribute_tensor(x, mesh, [Replicate()]) for x in (starts, table)]
+    share = DTensor.from_local(cache[:, :, [rank]], mesh, [Shard(2)])
+    for given in (scales, scales[:, :1], scales[:1, :1]):
+        descales = distribute_tensor(given.contiguous(), mesh, [Replicate()])
+        out = attend(distribute_tensor(q, mesh, [Shard(1)]), share, *whole, descales)
+        torch.testing.assert_close(out.full_tensor(), attend(q, cache, starts, table, given))
+
+
+def refused_calls() -> dict[str, Callable[[], object]]:
+    """A call of each kind in sharding.REFUSED, or several; of each, the same without it is served."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-    q = distribute_tensor(randn(4, 8, 2, 16), init_device_mesh("cpu", (2,)), [Shard(2)])
-    with pytest.raises(RuntimeError, match="dropout_p must be 0 for DTensors"):
-        flash_attn_func(q, q, q, dropout_p=0.1)
-    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
-        flash_attn_varlen_func(*[q.flatten(0, 1)] * 3, cumulative(16, 16), cumulative(16, 16), 16, 16)
-    with pytest.raises(NotImplementedError, match=r"flash_attn_compat.kvcache.*sharding strategy"):
-        flash_attn_with_kvcache(q, q, q, cache_seqlens=3)
+    plain, mesh = randn(4, 8, 2, 16), init_device_mesh("cpu", (2,))
+    q, slopes = distribute_tensor(plain, mesh, [Shard(2)]), torch.tensor([0.1, 0.2])
+    starts, tokens, of_heads = cumulative(16, 16), q.flatten(0, 1), distribute_tensor(slopes, mesh, [Shard(0)])
+    flash_attn_func(q, q, q)
+
+    def twice() -> object:
+        x = q.detach().requires_grad_()
+        return torch.autograd.grad(flash_attn_func(x, q, q).square().sum(), x, create_graph=True)
+
+    def private_backward() -> object:
+        options = (0.1, 0.25, True, -1, -1, 0.0, None)
+        gradients = [torch.zeros_like(q) for _ in range(3)]
+        return _flash_attn_backward(q, q, q, q, q, q[..., 0].transpose(1, 2), *gradients, *options, False, None)
+
+    return {
+        "dropout": lambda: flash_attn_func(q, q, q, dropout_p=0.1),
+        "dropout, private": lambda: _flash_attn_forward(q, q, q, 0.1, 0.25, True, -1, -1, 0.0, None, False),
+        "dropout, backward": private_backward,
+        "caches": lambda: flash_attn_with_kvcache(q, q, q, cache_seqlens=3),
+        "caches, appending": lambda: flash_attn_with_kvcache(plain, q, q, plain[:, :1], plain[:, :1], cache_seqlens=3),
+        "plain tensors beside DTensors": lambda: flash_attn_func(q, q, plain),
+        "plain tensors beside DTensors: starts": lambda: flash_attn_varlen_func(*[tokens] * 3, starts, starts, 16, 16),
+        "plain tensors beside DTensors: slopes": lambda: flash_attn_func(q, q, q, alibi_slopes=slopes),
+        "plain tensors beside DTensors: their slopes": lambda: flash_attn_func(*[plain] * 3, alibi_slopes=of_heads),
+        "plain tensors beside DTensors: sinks": lambda: flash_attn_func(q, q, q, s_aux=slopes),
+        "plain tensors beside DTensors: their sinks": lambda: flash_attn_func(plain, plain, plain, s_aux=of_heads),
+        "second derivatives": twice,
+        "torch.func transforms": lambda: torch.func.grad(lambda x: flash_attn_func(x, q, q).sum())(q),
+        "torch.func transforms: vmap": lambda: torch.func.vmap(
+            lambda x: flash_attn_func(x[None], q[:1], q[:1], causal=True)
+        )(q),
+    }
+
+
+def check_refusals() -> None:
+    calls, found = refused_calls(), set()
+    for name, call in calls.items():
+        what = next(one for one in sharding.REFUSED if name.startswith(one))
+        found.add(what)
+        with pytest.raises(NotImplementedError, match=re.escape(sharding.REFUSED[what])) as told:
+            call()
+        assert all(other in str(told.value) for other in sharding.REFUSED), name
+    assert {*sharding.REFUSED} - found == {"PyTorch 2.4"}
 
 
 def check_private() -> None:
@@ -157,7 +236,8 @@ def shards(rank: int) -> None:
             check(case)
         except Exception as error:
             raise AssertionError(name) from error
-    check_errors()
+    check_refusals()
+    check_descales()
     check_private()
     check_pending()
 
@@ -165,6 +245,20 @@ def shards(rank: int) -> None:
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.5", reason="PyTorch has register_sharding from 2.5 on")
 def test_two_processes_compute_their_shards() -> None:
     in_group(shards)
+
+
+def test_the_page_lists_what_errors_refuse_in_their_words() -> None:
+    page = " ".join((Path(__file__).parents[1] / "docs/distributed.md").read_text(encoding="utf-8").split())
+    listed = page.partition("### What DTensors do not go with")[2].partition(" ##")[0]
+    assert [what for what, reason in sharding.REFUSED.items() if f"| {what} | {reason} |" not in listed] == []
+    assert listed.count("|") == 3 * (len(sharding.REFUSED) + 2), "and no more"
+
+
+def test_a_pytorch_without_rules_refuses_dtensors_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "is_distributed", lambda x: True)
+    monkeypatch.setattr(sharding, "_register", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"PyTorch 2\.5 or newer"):
+        sharding.check_call([("q", torch.ones(1))], 0.0)
 
 
 # ---------------------------------------------------------------- data parallel training

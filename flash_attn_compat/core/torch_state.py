@@ -36,7 +36,8 @@ def numbers_of(lengths: Tensor) -> list[int]:
 def with_autograd() -> contextlib.AbstractContextManager[None]:
     """Return a context in which autograd records inside a custom operator, where compiled graphs turn it off."""
     hidden = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+    # Without ADInplaceOrView, what is written into a slice of a tensor is not recorded as the tensor's.
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         hidden = hidden.remove(getattr(torch._C.DispatchKey, key))
     seen = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(seen, hidden)

@@ -14,7 +14,7 @@ from flash_attn_compat.core.arguments.options import integer, split_descales
 from flash_attn_compat.core.call import CacheInputs, Options, new_tuple
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.varlen import lse_dtype
-from flash_attn_compat.dispatch import op_derivatives
+from flash_attn_compat.dispatch import op_derivatives, sharding
 from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, refuse_private
 from flash_attn_compat.dispatch.serve import find, run
 
@@ -52,6 +52,8 @@ def attend(
             block_table, alibi_slopes, softmax_scale, causal, left, right, softcap, rotary_interleaved, num_splits,
             k_descale, v_descale, k_factor, v_factor,
         )  # fmt: skip
+        if any([sharding.is_distributed(x) for x in arguments]):
+            sharding.refuse("caches")
         if are_strided(arguments):
             found: tuple[Tensor, Tensor] = _kvcache_op(*arguments, length, return_lse)
             return found

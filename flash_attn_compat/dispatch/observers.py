@@ -65,6 +65,7 @@ def _has_dispatch(tensor: object) -> bool:
 def recorded_use(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> int:
     """Return Options.use for a call that autograd records, or that torch.func or forward-mode AD derives; else 0."""
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
+        sharding.check_untransformed((*inputs, slopes))
         return TRANSFORMS
     if torch.is_grad_enabled():
         if slopes is not None and are_trained(slopes):

@@ -62,10 +62,8 @@ def forward(x: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor
     return outputs
 
 
-def _draw_rng_state(q: Tensor) -> Tensor | None:
-    """Return rng_state of a new dropout mask, (2,) int64; None for DTensors, whose sharding rule refuses dropout."""
-    if type(q) not in PLAIN and hasattr(q, "placements"):  # in this order: Dynamo of PyTorch 2.4 cannot trace hasattr
-        return None
+def _draw_rng_state(q: Tensor) -> Tensor:
+    """Return rng_state of a new dropout mask, (2,) int64."""
     if not is_compiling() and tracing_state() is not None:  # a saved module may go to another device
         return dropout.rng_state_beside(q)
     return dropout.new_rng_state(q.device)
@@ -107,10 +105,12 @@ _COUNT = len(NAMES)
 
 def _flatten(x: Inputs, options: Options) -> tuple[Any, ...]:
     """Return the operators' arguments. A longest length given as a tensor stays one: tracing need not read it."""
-    longest = options.max_seqlen_q, options.max_seqlen_k
+    longest, given = (options.max_seqlen_q, options.max_seqlen_k), [getattr(x, name) for name in _TENSORS]
+    dropout_p = checks.number("dropout_p", options.dropout_p)
+    sharding.check_call(zip(_TENSORS, given), dropout_p)
     return (
-        *[getattr(x, name) for name in _TENSORS], *[one if isinstance(one, Tensor) else None for one in longest],
-        checks.number("dropout_p", options.dropout_p), options.softmax_scale, checks.causal(options.causal),
+        *given, *[one if isinstance(one, Tensor) else None for one in longest],
+        dropout_p, options.softmax_scale, checks.causal(options.causal),
         options.window_size_left, options.window_size_right, checks.softcap(options.softcap),
         bool(options.deterministic), *[0 if isinstance(one, Tensor) else one for one in longest], options.k_factor,
         options.v_factor,
@@ -277,6 +277,8 @@ def _compiled_backward(
     with settings.using_backend(ctx.used):
         dout = torch.zeros_like(out) if dout is None else dout
         if torch.is_grad_enabled():  # they are differentiated again
+            if sharding.is_distributed(dout):
+                sharding.refuse("second derivatives")
             wanted = ctx.needs_input_grad[_SLOPES], *ctx.needs_input_grad[:3]
             of_slopes, *gradients = differentiable(dout, dlse, rng_state, inputs, wanted)
         else:

@@ -12,7 +12,7 @@ from flash_attn_compat.core import checks, sinks, torch_state
 from flash_attn_compat.core.arguments.build import with_page_lengths
 from flash_attn_compat.core.call import DenseInputs, Inputs, Options, PackedInputs
 from flash_attn_compat.core.features import DMASK, Feature
-from flash_attn_compat.dispatch import autograd, ops
+from flash_attn_compat.dispatch import autograd, ops, sharding
 from flash_attn_compat.dispatch.observers import are_strided, are_transformed, must_be_one_operator, recorded_use
 
 _WITH_SINKS = Feature.LSE | Feature.SHARED_DROPOUT_MASK
@@ -43,6 +43,7 @@ def attend(
     use = 0 if is_one_operator else recorded_use(inputs, slopes)
     if s_aux is not None:
         sinks.check(s_aux, q.shape[-2], q.device, slopes)
+        sharding.check_alike((("q", q), ("s_aux", s_aux)))
         use |= _WITH_SINKS
     if return_attn_probs:
         use |= _WITH_PROBABILITIES

@@ -33,7 +33,7 @@ from flash_attn_compat.core.entry import BackwardRun, Entry, Key, Run, RunInto, 
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.scores import signed_probabilities
 from flash_attn_compat.core.varlen import lse_dtype
-from flash_attn_compat.dispatch import at_exit, call_cache, choice
+from flash_attn_compat.dispatch import at_exit, call_cache, choice, sharding
 
 LSE = int(Feature.LSE)
 
@@ -57,6 +57,7 @@ def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
         options = numbers
         key, entry = call_cache.look_up(x, options)
     if entry is None:
+        sharding.check_alike(zip(x._fields, x))  # of plain q, k and v
         return _prepare(x, options, length, key)
     if entry.check is not None:
         entry.check(x, length)
