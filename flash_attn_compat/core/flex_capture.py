@@ -1,0 +1,168 @@
+"""From the functions that PyTorch hands to flex_attention to graphs of aten operators over numbers.
+
+PyTorch's eager operator gets score_mod and mask_mod as graphs of Python functions; they are traced once more. Its
+compiler's graphs, and the joint graph of a backward, are of aten operators already.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from flash_attn_compat.core import torch_state
+from flash_attn_compat.core.flex_operators import C_TYPES, Declined
+
+MASK_ARGUMENTS = "b", "h", "q", "kv"
+SCORE_ARGUMENTS = "score", *MASK_ARGUMENTS
+JOINT_ARGUMENTS = *SCORE_ARGUMENTS, "1.f"  # of the slope, the gradient of the result is 1
+
+
+class TensorArgument(NamedTuple):
+    """A captured tensor: its position among the captured arguments of both functions.
+
+    on_host: whether it is a single number in the CPU's memory, which a kernel on a GPU gets as a number
+    """
+
+    position: int
+    dtype: torch.dtype
+    dims: int
+    on_host: bool = False
+
+
+class IntegerArgument(NamedTuple):
+    """A captured integer, which may change from call to call."""
+
+    position: int
+
+
+_ANY = 1234567  # stands for a captured integer while a function is traced
+Argument = TensorArgument | IntegerArgument
+
+
+class Captured(NamedTuple):
+    """A graph of aten operators over numbers.
+
+    names: the C++ names of its first placeholders; arguments: of those behind them
+    """
+
+    graph: GraphModule
+    names: tuple[str, ...]
+    arguments: tuple[Argument, ...]
+
+
+def describe(captured: Sequence[Any], device: torch.device, first: int = 0) -> tuple[Argument, ...]:
+    """Describe the captured arguments of a function, which stand from ``first`` on among those of both functions.
+
+    captured: tensors, or examples of them, and integers; device: of q. Raises Declined for anything else.
+    """
+    return tuple(_describe(x, device, first + place) for place, x in enumerate(captured))
+
+
+def _describe(x: Any, device: torch.device, position: int) -> Argument:
+    if isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
+        return IntegerArgument(position)
+    if not isinstance(x, Tensor):
+        raise Declined(f"a captured {type(x).__name__}, which may change from call to call")
+    if x.dtype not in C_TYPES:
+        raise Declined(f"a captured tensor of {str(x.dtype).removeprefix('torch.')}")
+    on_host = x.device != device
+    if on_host and (x.dim() or x.device.type != "cpu"):
+        raise Declined(f"a captured tensor on {x.device}, where q is on {device}")
+    return TensorArgument(position, x.dtype, x.dim(), on_host)
+
+
+def capture_mask(mask_mod: Callable[..., Any], captured: Sequence[Any], device: torch.device, first: int) -> Captured:
+    """Trace a mask_mod. Raises Declined where it cannot be traced."""
+    arguments = describe(captured, device, first)
+    return Captured(_trace(mask_mod, _indices(device), captured), MASK_ARGUMENTS, arguments)
+
+
+def capture_score(score_mod: Callable[..., Any], captured: Sequence[Any], device: torch.device) -> Captured:
+    """Trace a score_mod over fp32 scores, whatever q's dtype is. Raises Declined where it cannot be traced."""
+    arguments = describe(captured, device)
+    return Captured(_trace(score_mod, [_score(device), *_indices(device)], captured), SCORE_ARGUMENTS, arguments)
+
+
+def capture_slope(score_mod: Callable[..., Any], captured: Sequence[Any], device: torch.device) -> Captured:
+    """Trace the derivative of a score_mod by its score, which PyTorch's autograd finds. Raises Declined."""
+
+    def slope(score: Tensor, *rest: Any) -> Tensor:
+        score = score.detach().requires_grad_()
+        with torch.enable_grad():
+            modified = score_mod(score, *rest)
+            if not modified.requires_grad:
+                return torch.zeros_like(score)
+            (found,) = torch.autograd.grad(modified, score, torch.ones_like(modified), allow_unused=True)
+        return torch.zeros_like(score) if found is None else found
+
+    arguments = describe(captured, device)
+    plain = [x.detach() if isinstance(x, Tensor) else x for x in captured]
+    with torch_state.with_autograd():
+        graph = _trace(slope, [_score(device), *_indices(device)], plain)
+    return Captured(graph, SCORE_ARGUMENTS, arguments)
+
+
+def _score(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def _indices(device: torch.device) -> list[Tensor]:
+    return [torch.zeros((), dtype=torch.int32, device=device) for _ in MASK_ARGUMENTS]
+
+
+def _trace(function: Callable[..., Any], numbers: Sequence[Tensor], captured: Sequence[Any]) -> GraphModule:
+    """Trace a function. Captured integers become symbols, so that the graph does not depend on their values."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    environment, names = ShapeEnv(), itertools.count()
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+
+    def example(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return fake.from_tensor(x.detach(), static_shapes=True)
+        source = ConstantSource(f"captured_{next(names)}")
+        symbol = environment.create_symbol(_ANY, source, DimDynamic.DYNAMIC, positive=None)
+        return environment.create_symintnode(symbol, hint=_ANY, source=source)
+
+    try:
+        examples = [example(x) for x in (*numbers, *captured)]
+        # x[i] with a tensor i becomes aten.index, as where PyTorch traces these functions.
+        with fake, TransformGetItemToIndex():
+            graph = make_fx(function, tracing_mode="real", decomposition_table=_decompositions())(*examples)
+            if any(map(_writes, graph.graph.nodes)):  # as derivatives do
+                functional = torch.func.functionalize(graph, remove="mutations")
+                graph = make_fx(functional, tracing_mode="real", decomposition_table=_decompositions())(*examples)
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Declined(f"a function that cannot be traced over numbers ({type(error).__name__}: {line})") from error
+    if environment.guards:
+        raise Declined("a function that does different things for different captured integers")
+    return graph
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    """Whether an operator writes to its argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return PyTorch's own decompositions of activations and their derivatives into operators of the table."""
+    from torch._decomp import get_decompositions
+
+    aten = torch.ops.aten
+    return get_decompositions([
+        aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward, aten.softplus, aten.softplus_backward, aten.elu,
+        aten.elu_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.hardtanh, aten.hardtanh_backward,
+        aten.hardsigmoid, aten.hardsigmoid_backward, aten.log_sigmoid_forward, aten.log_sigmoid_backward,
+        aten.addcmul, aten.addcdiv, aten.lerp, aten.masked_fill, aten.logit, aten.xlogy, aten.frac, aten.nan_to_num,
+    ])  # fmt: skip

@@ -1,0 +1,426 @@
+"""From graphs of aten operators to the C++ functions that the kernels call for every score."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from flash_attn_compat.core.flex_capture import (
+    MASK_ARGUMENTS,
+    Captured,
+    IntegerArgument,
+    TensorArgument,
+)
+from flash_attn_compat.core.flex_operators import (
+    C_TYPES,
+    CONSTANT,
+    FULL,
+    IGNORED_KEYWORDS,
+    INTEGER_OPERATORS,
+    LOADS,
+    MOST_CAP,
+    OPERATORS,
+    PREDICATES,
+    SAME,
+    Declined,
+    converted,
+    division_factor,
+    literal,
+)
+
+MOST_TENSORS, MOST_DIMS, MOST_NUMBERS = 16, 4, 8  # of FlexParams, as backends/fused/flex.py has them
+
+
+class Bound(NamedTuple):
+    """A captured tensor's axis that the text indexes by ``name``: b, h, q or kv. The axis must be as long as these."""
+
+    tensor: int
+    axis: int
+    name: str
+
+
+class Number(NamedTuple):
+    """A captured number of the parameters. is_float: a float's bits, of a tensor in the CPU's memory"""
+
+    position: int
+    is_float: bool
+
+
+class Printed(NamedTuple):
+    """The functions of a call in C++.
+
+    tensors, numbers: positions of the captured arguments that the text reads, in its order
+    bounds: what the host has to check of the tensors' sizes; indexed: (tensor, axis) that must not be empty
+    has_score, has_mask: whether the functions change a score, or hide one
+    """
+
+    text: str
+    tensors: tuple[int, ...]
+    numbers: tuple[Number, ...]
+    bounds: tuple[Bound, ...]
+    indexed: tuple[tuple[int, int], ...]
+    has_score: bool
+    has_mask: bool
+
+
+class _View(NamedTuple):
+    """A captured tensor, of whose axes ``axes`` are not indexed yet; offset: C++ terms of those that are."""
+
+    tensor: int
+    dtype: torch.dtype
+    axes: tuple[int, ...]
+    offset: tuple[str, ...] = ()
+
+
+class _Value(NamedTuple):
+    """A C++ name or literal, and its type."""
+
+    text: str
+    c_type: str
+
+
+_SIGNATURE = "const FlexParams &f, {}int b, int h, int q, int kv"
+_NO_SCORE = "DEVICE float {}(const FlexParams &, float score, int, int, int, int) {{ return {}; }}\n"
+_NO_MASK = "DEVICE bool flex_mask(const FlexParams &, int, int, int, int) { return true; }\n"
+
+
+def print_functions(score: Captured, mask: Captured, slope: Captured | None = None) -> Printed:
+    """Return the text of flex_score, flex_slope and flex_mask, and what it reads. Raises Declined.
+
+    slope: of a backward, a graph whose first output is the derivative of score_mod by its score
+    """
+    table = _Table()
+    score_text = slope_text = mask_text = None
+    if not _is_identity(score):
+        score_text = table.print("flex_score", _SIGNATURE.format("float score, "), "float", score)
+        if slope is not None:
+            slope_text = table.print("flex_slope", _SIGNATURE.format("float score, "), "float", slope)
+    if not _is_always_true(mask):
+        mask_text = table.print("flex_mask", _SIGNATURE.format(""), "bool", mask)
+    parts = (
+        score_text or _NO_SCORE.format("flex_score", "score"),
+        slope_text or _NO_SCORE.format("flex_slope", "1.f"),
+        mask_text or _NO_MASK,
+    )
+    return Printed(
+        '#include "flex_operators.cuh"\n' + "".join(parts), tuple(table.tensors), tuple(table.numbers),
+        tuple(sorted(table.bounds)), tuple(sorted(table.indexed)), score_text is not None, mask_text is not None,
+    )  # fmt: skip
+
+
+def _output(captured: Captured) -> Any:
+    """Return the first output of a graph."""
+    (output,) = (node for node in captured.graph.graph.nodes if node.op == "output")
+    result = output.args[0]
+    return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def _is_identity(score: Captured) -> bool:
+    return bool(_output(score) is next(iter(score.graph.graph.nodes)))
+
+
+def _is_always_true(mask: Captured) -> bool:
+    result = _output(mask)
+    if not isinstance(result, Node) or result.op != "call_function":
+        return False
+    name = _operator_name(result)
+    return CONSTANT.get(name) == 1 or (name in FULL and result.args[FULL[name]] is True)
+
+
+def _operator_name(node: Node) -> str:
+    """Return the name of an aten operator or a prim. Raises Declined for any other function."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
+        return str(target._opname)
+    if target is operator.getitem:
+        return "getitem"
+    raise Declined(f"the function {getattr(target, '__name__', target)}")
+
+
+class _Table:
+    """Captured tensors and numbers in the order in which the functions of one text read them."""
+
+    def __init__(self) -> None:
+        self.tensors: list[int] = []
+        self.numbers: list[Number] = []
+        self.bounds: set[Bound] = set()
+        self.indexed: set[tuple[int, int]] = set()
+
+    def print(self, name: str, arguments: str, result: str, captured: Captured) -> str:
+        function = _Function(self)
+        value = function.run(captured)
+        body = "".join(f"  {line}\n" for line in function.lines)
+        returned = converted(value.text, value.c_type, result)
+        return f"DEVICE {result} {name}({arguments}) {{\n{body}  return {returned};\n}}\n"
+
+    def add_tensor(self, argument: TensorArgument) -> int:
+        if argument.dims > MOST_DIMS:
+            raise Declined(f"a captured tensor of {argument.dims} axes: our kernels take {MOST_DIMS} at most")
+        return _place(argument.position, self.tensors, MOST_TENSORS, "captured tensors")
+
+    def add_number(self, position: int, is_float: bool = False) -> int:
+        return _place(Number(position, is_float), self.numbers, MOST_NUMBERS, "captured numbers that may change")
+
+
+def _place(entry: Any, entries: list[Any], most: int, words: str) -> int:
+    if entry not in entries:
+        entries.append(entry)
+    if len(entries) > most:
+        raise Declined(f"more than {most} {words}")
+    return int(entries.index(entry))
+
+
+class _Function:
+    """Prints one graph, a line for each operator that its output needs."""
+
+    def __init__(self, table: _Table) -> None:
+        self.table = table
+        self.lines: list[str] = []
+        self.values: dict[Node, _View | _Value] = {}
+
+    def run(self, captured: Captured) -> _Value:
+        output = _output(captured)
+        if output is None:
+            return _Value("0.f", "float")  # the gradient of a score that does not matter
+        needed = _needed(output)
+        arguments = iter((*captured.names, *captured.arguments))
+        for node in captured.graph.graph.nodes:
+            if node.op == "placeholder":
+                argument = next(arguments)
+                if node in needed:
+                    self.values[node] = self._argument(argument)
+            elif node in needed:
+                self.values[node] = self._attribute(captured, node) if node.op == "get_attr" else self._call(node)
+        return self._value(output)
+
+    def _argument(self, argument: str | TensorArgument | IntegerArgument) -> _View | _Value:
+        if isinstance(argument, str):
+            return _Value(argument, "int" if argument in MASK_ARGUMENTS else "float")
+        if isinstance(argument, IntegerArgument):
+            return _Value(f"f.numbers[{self.table.add_number(argument.position)}]", "i64")
+        c_type = C_TYPES[argument.dtype]
+        if argument.on_host:
+            is_float = c_type == "float"
+            number = f"f.numbers[{self.table.add_number(argument.position, is_float)}]"
+            text = f"__int_as_float((int){number})" if is_float else converted(number, "i64", c_type)
+            return self._assign(text, c_type)
+        view = _View(self.table.add_tensor(argument), argument.dtype, tuple(range(argument.dims)))
+        return view if view.axes else self._load(view)
+
+    def _attribute(self, captured: Captured, node: Node) -> _Value:
+        """Return a constant of the graph itself, which must be a single number in the CPU's memory."""
+        value = captured.graph
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_cpu or value.dtype not in C_TYPES:
+            raise Declined("a constant tensor inside the function: capture it instead")
+        c_type = C_TYPES[value.dtype]
+        return _Value(literal(value.detach().item(), c_type), c_type)
+
+    def _assign(self, text: str, c_type: str) -> _Value:
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"const {c_type} {name} = {text};")
+        return _Value(name, c_type)
+
+    def _load(self, view: _View) -> _Value:
+        c_type = C_TYPES[view.dtype]
+        offset = " + ".join(view.offset) or "(i64)0"
+        return self._assign(f"({c_type}){LOADS[view.dtype]}(f, {view.tensor}, {offset})", c_type)
+
+    def _indexed(self, view: _View, taken: dict[int, Any]) -> _View | _Value:
+        """taken: the index of each axis, by its place among those left"""
+        offset = list(view.offset)
+        for place, index in taken.items():
+            axis = view.axes[place]
+            text = self._index(view.tensor, axis, index)
+            offset.append(f"(i64)({text}) * f.stride[{view.tensor}][{axis}]")
+        left = tuple(axis for place, axis in enumerate(view.axes) if place not in taken)
+        view = view._replace(axes=left, offset=tuple(offset))
+        return view if left else self._load(view)
+
+    def _index(self, tensor: int, axis: int, index: Any) -> str:
+        value = self._value(index, "int")
+        if value.c_type in ("bool", "float", "u8"):
+            raise Declined("a captured tensor indexed by a mask, not by integers")
+        if value.text in MASK_ARGUMENTS:
+            self.table.bounds.add(Bound(tensor, axis, value.text))
+            return value.text
+        self.table.indexed.add((tensor, axis))
+        text = converted(value.text, value.c_type, "int")
+        if value.c_type == "i64":  # no index leaves its tensor, however large it is
+            text = f"(int)op_minimum(op_maximum({value.text}, (i64)-2147483647LL), (i64)2147483647LL)"
+        return f"flex_within({text}, f.size[{tensor}][{axis}])"
+
+    def _value(self, x: Any, c_type: str = "float") -> _Value:
+        """Return a node's value, or a literal of ``c_type``."""
+        if not isinstance(x, Node):
+            if not isinstance(x, (bool, int, float)):
+                raise Declined(f"an argument that is a {type(x).__name__}")
+            return _Value(literal(x, c_type), c_type)
+        value = self.values[x]
+        if isinstance(value, _View):
+            raise Declined("a captured tensor that is not indexed by as many indices as it has axes")
+        return value
+
+    def _as(self, x: Any, c_type: str) -> str:
+        value = self._value(x, c_type)
+        return converted(value.text, value.c_type, c_type)
+
+    def _call(self, node: Node) -> _View | _Value:
+        if node.op != "call_function":
+            raise Declined(f"a {node.op.replace('_', ' ')} inside the function")
+        example = node.meta.get("val")
+        if isinstance(example, (torch.SymInt, int)) and not isinstance(example, bool):
+            return self._integer(node)
+        name = _operator_name(node)
+        first = self.values.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+        if isinstance(first, _View) and name not in CONSTANT:
+            return self._of_view(name, first, node)
+        if not isinstance(example, Tensor):
+            raise Declined(f"the operator {name}")
+        if example.dim():
+            raise Declined(f"the operator {name}, whose result is no single number")
+        if example.dtype not in C_TYPES:
+            raise Declined(f"the operator {name} in {str(example.dtype).removeprefix('torch.')}")
+        return self._number(name, node, C_TYPES[example.dtype])
+
+    def _of_view(self, name: str, view: _View, node: Node) -> _View | _Value:
+        args = node.args
+        if name == "index":
+            indices: Any = args[1]
+            return self._indexed(view, {i: index for i, index in enumerate(indices) if index is not None})
+        if name == "select" and isinstance(args[1], int):
+            return self._indexed(view, {args[1] % len(view.axes): args[2]})
+        if name in ("alias", "detach", "lift_fresh_copy", "clone"):
+            return view
+        raise Declined(f"the operator {name} of a captured tensor: compute it before")
+
+    def _integer(self, node: Node) -> _Value:
+        """Print an operator on captured integers."""
+        name = getattr(node.target, "__name__", "")
+        function = INTEGER_OPERATORS.get(name)
+        if function is None or node.kwargs:
+            raise Declined(f"{name} of a captured integer")
+        return self._assign(f"{function}({', '.join(self._as(x, 'i64') for x in node.args)})", "i64")
+
+    def _number(self, name: str, node: Node, c_type: str) -> _Value:
+        args, keywords = node.args, {k: v for k, v in node.kwargs.items() if k not in IGNORED_KEYWORDS}
+        if name in SAME:
+            return self._assign(self._as(args[0], c_type), c_type)
+        if name in FULL:
+            return self._assign(self._as(args[FULL[name]], c_type), c_type)
+        if name in CONSTANT:
+            return _Value(literal(CONSTANT[name], c_type), c_type)
+        name, args = self._spelt_out(name, node, keywords, c_type)
+        rule = OPERATORS.get(name)
+        if rule is None or keywords:
+            raise Declined(f"the operator {name}" + f" with {', '.join(keywords)}" * bool(keywords))
+        if name == "square":
+            args = (args[0], args[0])
+        if len(args) != len(rule.operands):
+            raise Declined(f"the operator {name} of {len(args)} arguments")
+        types = {"R": c_type, "F": "float", "B": "bool", "C": self._common(args) if "C" in rule.operands else ""}
+        operands = [self._as(x, types[kind]) for x, kind in zip(args, rule.operands)]
+        text = f"{rule.function}({', '.join(operands)})"
+        returns_bool = rule.operands in ("CC", "BB", "B") or name in PREDICATES
+        return self._assign(converted(text, "bool", c_type) if returns_bool else text, c_type)
+
+    def _spelt_out(self, name: str, node: Node, keywords: dict[str, Any], c_type: str) -> tuple[str, tuple[Any, ...]]:
+        """Return the table's name and arguments of an operator with options; removes the options from ``keywords``."""
+        args = node.args
+        if name in ("add", "sub", "rsub"):
+            left, right, *more = args
+            alpha = keywords.pop("alpha", more[0] if more else 1)
+            left, right = (right, left) if name == "rsub" else (left, right)
+            if alpha != 1:
+                scaled = f"op_mul({self._as(args[1 if name != 'rsub' else 0], c_type)}, {self._as(alpha, c_type)})"
+                right = self._temporary(scaled, c_type)
+            return ("add" if name == "add" else "sub"), (left, right)
+        if name == "div":
+            mode = keywords.pop("rounding_mode", None)
+            if mode:
+                return {"floor": "floor_divide", "trunc": "divide_trunc"}[mode], args
+            factor = division_factor(args[1], exact=not set(map(_name_of, node.users)) <= _SMOOTH)
+            return ("true_divide", args) if factor is None else ("mul", (args[0], factor))
+        if name == "clamp":
+            low, high = (*args[1:], None, None)[:2]
+            low, high = keywords.pop("min", low), keywords.pop("max", high)
+            if low is not None and high is not None:
+                return "clamp_max", (
+                    self._temporary(f"op_maximum({self._as(args[0], c_type)}, {self._as(low, c_type)})", c_type),
+                    high,
+                )
+            return ("clamp_max", (args[0], high)) if low is None else ("clamp_min", (args[0], low))
+        if name in ("clamp_min", "clamp_max"):
+            bound = keywords.pop("min", keywords.pop("max", None))
+            return name, args if bound is None else (args[0], bound)
+        if name == "masked_fill":
+            return "where", (args[1], args[2], args[0])
+        if name == "pow" and c_type == "float" and isinstance(args[1], (int, float)):
+            return self._power(args[0], float(args[1]))
+        if name == "tanh" and _is_scaled(args[0]):
+            return "tanh_near", args
+        return name, args
+
+    def _power(self, x: Any, exponent: float) -> tuple[str, tuple[Any, ...]]:
+        if exponent == 2.0:
+            return "mul", (x, x)
+        if exponent == 3.0:
+            return "mul", (self._temporary(f"op_mul({self._as(x, 'float')}, {self._as(x, 'float')})", "float"), x)
+        if exponent == 0.5:
+            return "sqrt", (x,)
+        return "pow", (x, exponent)
+
+    def _temporary(self, text: str, c_type: str) -> Node:
+        """Return a node that stands for printed text."""
+        node = Node(torch.fx.Graph(), "temporary", "placeholder", "temporary", (), {})
+        node.meta["val"] = torch.empty((), dtype=_DTYPES[c_type], device="meta")
+        self.values[node] = self._assign(text, c_type)
+        return node
+
+    def _common(self, args: Iterable[Any]) -> str:
+        """Return the type in which PyTorch compares two values."""
+        examples = [x.meta["val"] if isinstance(x, Node) else x for x in args]
+        examples = [0 if isinstance(x, torch.SymInt) else x for x in examples]
+        if not any(isinstance(x, Tensor) for x in examples):
+            return "i64"
+        found = C_TYPES.get(torch.result_type(*examples))
+        if found is None:
+            raise Declined("a comparison in fp64")
+        return found
+
+
+# Operators whose results a quotient that is off by an ulp moves by no more than that.
+_SMOOTH = {"tanh", "sigmoid", "exp", "output"}
+_DTYPES = {c_type: dtype for dtype, c_type in C_TYPES.items()}  # float: fp32, the last one
+
+
+def _is_scaled(x: Any) -> bool:
+    """Whether a tanh's argument was divided by a number up to MOST_CAP, as a soft cap does."""
+    if not isinstance(x, Node) or x.op != "call_function" or len(x.args) < 2:
+        return False
+    name, number = getattr(x.target, "_opname", ""), x.args[1]
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number:
+        return False
+    return (name == "div" and abs(number) <= MOST_CAP) or (name == "mul" and abs(number) >= 1 / MOST_CAP)
+
+
+def _name_of(node: Node) -> str:
+    return "output" if node.op == "output" else str(getattr(node.target, "_opname", ""))
+
+
+def _needed(output: Any) -> set[Node]:
+    """Return the nodes that a result depends on."""
+    found: set[Node] = set()
+    left = [output] if isinstance(output, Node) else []
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += [] if _name_of(node) in CONSTANT else node.all_input_nodes
+    return found

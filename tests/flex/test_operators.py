@@ -1,0 +1,313 @@
+"""Every operator of the table against PyTorch: NaN, infinities, negative zero, integers' signs and overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn_compat.core import flex_operators
+from flash_attn_compat.core.flex_operators import OPERATORS, Declined
+from tests.flex import on_host
+from tests.kernels import emulate
+
+pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason="no g++ compiles for the CPU here")
+
+Function = Callable[..., Any]
+INF, NAN = float("inf"), float("nan")
+FLOATS = torch.tensor(
+    [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -7.25, 1e-3, 1e-30, 80.0, -80.0, 1e6, 3e38, INF, -INF, NAN]
+)
+INTEGERS = torch.tensor([0, 1, -1, 2, -2, 3, 7, -7, 40, 127, -128, 32767, -32768, 2**31 - 1, -(2**31), 2**40, -(2**63)])
+UNARY: dict[str, Function] = {
+    **{name: getattr(torch, name) for name in (
+        "neg", "abs", "sign", "sgn", "relu", "floor", "ceil", "trunc", "round", "exp", "exp2", "expm1", "log", "log2",
+        "log10", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tan", "asin", "acos", "atan",
+        "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "square",
+    )},
+    "tanh_near": lambda x: torch.tanh(x / 3.0),
+}  # fmt: skip
+PREDICATES: dict[str, Function] = {
+    "isnan": torch.isnan, "isinf": torch.isinf, "isneginf": torch.isneginf, "isposinf": torch.isposinf,
+    "signbit": torch.signbit, "logical_not": torch.logical_not,
+}  # fmt: skip
+BINARY: dict[str, Function] = {
+    **{name: getattr(torch, name) for name in (
+        "add", "sub", "mul", "floor_divide", "remainder", "fmod", "minimum", "maximum", "fmin", "fmax", "pow", "atan2",
+        "hypot", "copysign", "true_divide",
+    )},
+    "divide_trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
+    "where": lambda x, y: torch.where(x > y, x, y),
+    "tanh_backward": torch.ops.aten.tanh_backward, "sigmoid_backward": torch.ops.aten.sigmoid_backward,
+    "threshold_backward": lambda x, y: torch.ops.aten.threshold_backward(x, y, 0.5),
+}  # fmt: skip
+COMPARISONS: dict[str, Function] = {
+    name: getattr(torch, name)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
+}
+INTEGER_UNARY: dict[str, Function] = {
+    **{name: getattr(torch, name) for name in ("neg", "abs", "sign", "relu", "bitwise_not", "square")},
+    **{name: getattr(torch, name) for name in ("floor", "ceil", "trunc", "round")},
+}
+INTEGER_BINARY: dict[str, Function] = {
+    **{name: getattr(torch, name) for name in (
+        "add", "sub", "mul", "floor_divide", "remainder", "fmod", "minimum", "maximum", "bitwise_and", "bitwise_or",
+        "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "pow",
+    )},
+    "divide_trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "__and__": lambda x, y: x & y, "__or__": lambda x, y: x | y, "__xor__": lambda x, y: x ^ y,
+    "__lshift__": torch.ops.aten.__lshift__, "__rshift__": torch.ops.aten.__rshift__,
+    "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max, "where": lambda x, y: torch.where(x > y, x, y),
+}  # fmt: skip
+SHIFTS = "bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__"
+DIVISIONS = "floor_divide", "remainder", "fmod", "divide_trunc"
+DTYPES = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
+
+
+def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    left, right = torch.meshgrid(values, values, indexing="ij")
+    return left.flatten().contiguous(), right.flatten().contiguous()
+
+
+def rows(count: int) -> tuple[Tensor, ...]:
+    """(b, h, q, kv) of which q counts."""
+    zero = torch.zeros(count, dtype=torch.int32)
+    return zero, zero, torch.arange(count, dtype=torch.int32), zero
+
+
+def score_of(function: Function, x: Tensor, *others: Tensor) -> Tensor:
+    """Evaluate function(x, others[q]) by printed C++."""
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *captured: Tensor) -> Tensor:
+        return function(score, *(y[q] for y in captured)).to(torch.float32)
+
+    found = on_host.evaluate(on_host.printed(mod, captured=others), x, rows(x.numel()), others)
+    assert found.outside == 0
+    return found.scores
+
+
+def holds_everywhere(function: Function, *cases: tuple[Tensor, ...]) -> bool:
+    """Whether function(*case) equals PyTorch's in every element of every case; integers are compared as integers."""
+    given = [x for case in cases for x in (*case, function(*case))]
+    length, count = max(map(len, given)), len(cases[0]) + 1
+    given = [x[torch.arange(length) % len(x)] for x in given]
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *tensors: Tensor) -> Tensor:
+        holds = q >= 0
+        for first in range(0, len(tensors), count):
+            *operands, right = (x[q] for x in tensors[first : first + count])
+            holds = holds & (function(*operands) == right)
+        return holds
+
+    printed = on_host.printed(mask_mod=mod, captured=given)
+    found = on_host.evaluate(printed, torch.zeros(length), rows(length), given)
+    assert found.outside == 0
+    return bool(found.masks.all())
+
+
+def close(found: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(found, right, rtol=3e-6, atol=3e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_a_function_of_a_float_is_pytorchs(name: str) -> None:
+    x = FLOATS
+    if name in ("sin", "cos", "tan", "sinh", "cosh"):  # PyTorch's vectors round huge arguments in their own way
+        x = x[(x.abs() < 1e5) | ~x.isfinite()]
+    close(score_of(UNARY[name], x), UNARY[name](x))
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_a_function_of_two_floats_is_pytorchs(name: str) -> None:
+    x, y = pairs(FLOATS)
+    if name in (*DIVISIONS, "pow"):  # where a quotient has more digits than a float, libraries round it differently
+        keep = ~((x.abs() > 1e5) & (y.abs() < 1e3)) & ~((y.abs() > 1e5) & y.isfinite()) & (y.abs() != 1e-30)
+        x, y = x[keep], y[keep]
+    close(score_of(BINARY[name], x, y), BINARY[name](x, y))
+
+
+@pytest.mark.parametrize("name", PREDICATES)
+def test_a_question_about_a_float_is_pytorchs(name: str) -> None:
+    assert torch.equal(score_of(PREDICATES[name], FLOATS), PREDICATES[name](FLOATS).float())
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_comparison_of_floats_is_pytorchs(name: str) -> None:
+    x, y = pairs(FLOATS)
+    assert torch.equal(score_of(COMPARISONS[name], x, y), COMPARISONS[name](x, y).float())
+
+
+@pytest.mark.parametrize("name", INTEGER_UNARY)
+def test_a_function_of_an_integer_is_pytorchs(name: str) -> None:
+    assert holds_everywhere(INTEGER_UNARY[name], *((INTEGERS.to(dtype),) for dtype in DTYPES))
+
+
+def integer_pairs(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The pairs of integers for which PyTorch's versions and devices agree."""
+    x, y = pairs(INTEGERS.to(dtype))
+    keep = torch.ones_like(x, dtype=torch.bool)
+    if name in DIVISIONS:  # by zero PyTorch raises an error here; the smallest by -1 traps in some of its versions
+        keep = (y != 0) & ((y != -1) | (x != torch.iinfo(dtype).min))
+    if name in SHIFTS:
+        keep = (y >= 0) & (y < torch.iinfo(dtype).bits)
+    if name == "pow":
+        keep = y >= 0
+    return x[keep], y[keep]
+
+
+@pytest.mark.parametrize("name", INTEGER_BINARY)
+def test_a_function_of_two_integers_is_pytorchs(name: str) -> None:
+    assert holds_everywhere(INTEGER_BINARY[name], *(integer_pairs(name, dtype) for dtype in DTYPES))
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_comparison_of_two_types_is_pytorchs(name: str) -> None:
+    x, y = pairs(INTEGERS)
+    types = (torch.int64, torch.float32), (torch.int8, torch.int64), (torch.bool, torch.int32)
+    assert holds_everywhere(COMPARISONS[name], *((x.to(one), y.to(other)) for one, other in types))
+
+
+@pytest.mark.parametrize("name", ["bitwise_and", "bitwise_or", "bitwise_xor", "add", "mul", "minimum", "maximum"])
+def test_a_function_of_two_booleans_is_pytorchs(name: str) -> None:
+    x, y = pairs(torch.tensor([False, True]))
+    assert holds_everywhere(getattr(torch, name), (x, y))
+
+
+def test_every_operator_of_the_table_has_a_test() -> None:
+    tested = {*UNARY, *PREDICATES, *BINARY, *COMPARISONS, *INTEGER_UNARY, *INTEGER_BINARY}
+    assert tested == {*OPERATORS}
+
+
+OPTIONS: dict[str, Function] = {
+    "add with alpha": lambda x: torch.add(x, x * x, alpha=-3),
+    "sub with alpha": lambda x: torch.sub(x, x * x, alpha=0.5),
+    "rsub with alpha": lambda x: torch.rsub(x, 4.0, alpha=3),
+    "a clamp between bounds": lambda x: x.clamp(-1, 2.5),
+    "a clamp whose bounds cross": lambda x: x.clamp(3.0, -1.0),
+    "a clamp from below": lambda x: x.clamp(min=0.25),
+    "a clamp from above": lambda x: x.clamp(max=0.25),
+    "a clamp by numbers that are computed": lambda x: torch.clamp(x, x * 0 - 1, x * 0 + 1),
+    "a division by three": lambda x: x / 3,
+    "a division by eight": lambda x: x / 8,
+    "a division by zero": lambda x: x / 0.0,
+    "a tiny divisor": lambda x: x / 1e-40,
+    "a cube": lambda x: x**3,
+    "a fourth root": lambda x: x**0.25,
+    "a root": lambda x: x**0.5,
+    "an inverse square": lambda x: x**-2,
+    "a power of two": lambda x: 2**x,
+    "masked_fill": lambda x: x.masked_fill(x > 1, -2.0),
+    "an infinite literal": lambda x: torch.where(x > 0, x, -INF),
+    "a NaN": lambda x: torch.where(x > 0, x, NAN),
+    "a constant tensor": lambda x: torch.where(x > 0, x, torch.tensor(0.1)),
+    "silu": F.silu, "gelu": F.gelu, "softplus": F.softplus, "leaky_relu": F.leaky_relu, "hardtanh": F.hardtanh,
+    "elu": F.elu, "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "a cast to int and back": lambda x: x.clamp(-100, 100).nan_to_num(0.0).int().float(),
+    "a cast to bool": lambda x: x.bool(),
+    "integers": lambda x: (x.clamp(-100, 100).nan_to_num(0.0).int() * 7) // 3 % 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_and_composed_operators_are_pytorchs(name: str) -> None:
+    x = (
+        FLOATS if name[:2] in ("a ", "an") else FLOATS[FLOATS.abs() < 1e7]
+    )  # PyTorch's vectors differ from its numbers there
+    close(score_of(OPTIONS[name], x), OPTIONS[name](x).float())
+
+
+_DIFFERENTIATED = "a clamp f", "silu", "gelu", "softplus", "elu"
+SLOPES = {name: function for name, function in OPTIONS.items() if name.startswith(_DIFFERENTIATED)}
+SLOPES["softcap"] = lambda x: 20 * torch.tanh(x / 20)
+SLOPES["nothing of the score"] = lambda x: x.detach() * 0 + 3
+SLOPES["a product"] = lambda x: x * torch.exp(-x * x)
+SLOPES |= {"sigmoid": torch.sigmoid, "relu": torch.relu}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_a_slope_is_pytorchs_derivative(name: str) -> None:
+    x = torch.linspace(-9, 9, 181).requires_grad_()
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return SLOPES[name](score)
+
+    found = on_host.evaluate(on_host.printed(mod, slopes=True), x.detach(), rows(x.numel()))
+    y = SLOPES[name](x)
+    right = torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
+    torch.testing.assert_close(found.slopes, right, rtol=1e-5, atol=4e-6)
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2, 3, 4])
+def test_captured_tensors_of_any_dtype_rank_and_strides_are_read_as_pytorch_reads_them(dims: int) -> None:
+    torch.manual_seed(dims)
+    names, sizes = ["b", "h", "q", "kv"][:dims], (2, 3, 5, 7)[:dims]
+    tables = []
+    for dtype in flex_operators.LOADS:
+        table = (torch.randn(tuple(2 * size for size in sizes)) * 50).to(dtype)
+        tables.append(table[tuple(slice(1, None, 2) for _ in names)].movedim(0, -1) if dims else table)
+    at = [torch.randint(0, size, (50,), dtype=torch.int32) for size in (2, 3, 5, 7)]
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *given: Tensor) -> Tensor:
+        index = (b, h, q, kv)[:dims]
+        for place, table in enumerate(given):
+            number = table[(*index[1:], index[0])] if dims else table
+            score = score * 0.5 + number.to(torch.float32) * (place + 1)
+        return score
+
+    found = on_host.evaluate(on_host.printed(mod, captured=tables), torch.zeros(50), at, tables)
+    right = mod(torch.zeros(50), *at, *(table if dims else table.expand(50) for table in tables))
+    assert found.outside == 0 and torch.equal(found.scores, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_count_from_the_end_where_negative_and_never_leave_their_tensor(dtype: torch.dtype) -> None:
+    most = torch.iinfo(dtype)
+    wanted = torch.tensor([0, 1, -1, -5, 4, 5, -6, most.max, most.min, 99], dtype=dtype)
+    table = torch.randn(5)
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        return score + x[at[q]]
+
+    given = table, wanted
+    found = on_host.evaluate(on_host.printed(mod, captured=given), torch.zeros(10), rows(10), given)
+    assert found.outside == 0 and torch.equal(found.scores[:5], table[wanted[:5].long()])
+
+
+DECLINED: dict[str, tuple[Function, tuple[Any, ...]]] = {
+    "i0": (lambda s, b, h, q, kv: s + torch.special.i0(s), ()),
+    "sum": (lambda s, b, h, q, kv, x: s + x[q].sum(), (torch.ones(4, 4),)),
+    "no single number": (lambda s, b, h, q, kv, x: s + x, (torch.ones(4),)),
+    "compute it before": (lambda s, b, h, q, kv, x: s + x.float()[q], (torch.ones(4, dtype=torch.int32),)),
+    "float64": (lambda s, b, h, q, kv, x: s + x[q].float(), (torch.ones(4, dtype=torch.float64),)),
+    "in float64": (lambda s, b, h, q, kv: (s.double() * 2).float(), ()),
+    "5 axes": (lambda s, b, h, q, kv, x: s + x[b, b, b, b, b], (torch.ones(2, 2, 2, 2, 2),)),
+    "different captured integers": (lambda s, b, h, q, kv, n: s + 1 if n > 4 else s, (7,)),
+    "captured float": (lambda s, b, h, q, kv, n: s + n, (7.5,)),
+    "more than 16": (
+        lambda s, b, h, q, kv, *x: s + sum(y[q] for y in x),
+        tuple(torch.ones(3) for _ in range(17)),
+    ),
+    "constant tensor inside": (lambda s, b, h, q, kv: s + torch.tensor([1.0, 2.0])[q], ()),
+    "rand": (lambda s, b, h, q, kv: s + torch.rand(()), ()),
+}
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_other_functions_are_declined_with_a_reason(reason: str) -> None:
+    function, captured = DECLINED[reason]
+    with pytest.raises(Declined, match=reason):
+        on_host.printed(function, captured=captured)
+
+
+@pytest.mark.parametrize("name", ["bool", "u8", "i8", "i16", "int", "i64"])
+def test_integer_literals_beyond_their_type_are_declined(name: str) -> None:
+    with pytest.raises(Declined):
+        flex_operators.literal(float("inf"), name)
+    if name != "bool":
+        with pytest.raises(Declined):
+            flex_operators.literal(2**64, name)
