@@ -19,7 +19,7 @@ import torch
 
 Result = TypeVar("Result")
 
-# The number of child processes that may end early; each takes four seconds or more to start.
+# The number of child processes that may end early; each takes seconds to start.
 MOST_ENDED = 6
 _SAFE_PATH = "PYTHONSAFEPATH"
 _START = "spawn"  # a copy of this process could not use its GPU

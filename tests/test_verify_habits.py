@@ -12,7 +12,7 @@ from tests.test_verify_verdicts import judge, row
 from verify.cli import main
 from verify.compare_report import report
 from verify.compare_rows import DECLINED, FAIL, PASS, RAISED
-from verify.compare_words import law_words, worst_words
+from verify.compare_words import law_words, own_words, worst_words
 from verify.examination import Verdict
 from verify.judge import Check, broken, difference
 
@@ -76,6 +76,14 @@ def test_a_problem_right_to_fp32_or_not_asked_speaks_against_a_law() -> None:
     wrong = [row(FAIL, causal=True)] * 3 + [row(PASS)]
     to_fp32 = replace(row(PASS, causal=True), verdict=Verdict(checks=[Check("out", "fp64", 0.0, 1.0)], right_to="fp32"))
     assert law_words([*wrong, to_fp32]) == [] == law_words([*wrong, replace(row(PASS, causal=True), unasked=True)])
+
+
+@pytest.mark.parametrize(("right", "said"), [(0, True), (1, True), (2, False)])
+def test_half_precision_explains_wrong_fp32_answers_unless_as_many_are_right(right: int, said: bool) -> None:
+    near = replace(row(FAIL), verdict=replace(row(FAIL).verdict, as_near_as="fp16"))
+    assert (
+        any("it computes in half precision" in line for line in own_words([near, near, *[row(PASS)] * right])) is said
+    )
 
 
 def test_wrong_answers_share_a_line_if_their_errors_are_of_one_kind_and_the_plainest_leads() -> None:

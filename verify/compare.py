@@ -211,7 +211,7 @@ def main(arguments: argparse.Namespace) -> int:
         for row in rows_of(asked, cases, isolated):
             rows.append(row)
             ended += row.crashed
-            told = f" (its process ended {ended} times, each restart takes seconds)" if ended else ""
+            told = f" (processes ended: {ended}; each restart takes seconds)" if ended else ""
             progress.update(task, advance=1, description=f"comparing{told}")
     remarks = [*([] if recorded_cases() else [ABSENT]), *(own_words(rows) if own else [])]
     remarks += crash_words(rows, own or OURS)

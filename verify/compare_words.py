@@ -65,7 +65,10 @@ def _of_precision(rows: Sequence[Row]) -> list[str]:
     ):
         wrong = [row for row in rows if row.outcome == FAIL and row.case.dtype in dtypes]
         near = [row for row in wrong if row.verdict.as_near_as in HALF]
-        if 2 * len(near) >= len(wrong) > 0:
+        right = [row for row in rows if row.outcome == PASS and row.case.dtype in dtypes]
+        # Sums in fp16 show in long problems alone; what computes in half precision shows in almost every one of fp32.
+        contradicted = "fp32" in dtypes and len(right) >= len(near)
+        if 2 * len(near) >= len(wrong) > 0 and not contradicted:
             coarse = " and ".join(sorted({row.verdict.as_near_as for row in near}))
             many = "" if len(near) == len(wrong) else f" {len(near)} of {len(wrong)} times"
             lines.append(f"wrong in {dtypes[0]}, but{many} as near as {coarse} comes: {cause}")
