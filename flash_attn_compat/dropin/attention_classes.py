@@ -19,6 +19,7 @@ from flash_attn_compat.dropin.attention_function import attention
 from flash_attn_compat.dropin.undo import Handler, when_imported
 
 Maker = Callable[[ModuleType, MutableMapping[str, Any], str], Any]
+_POSITIONS = torch.int16  # the dtype of a mask that holds positions instead
 _watching = ExitStack()  # never closed: transformers' registry has no way back either
 
 
@@ -60,9 +61,12 @@ def _over_scores(
         ) -> tuple[Tensor, None]:
             if head_mask is not None:
                 raise NotImplementedError(f"head_mask is not served by {name!r}: pass attn_implementation='eager'")
+            positions = self._position_ids
+            if attention_mask is not None and attention_mask.dtype == _POSITIONS:
+                attention_mask, positions = None, attention_mask
             out, weights = attention(
                 self, query, key, value, attention_mask, dropout=self.attn_dropout.p if self.training else 0.0,
-                position_ids=self._position_ids, **options(self),
+                position_ids=positions, **options(self),
             )  # fmt: skip
             return out.transpose(1, 2), weights
 
@@ -130,18 +134,21 @@ def _refused(reason: str, module: ModuleType, classes: MutableMapping[str, Any],
 def flash_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return transformers' own mask for flash attention: (batch, seqlen_k), or None without padding.
 
-    Raises NotImplementedError for packed rows of GPT-Neo: its layers do not get the position_ids that separate them.
+    The layers of GPT-Neo get no position_ids. For one row of packed sequences their mask is a stand-in for them, in
+    int16: 0 where a sequence starts, a token that does not see the one before it, and else 1.
     """
     from transformers import masking_utils
 
-    model_type = getattr(kwargs.get("config"), "model_type", None)
-    if model_type == "gpt_neo" and kwargs.get("mask_function") is not masking_utils.causal_mask_function:
-        raise NotImplementedError(
-            "packed sequences of GPT-Neo are not served: its layers get no position_ids. Pass them as a padded batch, "
-            "or attn_implementation='eager'"
-        )
     mask: Tensor | None = masking_utils.flash_attention_mask(*args, **kwargs)
-    return mask
+    sees, length = kwargs.get("mask_function"), kwargs.get("q_length", 0)
+    may_be_packed = mask is None and kwargs.get("batch_size") == 1 and length == kwargs.get("kv_length")
+    is_neo = getattr(kwargs.get("config"), "model_type", None) == "gpt_neo"
+    if not (is_neo and may_be_packed) or sees is None or sees is masking_utils.causal_mask_function:
+        return mask
+    tokens = torch.arange(length, device=kwargs.get("device"))
+    zero = torch.zeros_like(tokens)
+    continues = sees(zero, zero, tokens, (tokens - 1).clamp(min=0)) & (tokens > 0)
+    return continues.to(_POSITIONS)[None]
 
 
 class OwnClasses(NamedTuple):

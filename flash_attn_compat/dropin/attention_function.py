@@ -16,6 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flash_attn_compat.bert_padding import index_first_axis, pad_input
 from flash_attn_compat.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
+# Layers of transformers 4 that pass is_causal=False beside a mask: they mean SDPA's mask, which has causality in it.
+_MEAN_SDPA = frozenset({"GPT2Attention", "DecisionTransformerGPT2Attention", "MoonshineAttention"})
+
 
 def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -30,7 +33,7 @@ def attention(
         query: (batch, nheads, seqlen_q, head_dim)
         key, value: (batch, nheads_k, seqlen_k, head_dim)
         attention_mask: (batch, seqlen_k), 1 for tokens and 0 for padding; None without padding
-        sliding_window: the number of keys that a token sees, itself included; without causality on each side
+        sliding_window: the number of keys that a token sees on each side, itself included
         s_aux: (nheads,), attention sinks
         deterministic: as flash_attn_func's; None: as FLASH_ATTENTION_DETERMINISTIC=1 says, transformers' variable
 
@@ -42,10 +45,11 @@ def attention(
     # Under autocast, rotary embeddings leave queries and keys in fp32 beside values of half precision.
     q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if type(module).__name__ in _MEAN_SDPA:
+        causal = module.is_causal and not getattr(module, "is_cross_attention", False)
     window = -1
     if sliding_window is not None and k.shape[1] > sliding_window:
-        reaches_further = not causal and _sees_window_on_each_side(module, sliding_window)
-        window = sliding_window if reaches_further else sliding_window - 1
+        window = sliding_window if not causal and _sees_one_more(module) else sliding_window - 1
     if deterministic is None:
         deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
     options: dict[str, Any] = dict(
@@ -65,15 +69,13 @@ def attention(
     return dense, None
 
 
-def _sees_window_on_each_side(module: torch.nn.Module, sliding_window: int) -> bool:
-    """Whether a token of a bidirectional layer sees ``sliding_window`` keys on each side besides itself.
+def _sees_one_more(module: torch.nn.Module) -> bool:
+    """Whether tokens of a layer without causality see sliding_window keys on each side besides themselves.
 
-    It does under transformers' own mask for eager. Most models with that mask pass one key more here, for flash-attn;
-    T5Gemma passes the configuration's number.
+    They do under the mask for eager of transformers 5; other layers under it pass one key more, for flash-attn.
     """
-    homes = (sys.modules.get(base.__module__) for base in type(module).__mro__)
-    has_that_mask = any(hasattr(home, "create_bidirectional_sliding_window_mask") for home in homes)
-    return has_that_mask and sliding_window == getattr(getattr(module, "config", None), "sliding_window", None)
+    bases = [base for base in type(module).__mro__ if base.__name__ == "T5GemmaSelfAttention"]
+    return any(hasattr(sys.modules[base.__module__], "create_bidirectional_sliding_window_mask") for base in bases)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: dict[str, Any]) -> Tensor:

@@ -63,7 +63,7 @@ def test_generation_from_left_padded_prompts_gives_eagers_tokens(name: str) -> N
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in DECODERS if name != "gpt-neo"])
+@pytest.mark.parametrize("name", DECODERS)
 def test_packed_sequences_equal_each_by_itself(name: str) -> None:
     eager, other = build(name)
     parts = token_ids(1, 9).split([4, 5], dim=1)
@@ -73,11 +73,13 @@ def test_packed_sequences_equal_each_by_itself(name: str) -> None:
     assert relative_error(got, expected) < 1e-5
 
 
-def test_packed_sequences_of_gpt_neo_raise_an_error() -> None:
-    _, other = build("gpt-neo")
-    positions = torch.tensor([[0, 1, 2, 0, 1]])
-    with pytest.raises(NotImplementedError, match="packed sequences of GPT-Neo are not served"):
-        other(token_ids(1, 5), position_ids=positions, use_cache=False)
+@pytest.mark.parametrize("name", DECODERS)
+def test_models_compile_as_one_graph(name: str) -> None:
+    eager, other = build(name)
+    ids = token_ids(2, 9)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: other(ids, use_cache=False).logits, fullgraph=True, backend="eager")
+    assert relative_error(compiled(ids), eager(ids).logits) < 1e-5
 
 
 @pytest.mark.parametrize("side", SIDES)
