@@ -410,6 +410,15 @@ def test_the_box_of_a_verdict_holds_the_next_command_and_the_worst_mistake_above
     assert places == sorted(places) and "Every answer" not in rest[: places[1]]
 
 
+def test_the_features_behind_a_verdict_stand_below_its_next_command(tmp_path):
+    run = replace(
+        WRONG, headline=["look closer: verify"], conclusion=["look closer: verify", "FAIL: 2 of 3; judged: fp16"]
+    )
+    words = Reader(written(tmp_path, run)[1]).words
+    places = [words.index(part) for part in ("FAIL: 2 of 3", "look closer: verify", "judged: fp16")]
+    assert places == sorted(places)
+
+
 def test_a_short_table_under_a_verdict_is_open(tmp_path):
     under = Table("By feature", ("feature", "verdict"), [("causal", "pass")])
     assert "<details open><summary>By feature" in written(tmp_path, replace(COMPARED, under=[under]))[1]

@@ -262,7 +262,8 @@ def conclude(
         lines.append(f"{TOO_LITTLE}: no workload ran, {declined} declined")
     else:
         told = f", in {answers} of {answers + declined} workloads; it declined the others" if declined else ""
-        told = told or (f", in all {answers} workloads" if whose == subject else "")
+        all_of_them = f", in all {answers} workloads" if answers > 1 else ", in the only workload"
+        told = told or (all_of_them if whose == subject else "")
         lines.append(f"FAIL: {', '.join(bad)}" if bad else f"PASS: every answer of {whose} is right{told}")
     ok = lines[-1].startswith("PASS")
     is_folded = bool(yardsticks)

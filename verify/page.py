@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from . import EXTRA
 from .reading import printable
-from .tables import COLOURS, OURS, TOO_LITTLE, Picture, Report, Table, counted
+from .tables import COLOURS, OURS, SCOPE, TOO_LITTLE, Picture, Report, Table, counted
 
 MANY = 12  # a table with more rows is folded
 NARROW = 60  # a phone shows rows of at most so many characters side by side
@@ -102,7 +102,9 @@ def to_html(title: str, runs: Mapping[str, Report], about: Sequence[str] = ()) -
     body = [f"<h1>{_breakable(title)}</h1>"]
     for subject, words, ok, beside in verdicts(runs.values()):
         kind = "pass" if ok else "declined" if words.startswith(TOO_LITTLE) else "FAIL"
-        lines = "".join(f'<span class="beside">{_breakable(line)}</span>' for line in beside)
+        words, scoped, scope = words.partition(SCOPE)  # a long list, which goes below the next command
+        below = [*beside, *([scoped.removeprefix("; ") + scope] if scope else [])]
+        lines = "".join(f'<span class="beside">{_breakable(line)}</span>' for line in below)
         body.append(f'<p class="verdict {kind}">{_breakable(subject)}: {_breakable(words)}{lines}</p>')
         under = (table for run in runs.values() if run.subject == subject for table in run.under)
         body += (_table(used, not _is_folded(used)) for table in under if (used := table.used).columns)

@@ -15,6 +15,7 @@ COLOURS = {
     "pass": "green", "FAIL": "bold red", "declined": "yellow", "not supported": "yellow", "right to fp32": "green",
     "not asked": "yellow",
 }  # fmt: skip
+SCOPE = "; judged: "  # separates a verdict from the features behind it
 TOO_LITTLE = "TOO LITTLE TO SAY"  # begins a verdict on too few answers
 
 
