@@ -147,7 +147,7 @@ def flash_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
         return mask
     tokens = torch.arange(length, device=kwargs.get("device"))
     zero = torch.zeros_like(tokens)
-    continues = sees(zero, zero, tokens, (tokens - 1).clamp(min=0)) & (tokens > 0)
+    continues: Tensor = sees(zero, zero, tokens, (tokens - 1).clamp(min=0)) & (tokens > 0)
     return continues.to(_POSITIONS)[None]
 
 
