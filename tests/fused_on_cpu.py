@@ -101,7 +101,7 @@ class Driver:
 
 def unpack(content: bytes) -> dict[str, Any]:
     fields = (*params.HEAD_FIELDS, *params.REST_FIELDS)
-    values = iter(struct.unpack("<" + "".join(kind for _, kind in fields), content))
+    values = iter(struct.unpack_from("<" + "".join(kind for _, kind in fields), content))
     return {name: tuple(next(values) for _ in kind) if len(kind) > 1 else next(values) for name, kind in fields}
 
 
@@ -198,7 +198,7 @@ def emulate(
     def known_empty_like(x: Tensor, **kwargs: Any) -> Tensor:
         if type(x) is not Tensor or not x.is_cpu:
             return empty_like(x, **kwargs)
-        return known_empty(x.shape, **{"dtype": x.dtype, "device": x.device} | kwargs)
+        return known_empty(x.shape, **{"dtype": x.dtype, "device": x.device} | kwargs).as_strided(x.shape, x.stride())
 
     def known_launch(tensors: Sequence[Tensor], *others: Any) -> None:
         by_thread[threading.get_ident()].extend(tensors)
@@ -211,7 +211,8 @@ def emulate(
 
     def compute(launch: Launch, content: bytes) -> None:
         variant = launch.variant
-        compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
+        source, macros = sources / variant.source, dict(variant.macros)
+        compiled = emulator.compile_kernel(source, variant.entry, macros, variant.text)
         rules = emulator.Rules(seed, number, truncates, found.rows_overlap)
         memory = by_thread[threading.get_ident()][-64:]
         found.conflicts.append(compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory, rules))

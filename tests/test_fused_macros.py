@@ -7,8 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
 
-from flash_attn_compat.backends.fused import nvrtc, variants
+from flash_attn_compat.backends.fused import flex, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from tests import fused_coverage
 
@@ -27,6 +28,8 @@ def all_variants() -> list[Variant]:
         found += variants.made_for(kinds)
     packed = Kind(75, FP16, 64)
     makers = variants.forward, variants.delta, variants.dkdv, variants.dq
+    mods, blocks = flex.Mods("", True, True), flex.Blocks(128, 128, flex.BlockLists(torch.empty(0), torch.empty(0)))
+    found += [flex.make_variant(make.__name__, packed, mods, of) for make in makers for of in (None, blocks)]
     return [*found, *(variants.with_shared_grid(make(packed)) for make in makers)]
 
 
@@ -39,7 +42,8 @@ def table() -> dict[str, tuple[str, set[str]]]:
 def includes(source: str) -> str:
     """A source with all headers that it includes, one after the other."""
     text = (nvrtc.SOURCES / source).read_text(encoding="utf-8")
-    return text + "".join(map(includes, re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE)))
+    headers = re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE)
+    return text + "".join(includes(header) for header in headers if header != nvrtc.GENERATED)
 
 
 def test_the_page_lists_every_macro_with_the_kernels_whose_variants_set_it() -> None:

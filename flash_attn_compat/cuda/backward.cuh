@@ -73,8 +73,8 @@ struct StationaryTile {
   DEVICE i64 row_values(const Params &p) const { return b * p.lse_batch + first_head(p) * p.lse_head + seq.first_q; }
 };
 
-// Tiles that a dense mask hides are skipped, unless they need a dq of 0.
-constexpr bool SKIPS = BIAS && !WITH_DQ;
+// Tiles that a dense mask or a BlockMask hides are skipped, unless they need a dq of 0.
+constexpr bool SKIPS = (BIAS && !WITH_DQ) || FLEX == 2;
 
 // The streamed tiles [first, end) of a sequence, for each of `heads` heads.
 struct StreamedTiles {
@@ -102,18 +102,54 @@ struct StreamedTiles {
   }
 };
 
-// Moves on to the next tile of the same or a later head that a dense mask does not hide.
-DEVICE void skip_hidden(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed, int &tile,
-                        int &head) {
-  for (; SKIPS && head < streamed.heads; tile = streamed.first, head++) {
-    const DenseMask mask(p, stationary.b, stationary.first_head(p) + head);
-    if (!KEYS_STATIONARY) tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary.first, tile, streamed.end);
-    while (KEYS_STATIONARY && tile < streamed.end &&
-           !mask.has<STREAMED_ROWS, STATIONARY_ROWS>(p, 0, tile * STREAMED_ROWS, stationary.first))
-      tile = tile / (BAND / STREAMED_ROWS) * (BAND / STREAMED_ROWS) + BAND / STREAMED_ROWS;
-    if (tile < streamed.end) return;
+// The walk of a block over streamed tiles: it stands at tile `tile` of head `head`, counted from the block's first.
+struct Walk {
+  int tile, head = 0;
+  bool is_full = false;   // FLEX: no mask_mod hides scores of the tile
+  DEVICE Walk(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed) : tile(streamed.first) {
+    skip_hidden(p, stationary, streamed);
   }
-}
+  DEVICE bool goes_on(const StreamedTiles &streamed) const { return head < streamed.heads; }
+  DEVICE void advance(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed) {
+#if FLEX == 2
+    place++;
+#else
+    if (++tile == streamed.end) tile = streamed.first, head++;
+#endif
+    skip_hidden(p, stationary, streamed);
+  }
+  // Moves on to the next tile of the same or a later head that no dense mask and no BlockMask hides.
+#if FLEX == 2
+  static constexpr int STATIONARY = KEYS_STATIONARY ? FLEX_BLOCK_K : FLEX_BLOCK_Q,
+                       STREAMED = KEYS_STATIONARY ? FLEX_BLOCK_Q : FLEX_BLOCK_K,
+                       LISTS = KEYS_STATIONARY ? Q_LISTS : KV_LISTS;
+  static_assert(STATIONARY % STATIONARY_ROWS == 0, "a block's rows lie in one block of the BlockMask");
+  typedef FlexTiles<STATIONARY, STREAMED, STREAMED_ROWS> Tiles;
+  int place = 0, of_head = -1;   // in the list of `of_head`
+  Tiles listed;
+  DEVICE void skip_hidden(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed) {
+    const int b = stationary.b, first = stationary.first;
+    for (; goes_on(streamed); head++, place = 0) {
+      const int h = stationary.first_head(p) + head;
+      if (of_head != head) of_head = head, listed = Tiles(p.flex, LISTS, b, h, first);
+      if (place >= listed.count) continue;
+      tile = listed.tile(p.flex, LISTS, b, h, first, place, streamed.end), is_full = listed.is_full(place);
+      return;
+    }
+  }
+#else
+  DEVICE void skip_hidden(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed) {
+    for (; SKIPS && goes_on(streamed); tile = streamed.first, head++) {
+      const DenseMask mask(p, stationary.b, stationary.first_head(p) + head);
+      if (!KEYS_STATIONARY) tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, stationary.first, tile, streamed.end);
+      while (KEYS_STATIONARY && tile < streamed.end &&
+             !mask.has<STREAMED_ROWS, STATIONARY_ROWS>(p, 0, tile * STREAMED_ROWS, stationary.first))
+        tile = tile / (BAND / STREAMED_ROWS) * (BAND / STREAMED_ROWS) + BAND / STREAMED_ROWS;
+      if (tile < streamed.end) return;
+    }
+  }
+#endif
+};
 
 // Streamed operands on their way to shared memory. The QK and the VO tile take turns in `qk`, unless all are loaded at
 // once (WITH_DQ).
@@ -183,10 +219,11 @@ struct Block {
 
   // P of a tile of streamed rows from `seen` on, with or without masked scores.
   DEVICE void recompute(Scores &S, Packed &P, const Params &p, const DenseMask &mask, const WarpRange &range,
-                        u32 rows_at, int seen, int g, int t) const {
+                        bool is_full, u32 rows_at, int seen, int g, int t) const {
     if (BIAS ? !(KEYS_STATIONARY ? mask.has<SCORED_ROWS, WARP_ROWS>(p, 1, seen, range.first)
                                  : mask.has<WARP_ROWS, SCORED_ROWS>(p, 1, range.first, seen))
-             : range.sees_all(seen) && (!DISTANCE_IS_SUM || range.is_behind(seen) || range.is_ahead(seen)))
+             : range.sees_all(seen) && (!FLEX_MASK || is_full) &&
+                   (!DISTANCE_IS_SUM || range.is_behind(seen) || range.is_ahead(seen)))
       recompute_probabilities<false>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
     else recompute_probabilities<true>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
   }
@@ -208,10 +245,9 @@ struct Block {
     const int b = stationary_tile.b, head = stationary_tile.first_head(p);
     const Strides &qk_strides = Roles::streamed_qk_strides(p), &vo_strides = Roles::streamed_vo_strides(p);
     const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
-    int tile = streamed.first, this_head = 0;
-    const auto skip = [&] { skip_hidden(p, stationary_tile, streamed, tile, this_head); };
-    skip();
-    int steps = SKIPS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
+    Walk walk(p, stationary_tile, streamed);
+    const int &tile = walk.tile, &this_head = walk.head;
+    int steps = SKIPS ? walk.goes_on(streamed) : max(streamed.end - streamed.first, 0) * streamed.heads;
     uint4 *const staged = loads.qk, *const staged_vo = WITH_DQ ? loads.vo : loads.qk;
     float &row_value = loads.row_value;
     if (steps) {
@@ -257,6 +293,7 @@ struct Block {
       const bool sees = !LOCAL || range.sees_some(first) || (EXCHANGES && range.sees_some(first + SCORED_ROWS));
       const bool active = !LOCAL && (KEYS_STATIONARY || D > 128) ? zero == 0 : sees;
       const DenseMask mask(p, b, head + this_head);
+      const bool is_full = walk.is_full;
       if (!WITH_DQ)
         load(p, staged_vo, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
              shared + VO_TILE_AT, anew);
@@ -266,7 +303,7 @@ struct Block {
       u32 dS[AT_ONCE][MMA_M][2];
       score_params.set_head(p, b, head + this_head);
       const auto recompute = [&] {
-        this->recompute(S, P, p, mask, range, rows_at, seen, g, t);
+        this->recompute(S, P, p, mask, range, is_full, rows_at, seen, g, t);
         if (EXCHANGES && KEYS_STATIONARY) store_half(P, exchange_at(shared, 0, thread, side));
       };
       if (active) {
@@ -278,9 +315,8 @@ struct Block {
       CopyStreamedVO(thread).store(staged_vo, shared + VO_TILE_AT, vo_scale);
       if (WITH_DQ) store_delta(p, streamed, first, this_head, loads, buffer, thread);
       __syncthreads();
-      if (++tile == streamed.end) tile = streamed.first, this_head++;
-      skip();
-      if (SKIPS) steps = step + 1 + (this_head < streamed.heads);
+      walk.advance(p, stationary_tile, streamed);
+      if (SKIPS) steps = step + 1 + walk.goes_on(streamed);
       const bool last = step + 1 == steps;
       if (!last && WITH_DQ) load_all(p, loads, streamed, tile, this_head, thread, anew);
       if (!last && !WITH_DQ) {

@@ -27,6 +27,8 @@ typedef TileCopy<THREADS, STREAMED_ROWS, D> CopyStreamedQK;
 typedef TileCopy<THREADS, STREAMED_ROWS, DV> CopyStreamedVO;
 // P times 2^12 uses fp16's range below 1 as well; only where the operand that multiplies P is scaled anyway.
 constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
+// FLEX: bits of dS kept free for slopes of a caller's score_mod above 1.
+constexpr int FLEX_SHIFT = FLEX_SCORE ? 8 : 0;
 // Softcap's slope is kept divided by 4: P and dv are 4 times as large.
 constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
 typedef float Scores[PARTIAL_BLOCKS][MMA_M][4];
@@ -54,7 +56,7 @@ DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dou
   if (TYPE != 2) return 0;
   const int of_dP = exponent_of(p.head_dim_v * 32768.f * largest_dout * (DROPOUT ? p.dropout_scale : 1.f));
   const int of_delta = largest_delta == 0.f ? of_dP : exponent_of(largest_delta) + e.v + e.dout;
-  return 13 - P_SHIFT - max(of_dP, of_delta);   // |dP - delta| < 2^(1 + larger exponent + 1)
+  return 13 - P_SHIFT - FLEX_SHIFT - max(of_dP, of_delta);   // |dP - delta| < 2^(1 + larger exponent + 1)
 }
 
 // ---- Which streamed rows a warp's stationary rows see. Queries from (key's position - right) to (position + left) see
@@ -78,6 +80,7 @@ DEVICE float bias_top(const Params &p, int b, int head, int row) {
 DEVICE float row_lse(const Params &p, float lse, int row, int offset, float slope) {
   const float shift = (float)-(P_SHIFT + SLOPE_SHIFT);
   if (fabsf(lse) == POS_INF) return POS_INF;
+  if (FLEX) return lse + shift;   // in units of log2 already
   return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), lse) : lse, LOG2E,
               SOFTCAP ? fmaf(p.softcap, -LOG2E, shift) : shift);
 }
@@ -167,15 +170,16 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
         UNROLLED(r, 2) {
           float &s = S[n][m][2 * r + e];
           const int stationary_row = range.first + m * 16 + g + r * 8, streamed = tile + n * 8 + 2 * t + e,
-                    row = KEYS_STATIONARY ? streamed : stationary_row;
+                    row = KEYS_STATIONARY ? streamed : stationary_row,
+                    key = KEYS_STATIONARY ? stationary_row : streamed;
           float minus_lse = KEYS_STATIONARY ? -lse[e] : -stationary.lse[m][r];
           if (DISTANCE_IS_SUM && !MASKED) minus_lse += KEYS_STATIONARY ? per_row * (n * 8 + e) : along[m][r];
-          const float below = f.rule.below_cap(s);
-          if (MASKED && NATURAL)
-            s = fmaf(f.rule.natural(s, BIAS_PAIRS ? e ? bias[m][r].y : bias[m][r].x
-                                                  : mask.at(p, row, KEYS_STATIONARY ? stationary_row : streamed)) -
-                         mask.top(p, row),
-                     LOG2E, minus_lse);
+          const float below = f.rule.below_cap(s), score = s * f.rule.scale;
+          if (FLEX_SCORE) s = fmaf(f.rule.natural(p, s, 0.f, row, key), LOG2E, minus_lse);
+          else if (MASKED && BIAS > 1) {
+            const float added = BIAS_PAIRS ? e ? bias[m][r].y : bias[m][r].x : mask.at(p, row, key);
+            s = fmaf(f.rule.natural(p, s, added, row, key) - mask.top(p, row), LOG2E, minus_lse);
+          }
           else s = f.rule.scaled(p, s, below, minus_lse);
           if (MASKED || !DISTANCE_IS_SUM) s = f.rule.with_alibi(s, ahead[m][r] + (float)(n * 8 + e));
           else if (ALIBI) s = KEYS_STATIONARY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);
@@ -183,7 +187,7 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
           const bool hidden = BIAS == 1
                                   ? !(KEYS_STATIONARY ? mask.sees(p, row, range.first, m * 16 + g + r * 8)
                                                       : mask.sees(p, row, tile + n / 4 * 32, n % 4 * 8 + 2 * t + e))
-                                  : !BIAS && visible[m][r].hides(n * 8 + e);
+                                  : !BIAS && (visible[m][r].hides(n * 8 + e) | (MASKED && !f.rule.sees(p, row, key)));
           if (MASKED && hidden) s = 0.f;
 #if DROPOUT
           const bool gone = KEYS_STATIONARY ? dropped(word, stationary.word[m][r], p.dropout_limit)
@@ -197,6 +201,8 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
             pair = e ? pack(__int_as_float(pair), kept) : __float_as_int(kept);
           }
           if (SOFTCAP) s *= f.rule.quarter_slope(below);
+          // What score_mod makes of a hidden score may be no number.
+          if (FLEX_SCORE) s = MASKED && hidden ? 0.f : s * f.rule.slope_at(p, score, row, key);
           if (gone) s = -s;
         }
     }

@@ -37,7 +37,8 @@ DEVICE void find(const Params &p, const Sequence &seq, int b, int head, int tile
       share += product_of_chunks(a, b);
       largest.of_dout = finite_magnitude(largest.of_dout, b);
     }
-    const float of_lse = p.dlse && row < seq.seqlen_q ? global_load(p.dlse + values + row) : 0.f;
+    float of_lse = p.dlse && row < seq.seqlen_q ? global_load(p.dlse + values + row) : 0.f;
+    if (FLEX) of_lse *= LOG2E;   // of an LSE in units of log2
     const float sum = sum_of<LANES>(share) - of_lse, delta = fabsf(lse[i]) == POS_INF ? 0.f : sum;
     if (chunk == 0 && row < seq.seqlen_q) global_store(p.delta + values + row, delta);
     if (fabsf(delta) < POS_INF) largest.of_delta = max(largest.of_delta, fabsf(delta));

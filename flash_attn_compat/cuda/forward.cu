@@ -105,8 +105,14 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const int *pages = PAGED ? p.block_table + (i64)b * p.table_stride : nullptr;
   const int left = window(p.window_left), right = window(p.window_right);
   const WarpRange range = {first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, seq.seqlen_k, left, right};
+#if FLEX == 2   // places in the block's list of tiles, times BLOCK_N
+  static_assert(FLEX_BLOCK_Q % BLOCK_M == 0, "a block's rows lie in one block of the BlockMask");
+  const FlexTiles<FLEX_BLOCK_Q, FLEX_BLOCK_K, BLOCK_N> listed(p.flex, KV_LISTS, b, head, first_row);
+  Range keys = {0, listed.count * BLOCK_N};
+#else
   Range keys = visible_keys(first_row, min(first_row + BLOCK_M, seq.seqlen_q), range.shift, seq.seqlen_k, left, right);
   keys.first = keys.first / BLOCK_N * BLOCK_N;
+#endif
   int splits = 1;
   if (CAN_SPLIT && p.splits > 1) {
     const SplitRange share(p, keys, SPLIT_UNIT, split);
@@ -114,8 +120,18 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     keys = share.keys, splits = share.splits;
   }
   const DenseMask mask(p, b, head);
+#if FLEX == 2
+  const int first_place = keys.first / BLOCK_N, last_place = keys.end / BLOCK_N;   // [first, last)
+  const auto tile_at = [&](int place) {
+    return listed.tile(p.flex, KV_LISTS, b, head, first_row, place, (seq.seqlen_k + BLOCK_N - 1) / BLOCK_N);
+  };
+  const bool some = first_place < last_place;
+  const int first_tile = some ? tile_at(first_place) : 0;
+#else
   const int last_tile = (keys.end + BLOCK_N - 1) / BLOCK_N,
             first_tile = mask.next<BLOCK_M, BLOCK_N>(p, first_row, keys.first / BLOCK_N, last_tile);   // [first, last)
+  const bool some = first_tile < last_tile;
+#endif
 
   // The loads that the block has to wait for come first.
   const CopyQ copy_q(thread);
@@ -135,7 +151,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #define LOAD_KEYS(j, there) LOAD(copy_k, 0, k, p.k_s, j, there, p.head_dim, k_tile)
 #define LOAD_VALUES(j, there) LOAD(copy_v, BOTH, v, p.v_s, j, there, p.head_dim_v, v_tile)
   // cp.async may write K only once Q has left.
-  const bool at_once = !(CP_ASYNC && QK_IN_REGS), some = first_tile < last_tile;
+  const bool at_once = !(CP_ASYNC && QK_IN_REGS);
   copy_q.load_stationary(q_staged, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
   if (at_once && some) LOAD_KEYS(first_tile, true);
   if (V_EARLY && some) LOAD_VALUES(first_tile, true);
@@ -194,16 +210,23 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   u32 k_stage = 0, v_stage = 0;
   const bool lags = STAGES == 3 && thread >= THREADS / 2;
 #pragma unroll 1
+#if FLEX == 2
+  for (int place = first_place, j = first_tile, next; place < last_place; place++, j = next) {
+    const int key = j * BLOCK_N;
+    const bool more = place + 1 < last_place, has_hidden = FLEX_MASK && !listed.is_full(place);
+    next = tile_at(min(place + 1, last_place - 1));
+#else
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * BLOCK_N;
     next = mask.next<BLOCK_M, BLOCK_N>(p, first_row, j + 1, last_tile);
+    const bool more = next < last_tile, has_hidden = FLEX_MASK;
+#endif
     // Whether this warp's rows see a key of the tile. With STAGES masks hide all scores of a tile that they do not see:
     // a branch here costs more. Compiler steering: at 256 channels always true without a mask, but the compiler then
     // moves fewer operands across the loop.
     const bool active = BIAS    ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
                         : LOCAL ? STAGES || range.sees_some(key)
                                 : D != 256 || MMA_K16 || p.zero == 0;
-    const bool more = next < last_tile;
     if (AHEAD) LOAD_KEYS(next, more);
     else if (STAGES && more) LOAD_KEYS(next, true);
     else if (!STAGES && !V_EARLY) LOAD_VALUES(j, true);
@@ -232,9 +255,10 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       if (SPLIT_K)
         UNROLLED(i, MMA_N * MMA_M)
           add_partial(S[i / MMA_M][i % MMA_M], partials_at + ((side ^ 1) * MMA_N * MMA_M + i) * 512);
-      const bool mixed = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 1, range.first, key) : !range.sees_all(key);
+      const bool mixed = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 1, range.first, key)
+                              : has_hidden || !range.sees_all(key);
       if (modified) change_scores(S, p, mask, mixed, rows, key, t);
-      if (mixed && !NATURAL) hide_scores(S, p, mask, rows, key, t);
+      if (mixed && BIAS < 2) hide_scores(S, p, mask, rows, key, t);
       online_softmax<P_SHIFT>(S, m, l, O, unit);
 #if DROPOUT
       apply_dropout(S, words, row_words, key, t, p.dropout_limit);

@@ -14,6 +14,24 @@ struct Strides {
   int row, head;
 };
 
+#if FLEX
+// FlexAttention (flex.cuh). Lists of a BlockMask: partial and full blocks of keys for queries (KV_LISTS), and of
+// queries for keys (Q_LISTS). num (batch, heads, rows), indices (batch, heads, rows, columns).
+enum { KV_LISTS = 0, Q_LISTS = 2 };
+struct FlexList {
+  int num_b, num_h, num_row, indices_b, indices_h, indices_row, indices_column;   // elements between ...
+  int rows, columns;
+};
+struct FlexParams {
+  const int *num[4], *indices[4];   // null: none
+  const void *captured[16];
+  float *gradients[4];   // contiguous, of their captured tensors' shapes
+  FlexList lists[4];
+  int size[16][4], stride[16][4];   // of captured tensors
+  i64 numbers[8];
+};
+#endif
+
 struct Params {
   // The head of the struct: addresses, which differ from call to call. q, k, v hold the bits of their dtype.
   const u16 *q, *k, *v;
@@ -81,4 +99,7 @@ struct Params {
   float k_factor, v_factor;
   Strides k_descale_s, v_descale_s;   // row: 0
   const float *k_descale, *v_descale;   // (batch, nheads_k), of any strides; null: 1
+#if FLEX
+  FlexParams flex;
+#endif
 };

@@ -4,8 +4,14 @@
 //   which tiles hold a visible score, and which hide one      visible_keys, MaskRange; DenseMask (mask.cuh)
 //   which scores of a tile are hidden                         VisibleRows; DenseMask
 //   what a visible score becomes, and its derivative          ScoreRule
+//
+// FLEX: a caller's own functions (flex.cuh) take part in each of the three.
 #pragma once
+#if FLEX
+#include "flex.cuh"
+#else
 #include "mask.cuh"
+#endif
 
 // ---- Windows and causal masks. Row i stands at key i + offset, and sees the keys from `left` before to `right` behind
 // that position.
@@ -52,9 +58,9 @@ template <int ROWS, int TILE> struct MaskRange {
 
 // ---- Scores
 
-// Biases may be huge: then scores stay in natural units, and the maximum is subtracted before exp2 scales them. Other
-// scores are in units of log2 once they have changed.
-constexpr bool NATURAL = BIAS > 1;
+// Biases, or a caller's functions, may make scores huge: then these stay in natural units, and the maximum is
+// subtracted before exp2 scales them. Other scores are in units of log2 once they have changed.
+constexpr bool NATURAL = BIAS > 1 || FLEX_SCORE;
 // Whether anything but softmax_scale changes scores.
 constexpr bool CHANGES = SOFTCAP || ALIBI || NATURAL;
 
@@ -67,7 +73,13 @@ struct ScoreRule {
     scale = natural, unit = log2;
     if (SOFTCAP) doubled = 2.f * unit / p.softcap;
   }
+#if FLEX
+  int b, head;
+#endif
   DEVICE void set_head(const Params &p, int b, int head) {
+#if FLEX
+    this->b = b, this->head = head;
+#endif
     if (ALIBI) slope = alibi_slope(p, b, head) * LOG2E;
   }
   // (1 - tanh(x)) / 2 = 1 / (exp(2 x) + 1) of x = score / softcap, good to 1e-7.
@@ -80,8 +92,25 @@ struct ScoreRule {
   DEVICE float with_alibi(float score, float ahead) const {
     return ALIBI ? fmaf(-slope, fabsf(ahead), score) : score;
   }
-  // NATURAL: the score in natural units.
-  DEVICE float natural(float S, float bias) const { return fmaf(S, scale, bias); }
+  // NATURAL: the score in natural units, of a row and a key. A caller's functions see those that exist: for others they
+  // get the last one.
+#if FLEX
+  DEVICE float natural(const Params &p, float S, float bias, int row, int key) const {
+    return FLEX_SCORE ? flex_score(p.flex, S * scale, b, head, existing_row(p, row), existing_key(p, key)) : S * scale;
+  }
+  DEVICE bool sees(const Params &p, int row, int key) const {
+    return !FLEX_MASK || flex_mask(p.flex, b, head, existing_row(p, row), existing_key(p, key));
+  }
+  DEVICE float slope_at(const Params &p, float score, int row, int key) const {
+    return flex_slope(p.flex, score, b, head, existing_row(p, row), existing_key(p, key));
+  }
+  static DEVICE int existing_row(const Params &p, int i) { return min(i, p.seqlen_q - 1); }
+  static DEVICE int existing_key(const Params &p, int i) { return min(i, p.seqlen_k - 1); }
+#else
+  DEVICE float natural(const Params &p, float S, float bias, int row, int key) const { return fmaf(S, scale, bias); }
+  DEVICE bool sees(const Params &p, int row, int key) const { return true; }
+  DEVICE float slope_at(const Params &p, float score, int row, int key) const { return 1.f; }
+#endif
   // A quarter of softcap's derivative, 1 - tanh^2.
   static DEVICE float quarter_slope(float below) { return fmaf(-below, below, below); }
 };
@@ -101,7 +130,7 @@ DEVICE void change_scores(float (&S)[N][M][4], const Params &p, const DenseMask 
         if (BIAS > 1) bias = mask.pair(p, rows.row(m, r), key + n * 8 + 2 * t, is_read);
         UNROLLED(e, 2) {
           float &s = S[n][m][2 * r + e];
-          if (NATURAL) s = rule.natural(s, e ? bias.y : bias.x);
+          if (NATURAL) s = rule.natural(p, s, e ? bias.y : bias.x, rows.row(m, r), key + n * 8 + 2 * t + e);
           else if (SOFTCAP) s = rule.scaled(p, s, rule.below_cap(s), p.softcap * LOG2E);
           else s *= rule.unit;
           s = rule.with_alibi(s, ahead + (float)(n * 8 + e));
@@ -116,8 +145,12 @@ DEVICE void hide_scores(float (&S)[N][M][4], const Params &p, const DenseMask &m
     UNROLLED(r, 2) {
       const VisibleRows visible = rows.visible(m, r, key + 2 * t);
       UNROLLED(n, N)
-        UNROLLED(e, 2)
-          if (BIAS ? !mask.sees(p, rows.row(m, r), key + n / 4 * 32, n % 4 * 8 + 2 * t + e) : visible.hides(n * 8 + e))
+        UNROLLED(e, 2) {
+          // Compiler steering: behind a branch each load of a caller's mask_mod would wait alone.
+          const bool hides =
+              visible.hides(n * 8 + e) | !rows.rule(m, r).sees(p, rows.row(m, r), key + n * 8 + 2 * t + e);
+          if (BIAS ? !mask.sees(p, rows.row(m, r), key + n / 4 * 32, n % 4 * 8 + 2 * t + e) : hides)
             S[n][m][2 * r + e] = NEG_INF;
+        }
     }
 }

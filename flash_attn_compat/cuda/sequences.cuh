@@ -36,7 +36,7 @@ DEVICE Sequence find_sequence(const Params &p, int b) {
 struct TileScheduler {
   int tile, batch_head;   // tile: 0 is the longest
   DEVICE TileScheduler(const Params &p, int index, int tiles) : tile(index % tiles), batch_head(index / tiles) {
-    if (!LOCAL) return;
+    if (!LOCAL && FLEX != 2) return;
     const int batch_heads = gridDim.x / tiles, together = clamp(p.resident / tiles, 1, batch_heads),
               first = batch_head / together * together;
     const int heads = min(together, batch_heads - first), within = index - first * tiles;

@@ -36,6 +36,9 @@ DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][
 DEVICE float reciprocal_of_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }   // rows that see no key: 0
 // LSE = ln(2) (m + log2(l)), +inf for a row that sees no key; plus the row's position term where flash-attn adds it.
 DEVICE void write_lse(const Params &p, i64 at, float m, float l, float slope, int position) {
+#if FLEX   // as PyTorch's flex_attention
+  return global_store(p.lse + at, l == 0.f ? NEG_INF : m + __log2f(l));
+#endif
   const float lse = l == 0.f ? POS_INF : (m + __log2f(l)) * LN2;
   global_store(p.lse + at, (ALIBI || BIAS > 1) && p.lse_has_position ? fmaf(slope, (float)position, lse) : lse);
   if (p.lse_true) global_store(p.lse_true + at, lse);

@@ -56,10 +56,9 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
                         const StreamedTiles &streamed, GradientQK &grad_qk, GradientVO &grad_vo) {
   const u32 shared = block.shared;
   const int b = stationary_tile.b, head = stationary_tile.first_head(p);
-  int tile = streamed.first, this_head = 0;
-  const auto skip = [&] { skip_hidden(p, stationary_tile, streamed, tile, this_head); };
-  skip();
-  int steps = BIAS ? this_head < streamed.heads : max(streamed.end - streamed.first, 0) * streamed.heads;
+  Walk walk(p, stationary_tile, streamed);
+  const int &tile = walk.tile, &this_head = walk.head;
+  int steps = SKIPS ? walk.goes_on(streamed) : max(streamed.end - streamed.first, 0) * streamed.heads;
   StreamedRows<CopyStreamedQK> qk(Roles::streamed_qk(p), Roles::streamed_qk_strides(p), streamed, tile, this_head);
   StreamedRows<CopyStreamedVO> vo(Roles::streamed_vo(p), Roles::streamed_vo_strides(p), streamed, tile, this_head);
   const float *value_from = (threadIdx.x < STREAMED_ROWS ? p.lse : p.delta) + streamed.row_values(p, this_head, 0) +
@@ -95,12 +94,12 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     const WarpRange range =
         warp_range(p, stationary_tile.first + group_of(thread) * WARP_ROWS, streamed.shift, streamed.rows, zero);
     const bool active = !LOCAL || range.sees_some(first);
+    const bool is_full = walk.is_full;
     const int before = tile, head_before = this_head;
-    if (++tile == streamed.end) tile = streamed.first, this_head++;
-    skip();
+    walk.advance(p, stationary_tile, streamed);
     const int rows = (tile - before) * STREAMED_ROWS, heads = this_head - head_before;
     qk.advance(rows, heads), vo.advance(rows, heads), value_from += rows + (i64)heads * p.lse_head;
-    if (BIAS) steps = step + 1 + (this_head < streamed.heads);
+    if (SKIPS) steps = step + 1 + walk.goes_on(streamed);
     const int left = step + 1 == steps ? 0 : streamed.rows - tile * STREAMED_ROWS;
     float value = 0.f;
     const auto load_next = [&](int k) {   // after 16 k channels of the first product
@@ -124,7 +123,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     if (active) {
       const DenseMask mask(p, b, head_now);
       block.score_params.set_head(p, b, head_now);
-      if (!SPLIT_R || side == 0) block.recompute(X, packed, p, mask, range, rows_at, first, g, t);
+      if (!SPLIT_R || side == 0) block.recompute(X, packed, p, mask, range, is_full, rows_at, first, g, t);
       if (SPLIT_R && side == 0) {
         UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], exchanged + i * 512);
         if (!LAGS) wait_at(barrier, 64);

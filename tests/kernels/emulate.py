@@ -24,6 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 import flash_attn_compat
+from flash_attn_compat.backends.fused.nvrtc import GENERATED
 from flash_attn_compat.backends.fused.variants import DEFAULTS
 from tests.kernels.offline import SHARED_MEMORY
 
@@ -136,18 +137,29 @@ def _memory(x: Tensor) -> _Memory:
     return _Memory(start, start + (last + 1) * x.element_size())
 
 
-def compile_kernel(source: str | Path, entry: str, macros: Macros) -> Kernel:
-    """``source``: a file of the package's kernels, or a path."""
+def compile_kernel(source: str | Path, entry: str, macros: Macros, text: str = "") -> Kernel:
+    """``source``: a file of the package's kernels, or a path; text: the header flex_mods.cuh"""
     # How many blocks a GPU may hold at once decides nothing here.
     values = {**DEFAULTS, **macros, "MIN_BLOCKS": 1}
     defined = tuple(sorted(f"-D{name}={int(value)}" for name, value in values.items()))
-    return Kernel(_library(SOURCES / source, defined), entry)
+    return Kernel(_library(SOURCES / source, defined, text), entry)
 
 
 @cache
-def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
+def _library(source: Path, macros: tuple[str, ...], text: str) -> ctypes.CDLL:
     _engine()
-    return ctypes.CDLL(str(_built(source, (*VARIANT_OPTIONS, *macros, "-include", "emulator.h"))))
+    generated = (f"-I{_generated(text)}",) if text else ()
+    return ctypes.CDLL(str(_built(source, (*VARIANT_OPTIONS, *macros, *generated, "-include", "emulator.h"))))
+
+
+def _generated(text: str) -> Path:
+    """Return a folder, named after its content, with the generated header."""
+    folder = _cache_folder() / f"generated_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    folder.mkdir(exist_ok=True)
+    unfinished = folder / f"{GENERATED}.{os.getpid()}.{threading.get_ident()}"
+    unfinished.write_text(text)
+    unfinished.replace(folder / GENERATED)
+    return folder
 
 
 @cache
@@ -159,8 +171,7 @@ def _built(source: Path, options: tuple[str, ...], *linked: str) -> Path:
     """Return the compiled library of a source, from the cache; concurrent processes compile it once."""
     import fcntl  # Windows has none
 
-    folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = _cache_folder()
     target = folder / f"{built_name(source, options)}.so"
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -168,6 +179,12 @@ def _built(source: Path, options: tuple[str, ...], *linked: str) -> Path:
             folders = (f"-I{folder}" for folder in _folders(source))
             _compile(["g++", *options, *folders, "-x", "c++", str(source), *linked], target)
     return target
+
+
+def _cache_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def _folders(source: Path) -> tuple[Path, Path, Path]:

@@ -87,6 +87,13 @@ template <class T> inline T *checked(const T *p, emulator::Access access) {
 extern "C" float fmaf(float, float, float) noexcept;
 inline float fmaxf(float a, float b) { return max(a, b); }
 inline float fabsf(float x) { return __builtin_fabsf(x); }
+extern "C" float log1pf(float) noexcept;   // of C's library, for generated functions
+extern "C" float sqrtf(float) noexcept;
+extern "C" float sinf(float) noexcept;
+extern "C" float cosf(float) noexcept;
+extern "C" float erff(float) noexcept;
+extern "C" float floorf(float) noexcept;
+extern "C" float ceilf(float) noexcept;
 inline u32 pack(float a, float b) { return emulator::float_to_operand(a, TYPE) | (u32)emulator::float_to_operand(b, TYPE) << 16; }
 static u32 products;
 inline u32 cycles_so_far() { return products; }   // the lanes' parts in products, one each

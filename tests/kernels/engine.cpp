@@ -1,4 +1,5 @@
 // What emulator.h promises the kernels, and the one function that a library exports.
+#define FLEX 1   // of the longest struct Params, of which kernels without FLEX read the beginning
 #include "memory.h"
 
 namespace emulator {
@@ -185,11 +186,12 @@ struct Launch {
   u32 conflicts;   // found: how often banks of shared memory were asked by one more lane
 };
 extern "C" __attribute__((visibility("default"))) const char *emulate(void (*kernel)(const Params), const void *params, Launch *launch, const Memory *given) {
-  if (launch->params_bytes != sizeof(Params)) return "these are not the bytes of struct Params";
+  if (launch->params_bytes != sizeof(Params) && launch->params_bytes != __builtin_offsetof(Params, flex))
+    return "these are not the bytes of struct Params";
   if (launch->threads % 32 || launch->threads > MAX_THREADS) return "threads must be a multiple of 32, at most 1024";
   if (launch->shared_bytes > launch->shared_limit || launch->shared_bytes > SHARED_LIMIT) return "more shared memory than a block may have";
   launched = kernel;
-  memcpy(&launched_with, params, sizeof(Params));
+  memcpy(&launched_with, params, launch->params_bytes);
   memories = given, memory_count = (int)launch->memory_count, launch_number++;
   shared_size = launch->shared_bytes, random_state = launch->seed, is_truncating = launch->is_truncating, rows_overlap = launch->rows_overlap;
   conflicts = 0;

@@ -107,7 +107,7 @@ def compiled(compiler: Compiler, variant: Variant, architecture: str) -> Compile
     # Beside a driver, NVRTC from 12.9 on keeps results on disk, and the assembler says nothing of one taken from there.
     anew = ("--no-cache",) if compiler.version >= (12, 9) else ()
     cubin = Telling().compile(
-        variant.source, (*nvrtc.compile_options(variant, architecture), "--ptxas-options=-v", *anew)
+        variant.source, (*nvrtc.compile_options(variant, architecture), "--ptxas-options=-v", *anew), variant.text
     )
     used, spilled, static = _USED.search(log[0]), _SPILLED.search(log[0]), _STATIC.search(log[0])
     assert used is not None and spilled is not None, log[0]

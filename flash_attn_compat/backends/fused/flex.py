@@ -35,10 +35,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-# The most captured tensors, their dims, and captured integers.
-MAX_CAPTURED, MAX_DIMS, MAX_NUMBERS = 16, 4, 8
+from flash_attn_compat.backends.base import HALF_DTYPES
+from flash_attn_compat.backends.fused import grids, launcher, params, variants
+from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_copies
+from flash_attn_compat.backends.fused.variants import Kind, Variant
+from flash_attn_compat.core import kernel_layout
+from flash_attn_compat.core.call import AttentionCall, DenseInputs
+from flash_attn_compat.core.mask import Mask
 
 
 class Mods(NamedTuple):
@@ -76,7 +82,7 @@ class Blocks(NamedTuple):
 
 
 class FlexInputs(NamedTuple):
-    """A call's tensors, of any strides: q (batch, heads, rows, dim), k and v (batch or 1, heads_k, keys, dim and dim_v).
+    """A call's tensors, of any strides: q (batch, heads, rows, dim), k and v (batch or 1, heads_k, keys, dim or dim_v).
 
     captured: captured tensors in the order of the text; numbers: captured integers
     blocks: None where every tile of scores is computed
@@ -102,10 +108,36 @@ class FlexUpstream(NamedTuple):
 ForwardRun = Callable[[FlexInputs], tuple[Tensor, Tensor]]
 BackwardRun = Callable[[FlexInputs, FlexUpstream], tuple[Tensor, ...]]
 
+_CAPTURED_DTYPES = frozenset(
+    {*HALF_DTYPES, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)
+_MAX_INT = 2**31 - 1
+
 
 def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None:
     """Return the reason why no kernel serves such calls, or None. backward: whether gradients are asked for"""
-    raise NotImplementedError
+    q, k, v = inputs[:3]
+    if {x.dtype for x in (q, k, v)} not in ({torch.float16}, {torch.bfloat16}):
+        return f"q, k and v must all be fp16 or all bf16; got {q.dtype}, {k.dtype} and {v.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > variants.HEAD_DIMS[-1]:
+        return f"head dims up to {variants.HEAD_DIMS[-1]}; got {q.shape[-1]} and {v.shape[-1]}"
+    if not all(x.numel() for x in (q, k, v)):
+        return "tensors without elements"
+    if len(inputs.captured) > params.CAPTURED or len(inputs.numbers) > params.NUMBERS:
+        return f"more than {params.CAPTURED} captured tensors or {params.NUMBERS} captured integers"
+    for x in inputs.captured:
+        if x.dtype not in _CAPTURED_DTYPES or x.dim() > params.MAX_DIMS or not x.numel():
+            return f"a captured tensor of {x.dtype} and shape {tuple(x.shape)}"
+        if max((*x.stride(), *x.shape), default=0) > _MAX_INT:
+            return "a captured tensor with a stride above 2^31"
+    if mods.gradients:
+        return "gradients of captured tensors"
+    kind = launcher.choose_kind(_call_of(inputs, 1.0), 8)
+    for entry in ("forward", "dkdv", "dq") if backward else ("forward",):
+        if _fit_tile(entry, kind, mods, inputs.blocks) is None:
+            blocks = inputs.blocks
+            return f"blocks of {blocks and blocks.rows} queries and {blocks and blocks.keys} keys: tiles are larger"
+    return None
 
 
 def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
@@ -115,7 +147,36 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
     torch.ops.higher_order.flex_attention: (batch, heads, rows) fp32 in units of log2, -inf for a row without keys.
     Raises ValueError for block lists that do not fit q and k, KernelError where a kernel fails.
     """
-    raise NotImplementedError
+    _check_blocks(inputs)
+    given = _call_of(inputs, scale)
+    vec = launcher.vector_size((given.q, given.k, given.v), in_place=False)
+    call = (
+        given
+        if vec
+        else given._replace(q=launcher.align(given.q), k=launcher.align(given.k), v=launcher.align(given.v))
+    )
+    kind = enable_copies(call, launcher.choose_kind(call, vec or 8), False)
+    out_strides = _dense_strides(given.q, call.out_shape)
+    fields = launcher.call_fields(call) | _flex_fields(inputs)
+    builder = PlanBuilder(call, kind, fields | {"out_s": _row_strides(out_strides)})
+    builder.add_output("out", call.out_shape, call.q.dtype, strides=out_strides)
+    builder.add_output("lse", call.lse_shape, torch.float32)
+    if kind.type == variants.BF16_AS_FP16:
+        builder.add_maxima_pass(of_rows=False)
+    variant = make_variant("forward", kind, mods, inputs.blocks)
+    grid = grids.choose_grid(call.q.shape[1], variant.rows, call.batch, call.nheads, None)
+    builder.add_tiled_launch(variant, grid, call.nheads, None)
+    names, others = _addresses(inputs, backward=False)
+    plan, width = builder.build(others=dict(zip(names, others))), given.v.shape[-1]
+
+    def run(inputs: FlexInputs) -> tuple[Tensor, Tensor]:
+        q, k, v = _rows_first(inputs)
+        if not vec:
+            q, k, v = map(launcher.align, (q, k, v))
+        outputs = plan.run(DenseInputs(q, k, v), others=_addresses(inputs, backward=False)[1])
+        return _narrowed(outputs["out"], width).transpose(1, 2), outputs["lse"]
+
+    return run
 
 
 def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: FlexUpstream) -> BackwardRun:
@@ -124,4 +185,178 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
     It returns dq, dk and dv in the shapes and dtypes of q, k and v, then the gradients of ``mods.gradients``. The LSE
     and its gradient are as ``prepare`` returns the LSE. Raises as ``prepare``.
     """
-    raise NotImplementedError
+    _check_blocks(inputs)
+    if inputs.blocks is not None and inputs.blocks.of_keys is None:
+        raise ValueError("a backward needs the lists of a BlockMask by keys (q_num_blocks and q_indices); got None")
+    given = _call_of(inputs, scale)
+    tensors = given.q, given.k, given.v, upstream.out.transpose(1, 2), upstream.dout.transpose(1, 2)
+    vec = launcher.vector_size(tensors, in_place=False)
+    q, k, v, out, dout = tensors if vec else map(launcher.align, tensors)
+    call = given._replace(q=q, k=k, v=v)
+    kind = enable_copies(call, launcher.choose_kind(call, vec or 8), True)
+    targets = {"dq": q, "dk": k, "dv": v}
+    target_strides = {name: _dense_strides(x, tuple(x.shape)) for name, x in targets.items()}
+    fields = launcher.call_fields(call) | _flex_fields(inputs)
+    fields |= {"out_s": launcher.kernel_strides(out), "dout_s": launcher.kernel_strides(dout)}
+    fields |= {f"{name}_s": _row_strides(strides) for name, strides in target_strides.items()}
+    builder = PlanBuilder(call, kind, fields)
+    for name, x in targets.items():
+        builder.add_output(name, tuple(x.shape), x.dtype, strides=target_strides[name])
+    if kind.type == variants.BF16_AS_FP16:
+        builder.add_maxima_pass(of_rows=True)
+        builder.add_output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
+    builder.add_output("delta", call.lse_shape, torch.float32)
+    if kind.copied:
+        elements = max(q.numel() + dout.numel(), k.numel() + v.numel())
+        builder.add_output("copies", (elements,), torch.float16)
+    for entry in ("delta", "dkdv", "dq"):
+        variant = make_variant(entry, kind, mods, inputs.blocks)
+        longest, heads = (k.shape[1], call.nheads_k) if entry == "dkdv" else (q.shape[1], call.nheads)
+        grid = grids.choose_grid(longest, variant.rows, call.batch, heads, None)
+        builder.add_tiled_launch(variant, grid, heads, None if entry == "dkdv" else 1)
+    names, others = _addresses(inputs, backward=True)
+    results = {"dout": dout, "out": out, "lse": upstream.lse, "dlse": upstream.dlse}
+    plan = builder.build(others={**results, **dict(zip(names, others))})
+
+    def run(inputs: FlexInputs, upstream: FlexUpstream) -> tuple[Tensor, ...]:
+        out, lse, dout, dlse = upstream
+        rows_first = (*_rows_first(inputs), out.transpose(1, 2), dout.transpose(1, 2))
+        q, k, v, out, dout = rows_first if vec else map(launcher.align, rows_first)
+        lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+        found = plan.run(DenseInputs(q, k, v), others=(dout, out, lse, dlse, *_addresses(inputs, backward=True)[1]))
+        return tuple(_in_shape_of(x, found[name]) for name, x in zip(targets, inputs[:3]))
+
+    return run
+
+
+def _call_of(inputs: FlexInputs, scale: float) -> AttentionCall:
+    q, k, v = _rows_first(inputs)
+    return AttentionCall(q, k, v, scale, Mask(None, None), q.shape[1], k.shape[1])
+
+
+def _rows_first(inputs: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as (batch, rows, heads, dim), with keys of one sequence expanded to all."""
+    q, k, v = inputs[:3]
+    if k.shape[0] < q.shape[0]:
+        k, v = k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _in_shape_of(like: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient (batch, rows, heads, dim) in the shape of an input: summed over sequences that share it."""
+    found = _narrowed(gradient, like.shape[-1]).transpose(1, 2)
+    return found if found.shape[0] == like.shape[0] else found.sum(0, keepdim=True)
+
+
+def _narrowed(x: Tensor, width: int) -> Tensor:
+    """Return the first channels as dense memory, with the axes in the order in which those of ``x`` lie."""
+    return x if x.shape[-1] == width else kernel_layout.narrowed(x, width).clone()
+
+
+def _dense_strides(like: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of dense memory for ``shape``, with its axes in the order in which those of ``like`` lie."""
+    order = sorted(range(len(shape) - 1), key=like.stride, reverse=True)
+    strides, step = [1] * len(shape), shape[-1]
+    for axis in reversed(order):
+        strides[axis], step = step, step * shape[axis]
+    return tuple(strides)
+
+
+def _row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    batch, row, head, _ = strides
+    return batch, row, head
+
+
+# ---- Variants
+
+
+def make_variant(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> Variant:
+    """Return the variant of an entry with a caller's functions, with a tile that fits into the blocks."""
+    if entry == "delta":
+        plain = variants.delta(kind)
+        return plain._replace(macros=(*plain.macros, ("FLEX", 1)))
+    variant = _fit_tile(entry, kind, mods, blocks)
+    if variant is None:
+        raise ValueError(f"no tile of {entry} fits into blocks of {blocks and blocks.rows} queries")
+    macros = [(name, value) for name, value in variant.macros if name != "SOFTCAP"]
+    macros += [("FLEX", 1 if blocks is None else 2)]
+    macros += [(name, 1) for name, has in (("FLEX_SCORE", mods.has_score), ("FLEX_MASK", mods.has_mask)) if has]
+    if blocks is not None:
+        macros += [("FLEX_BLOCK_Q", blocks.rows), ("FLEX_BLOCK_K", blocks.keys)]
+    return variant._replace(macros=tuple(macros), text=mods.text)
+
+
+def _fit_tile(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> Variant | None:
+    """Return the first variant whose tiles lie within blocks: of the usual tile, that for few rows, and this halved.
+
+    A score_mod needs registers as softcap does.
+    """
+    like = kind._replace(softcap=mods.has_score)
+    few = like._replace(few_rows=True)
+    for choice in (like, few, few._replace(short=variants.SHORT)):
+        variant = variants.MAKERS[entry](choice)
+        if blocks is None:
+            return variant
+        rows, streamed = (blocks.keys, blocks.rows) if entry == "dkdv" else (blocks.rows, blocks.keys)
+        if rows % variant.rows == streamed % dict(variant.macros)["STREAMED_ROWS"] == 0:
+            return variant
+    return None
+
+
+# ---- FlexParams
+
+
+def _lists(blocks: Blocks | None, backward: bool) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """Return num and indices of each list, by its name in params.FLEX_LISTS."""
+    if blocks is None:
+        return {}
+    of_rows, of_keys = blocks.of_rows, blocks.of_keys if backward else None
+    found = {"kv": of_rows[:2], "full_kv": of_rows[2:]}
+    return found if of_keys is None else found | {"q": of_keys[:2], "full_q": of_keys[2:]}
+
+
+def _addresses(inputs: FlexInputs, backward: bool) -> tuple[list[str], list[Tensor]]:
+    """Return the names of the tensors that FlexParams points to, in their order there, and the tensors."""
+    found = _lists(inputs.blocks, backward)
+    named = {f"{name}_num": num for name, (num, _) in found.items()}
+    named |= {f"{name}_indices": indices for name, (_, indices) in found.items()}
+    named |= {f"captured_{i}": x for i, x in enumerate(inputs.captured)}
+    present = {name: x for name, x in named.items() if x is not None}
+    return [*present], [*present.values()]
+
+
+def _flex_fields(inputs: FlexInputs) -> dict[str, params.Value]:
+    fields: dict[str, params.Value] = {}
+    for name, (num, indices) in _lists(inputs.blocks, True).items():
+        if num is not None and indices is not None:
+            apart = [launcher.effective_stride(x, axis) for x in (num, indices) for axis in range(x.dim())]
+            fields[f"{name}_list"] = (*apart, *indices.shape[2:])
+    for i, x in enumerate(inputs.captured):
+        rest = (0,) * (params.MAX_DIMS - x.dim())
+        fields[f"size_{i}"], fields[f"stride_{i}"] = (*x.shape, *rest), (*x.stride(), *rest)
+    if inputs.numbers:
+        fields["numbers"] = (*inputs.numbers, *(0,) * (params.NUMBERS - len(inputs.numbers)))
+    return fields
+
+
+def _check_blocks(inputs: FlexInputs) -> None:
+    """Raise ValueError unless every list of a BlockMask fits the call: its dtype, batch, heads, rows, and strides."""
+    blocks, (batch, heads, rows, _), keys = inputs.blocks, inputs.q.shape, inputs.k.shape[2]
+    if blocks is None:
+        return
+    for name, (num, indices) in _lists(blocks, True).items():
+        if num is None or indices is None:
+            if num is not indices:
+                raise ValueError(f"a BlockMask needs both {name}_num_blocks and {name}_indices, or neither")
+            continue
+        least = -(-rows // blocks.rows) if name.endswith("kv") else -(-keys // blocks.keys)
+        shapes = f"{name}_num_blocks {tuple(num.shape)} and {name}_indices {tuple(indices.shape)}"
+        if num.dtype != torch.int32 or indices.dtype != torch.int32:
+            raise ValueError(f"the lists of a BlockMask must be int32; got {name}: {num.dtype} and {indices.dtype}")
+        if num.dim() != 3 or indices.dim() != 4 or num.shape != indices.shape[:3]:
+            raise ValueError(f"the lists of a BlockMask must have 3 and 4 dims alike; got {shapes}")
+        if indices.shape[0] not in (1, batch) or indices.shape[1] not in (1, heads) or indices.shape[2] < least:
+            raise ValueError(
+                f"the lists of a BlockMask must have batch 1 or {batch}, heads 1 or {heads}, and at least {least} "
+                f"blocks of {blocks.rows} queries or {blocks.keys} keys; got {shapes}"
+            )

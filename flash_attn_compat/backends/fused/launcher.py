@@ -49,12 +49,14 @@ class Output(NamedTuple):
     """A result of a plan's launches: a new tensor of ``shape`` and ``dtype`` for each run.
 
     name: of its address in struct Params; starts_as_zero: whether to zero it, for launches that add or take maxima
+    strides: of dense memory; None for contiguous tensors
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     starts_as_zero: bool = False
+    strides: tuple[int, ...] | None = None
 
 
 class Launch(NamedTuple):
@@ -94,12 +96,14 @@ class Plan:
         inputs: dict[str, Any] = {name: getattr(whole, name, None) for name in _INPUTS} | others
         dtypes = _DTYPES | (dict.fromkeys("kv", call.k.dtype) if caches.cache_macro(call.k) else {})
         dtypes |= {} if call.bias is None else {"bias": call.bias.dtype}
+        dtypes |= {name: others[name].dtype for name in params.FLEX_ADDRESSES if name in others}
         for name, tensor in inputs.items():
             dtype = dtypes.get(name, call.q.dtype)
             if tensor is not None and (tensor.dtype, tensor.device) != (dtype, self.torch_device):
                 raise RuntimeError(f"{name} must be {dtype} on {call.q.device}, got {tensor.dtype} on {tensor.device}")
-        tail = [name for name in params.TAIL_ADDRESSES if addressed_bytes(inputs[name])]  # before all others
-        sizes = {name: addressed_bytes(inputs[name]) for name in sorted(inputs, key=lambda name: name not in tail)}
+        in_tail = *params.TAIL_ADDRESSES, *params.FLEX_ADDRESSES
+        tail = [name for name in in_tail if addressed_bytes(inputs.get(name))]
+        sizes = {name: addressed_bytes(inputs[name]) for name in dict.fromkeys((*tail, *inputs))}  # the tail's first
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
             (name, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _UNCHECKED else size)
@@ -108,7 +112,7 @@ class Plan:
         ]
         self._others = tuple(others)
         self._places: dict[type, list[tuple[int, int, int]]] = {}  # by the type of a run's tensors
-        self._outputs = [(x.name, _template(x.shape, x.dtype, self.torch_device)) for x in outputs]
+        self._outputs = [(x.name, _template(x.shape, x.strides, x.dtype, self.torch_device)) for x in outputs]
         self._zeroed = [output.name for output in outputs if output.starts_as_zero]
         names = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
         self._names = [*names, "counters", "parts"] if workspace else names
@@ -116,12 +120,12 @@ class Plan:
         self._head, self._tail = params.head_struct(head), params.tail_struct(tail)
         nvrtc.load_all(self.variants, self.device)
         self._launch = nvrtc.driver().launch
-        at = head.index
+        at, has_flex = head.index, any("FLEX" in dict(variant.macros) for variant in self.variants)
         self._launches = [
             (
                 nvrtc.kernel(variant, self.device),
                 blocks,
-                params.pack_rest(fields)[: -self._tail.size if tail else None],
+                params.split_at_tail(params.pack_rest(fields, has_flex), self._tail if tail else None),
                 [(at(name), at(output), offset) for name, (output, offset) in redirects.items()],
             )
             for variant, blocks, fields, redirects in launches
@@ -176,21 +180,20 @@ class Plan:
                 "distributed tensors and pending collectives have none"
             )
         seqlen_k = self.seqlen_k if length is None else length + self._seqlen_new
-        tail = b""
-        if self._tail_size:
-            count = self._tail_size
+        tail, count = b"", self._tail_size
+        if count:
             tail, addresses = self._tail.pack(*addresses[:count]), addresses[count:]
         head = self._head.pack(*addresses, seqlen_k)
         launched = 0
         try:
-            for kernel, blocks, rest, redirects in self._launches:
+            for kernel, blocks, (rest, behind), redirects in self._launches:
                 packed = head
                 if redirects:
                     redirected = addresses.copy()
                     for index, output_at, offset in redirects:
                         redirected[index] = addresses[output_at] + offset
                     packed = self._head.pack(*redirected, seqlen_k)
-                self._launch(kernel, blocks, self.device, packed + rest + tail)
+                self._launch(kernel, blocks, self.device, packed + rest + tail + behind)
                 launched += 1
         except nvrtc.ContextLost as error:
             raise nvrtc.ContextLost(f"launching {self.variants[launched].entry}: {error}") from None
@@ -219,9 +222,16 @@ class Plan:
 
 
 @functools.lru_cache(4096)
-def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a contiguous tensor without memory, for ``empty_like``, which takes half the time of ``empty``."""
+def _template(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a tensor without memory, for ``empty_like``, which takes half the time of ``empty``.
+
+    strides: None for contiguous
+    """
     template = torch.empty(shape, dtype=dtype, device=device)
+    if strides is not None:
+        template = template.as_strided(shape, strides)
     template.untyped_storage().resize_(0)
     return template
 

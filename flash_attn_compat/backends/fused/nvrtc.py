@@ -29,8 +29,9 @@ from flash_attn_compat.backends.fused.variants import DEFAULTS, Variant
 from flash_attn_compat.core import cuda_capture
 
 SOURCES = Path(__file__).resolve().parents[2] / "cuda"
-# Each compilation gets all headers.
+# Each compilation gets all headers, and GENERATED where a variant has a text.
 HEADERS = tuple(sorted(path.name for path in SOURCES.glob("*.cuh")))
+GENERATED = "flex_mods.cuh"
 _INVALID_CONTEXT, _RELAXED = 201, 2
 _MAX_DYNAMIC_SHARED, _STATIC_LIMIT = 8, 48 * 1024
 _CARVEOUT, _MOST_SHARED, _SHARED_OF_MULTIPROCESSOR = 9, 100, 81
@@ -66,10 +67,14 @@ class Compiler:
         self.version = major.value, minor.value
         self.architectures = tuple(sorted(numbers))
 
-    def compile(self, name: str, options: tuple[str, ...]) -> bytes:
-        """Compile cuda/``name``; returns a cubin for architecture sm_XY, PTX for compute_XY. Raises KernelError."""
+    def compile(self, name: str, options: tuple[str, ...], text: str = "") -> bytes:
+        """Compile cuda/``name``; returns a cubin for architecture sm_XY, PTX for compute_XY. Raises KernelError.
+
+        text: the header GENERATED
+        """
         program, library = ctypes.c_void_p(), self._library
-        headers = len(HEADERS), _c_strings(map(read_source, HEADERS)), _c_strings(HEADERS)
+        names, texts = (*HEADERS, GENERATED), (*map(read_source, HEADERS), text)
+        headers = len(names), _c_strings(texts), _c_strings(names)
         self._check(library.nvrtcCreateProgram(byref(program), read_source(name).encode(), name.encode(), *headers))
         try:
             if library.nvrtcCompileProgram(program, len(options), _c_strings(options)):
@@ -322,7 +327,7 @@ def _load_or_error(variant: Variant, architecture: str, device: int) -> Kernel |
 
 def compile_variant(variant: Variant, architecture: str) -> bytes:
     """Compile ``variant``; returns a cubin for sm_XY, PTX for compute_XY. Raises KernelError."""
-    return compiler().compile(variant.source, compile_options(variant, architecture))
+    return compiler().compile(variant.source, compile_options(variant, architecture), variant.text)
 
 
 def compile_options(variant: Variant, architecture: str) -> tuple[str, ...]:
@@ -332,7 +337,7 @@ def compile_options(variant: Variant, architecture: str) -> tuple[str, ...]:
 
 def cache_name(variant: Variant, architecture: str) -> str:
     """Return the name of a compiled variant's file, unique to its sources, options and compiler."""
-    sources = map(read_source, (variant.source, *HEADERS))
+    sources = *map(read_source, (variant.source, *HEADERS)), variant.text
     options = *compile_options(variant, architecture), str(compiler().version)
     return cache.make_name(f"{variant.entry}-{architecture}", *sources, *options)
 

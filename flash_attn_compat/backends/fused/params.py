@@ -1,11 +1,13 @@
 """The kernels' one argument, struct Params of cuda/params.cuh, byte for byte.
 
 It begins with the head, which each call packs: addresses, and the length of keys. All calls of a plan share the rest.
-It ends with the tail, which calls with descales pack: their addresses.
+It ends with the tail, which calls with descales pack: their addresses. With FLEX the tail goes on with the addresses of
+FlexParams, whose other fields follow.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Collection
 
@@ -17,6 +19,15 @@ ADDRESSES = (
     "counters", "parts",
 )  # fmt: skip
 TAIL_ADDRESSES = "k_descale", "v_descale"
+# Of FlexAttention: lists of a BlockMask, partial and full blocks of keys, then of queries; captured tensors; gradients.
+FLEX_LISTS = "kv", "full_kv", "q", "full_q"
+CAPTURED, GRADIENTS, NUMBERS, MAX_DIMS = 16, 4, 8, 4
+FLEX_ADDRESSES = (
+    *(f"{name}_num" for name in FLEX_LISTS),
+    *(f"{name}_indices" for name in FLEX_LISTS),
+    *(f"captured_{i}" for i in range(CAPTURED)),
+    *(f"gradient_{i}" for i in range(GRADIENTS)),
+)
 _STRIDES = (
     "q_s", "k_s", "v_s", "out_s", "dout_s", "dq_s", "dk_s", "dv_s", "k_new_s", "v_new_s", "q_rotated_s", "bias_s",
 )  # fmt: skip
@@ -41,9 +52,15 @@ REST_FIELDS: tuple[tuple[str, str], ...] = (
     *((name, "qii") for name in ("k_descale_s", "v_descale_s")),
     *((name, "Q") for name in TAIL_ADDRESSES),
 )
-_REST_STRUCT = struct.Struct("<" + "".join(kind for _, kind in REST_FIELDS))
+FLEX_FIELDS: tuple[tuple[str, str], ...] = (
+    *((name, "Q") for name in FLEX_ADDRESSES),
+    *((f"{name}_list", "iiiiiiiii") for name in FLEX_LISTS),
+    *((f"size_{i}", "i" * MAX_DIMS) for i in range(CAPTURED)),
+    *((f"stride_{i}", "i" * MAX_DIMS) for i in range(CAPTURED)),
+    ("numbers", "q" * NUMBERS),
+)
 
-Value = int | float | tuple[int, int, int]
+Value = int | float | tuple[int, ...]
 
 
 def head_struct(names: Collection[str]) -> struct.Struct:
@@ -57,20 +74,39 @@ def head_struct(names: Collection[str]) -> struct.Struct:
 
 
 def tail_struct(names: Collection[str]) -> struct.Struct:
-    """Return the struct that packs a tail: the addresses ``names`` in the order of TAIL_ADDRESSES; others are null."""
-    return struct.Struct("<" + "".join("Q" if name in names else "8x" for name in TAIL_ADDRESSES))
+    """Return the struct that packs a tail: the addresses ``names`` in the order of TAIL_ADDRESSES; others are null.
+
+    With names of FLEX_ADDRESSES, which come behind, all of these are in it.
+    """
+    all_names = (*TAIL_ADDRESSES, *FLEX_ADDRESSES) if set(names) & set(FLEX_ADDRESSES) else TAIL_ADDRESSES
+    return struct.Struct("<" + "".join("Q" if name in names else "8x" for name in all_names))
 
 
-def pack_rest(fields: dict[str, Value]) -> bytes:
+def pack_rest(fields: dict[str, Value], has_flex: bool = False) -> bytes:
     """Return the bytes after the head. A field that is not given is 0, the tail's addresses among them.
 
     fields: by name; strides are (batch, row, head) in elements. Raises KeyError for an unknown name.
     """
-    unknown = fields.keys() - dict(REST_FIELDS).keys()
+    kinds = (*REST_FIELDS, *FLEX_FIELDS) if has_flex else REST_FIELDS
+    unknown = fields.keys() - dict(kinds).keys()
     if unknown:
         raise KeyError(f"struct Params has no {', '.join(sorted(unknown))}")
     flat: list[int | float] = []
-    for name, kind in REST_FIELDS:
+    for name, kind in kinds:
         value = fields.get(name, (0,) * len(kind))
         flat += value if isinstance(value, tuple) else (value,)
-    return _REST_STRUCT.pack(*flat)
+    return _rest_struct(has_flex).pack(*flat)
+
+
+def split_at_tail(rest: bytes, tail: struct.Struct | None) -> tuple[bytes, bytes]:
+    """Return the bytes before and behind the tail in those of ``pack_rest``; all of them where no tail is packed."""
+    if tail is None:
+        return rest, b""
+    start = _rest_struct(False).size - 8 * len(TAIL_ADDRESSES)
+    return rest[:start], rest[start + tail.size :]
+
+
+@functools.cache
+def _rest_struct(has_flex: bool) -> struct.Struct:
+    kinds = (*REST_FIELDS, *FLEX_FIELDS) if has_flex else REST_FIELDS
+    return struct.Struct("<" + "".join(kind for _, kind in kinds))

@@ -55,9 +55,12 @@ class PlanBuilder:
         outputs = sorted(self.outputs, key=lambda output: _HEAD_POSITIONS[output.name])
         return Plan(self.call, outputs, self.launches, new, others, self.workspace)
 
-    def add_output(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, starts_as_zero: bool = False) -> None:
+    def add_output(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, starts_as_zero: bool = False,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         """Add an output, as Output describes it."""
-        self.outputs.append(Output(name, shape, dtype, starts_as_zero))
+        self.outputs.append(Output(name, shape, dtype, starts_as_zero, strides))
 
     def add_launch(self, variant: Variant, blocks: int, **fields: params.Value) -> None:
         """Add a launch. fields: in addition to those of every launch"""

@@ -50,7 +50,7 @@ _CONVERSIONS = 10
 # Macros that are 0 unless a variant sets them.
 _OFF = (
     *("SPLIT_N", "SPLIT_K", "SPLIT_R", "STAGES", "V_EARLY", "WITH_DQ", "DS_OVER_Q", "APPEND", "SHARED_GRID"),
-    *("MMA_K16", "CP_ASYNC"),
+    *("MMA_K16", "CP_ASYNC", "FLEX", "FLEX_SCORE", "FLEX_MASK"),
 )
 # Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS", "CACHE"
@@ -61,6 +61,7 @@ class Variant(NamedTuple):
     """One compiled kernel: the function ``entry`` of the file ``source``, compiled with ``macros``.
 
     rows: stationary rows of a block (keys for dkdv); threads: of a block; shared: its bytes of dynamic shared memory
+    text: the header flex_mods.cuh, with the macro FLEX
     """
 
     entry: str
@@ -69,6 +70,7 @@ class Variant(NamedTuple):
     rows: int
     threads: int
     shared: int
+    text: str = ""
 
 
 def half_of(type: int) -> int:
