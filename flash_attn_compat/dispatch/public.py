@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks, sinks, torch_state
 from flash_attn_compat.core.arguments.build import with_page_lengths
-from flash_attn_compat.core.call import DenseInputs, Inputs, Options, PackedInputs
+from flash_attn_compat.core.call import DenseInputs, Options, PackedInputs, new_tuple
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.dispatch import autograd, ops, sharding
 from flash_attn_compat.dispatch.observers import are_strided, are_transformed, must_be_one_operator, recorded_use
@@ -33,13 +33,12 @@ def attend(
     if isinstance(softmax_scale, Tensor):
         inputs, softmax_scale = _scale_queries(inputs, softmax_scale)
     q, k, v = inputs if len(inputs) == 3 else _unpack(inputs)
-    if is_packed:
-        x: Inputs = PackedInputs(
-            q, k, v, slopes, cu_seqlens_q, cu_seqlens_k, None, None, block_table, k_descale, v_descale, None
-        )  # fmt: skip
-    else:
-        x = DenseInputs(q, k, v, slopes, None, None)
-    is_one_operator = must_be_one_operator(inputs) and are_strided((*x,))
+    family: Any = PackedInputs if is_packed else DenseInputs
+    tensors: tuple[Any, ...] = (
+        (q, k, v, slopes, cu_seqlens_q, cu_seqlens_k, None, None, block_table, k_descale, v_descale, None)
+        if is_packed else (q, k, v, slopes, None, None)
+    )  # fmt: skip
+    is_one_operator = must_be_one_operator(inputs) and are_strided(tensors)
     use = 0 if is_one_operator else recorded_use(inputs, slopes)
     if s_aux is not None:
         sinks.check(s_aux, q.shape[-2], q.device, slopes)
@@ -51,16 +50,18 @@ def attend(
         left, right = window_size
     except (TypeError, ValueError):
         left, right = checks.two_bounds(window_size)  # raises an error that describes a window
-    options = Options(
+    numbers = (
         dropout_p, softmax_scale, causal, left, right, softcap, deterministic, use, max_seqlen_q, max_seqlen_k,
-        k_factor, v_factor,
+        k_factor, v_factor, False, 0, False, False, None,
     )  # fmt: skip
-    if not is_one_operator:
-        outputs = autograd.attend(inputs, x if block_table is None else with_page_lengths(x), options)
-    else:
+    if is_one_operator:
         if is_packed:
             checks.is_given("cu_seqlens_q", cu_seqlens_q)  # which tells packed calls from dense ones
-        outputs = ops.forward(x, options)[:3]
+        outputs = ops.forward(family(*tensors), Options(*numbers))[:3]
+    else:
+        x = new_tuple(family, tensors)
+        x = x if block_table is None else with_page_lengths(x)
+        outputs = autograd.attend(inputs, x, new_tuple(Options, numbers))
     if s_aux is not None:
         outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
     return outputs if return_attn_probs else outputs[0]

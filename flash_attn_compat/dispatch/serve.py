@@ -49,9 +49,9 @@ def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
         BackendNotSupported, CallRefused: no backend serves the call, or not the forced one
         RuntimeError, IndexError: an argument is malformed (core/checks.py); ValueError: an environment variable is
     """
-    bounds = options.window_size_left, options.window_size_right, options.max_seqlen_q, options.max_seqlen_k
-    if not _INT.issuperset(map(type, bounds)):  # 1.0 is no bound, and equals 1 in a key
-        options = checked(options)
+    left, right = type(options.window_size_left), type(options.window_size_right)
+    if not left is right is type(options.max_seqlen_q) is type(options.max_seqlen_k) is int:
+        options = checked(options)  # 1.0 is no bound, and equals 1 in a key
     key, entry = call_cache.look_up(x, options)
     if entry is None and (numbers := checked(options)) is not options:
         options = numbers
@@ -62,9 +62,6 @@ def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
     if entry.check is not None:
         entry.check(x, length)
     return entry
-
-
-_INT = frozenset({int})
 
 
 def run(
