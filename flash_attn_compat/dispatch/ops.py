@@ -105,6 +105,8 @@ _COUNT = len(NAMES)
 
 def _flatten(x: Inputs, options: Options) -> tuple[Any, ...]:
     """Return the operators' arguments. A longest length given as a tensor stays one: tracing need not read it."""
+    if type(x) is DenseInputs:  # in PyTorch 2.4 Dynamo can't read what a named tuple has beside its fields
+        x = PackedInputs(x.q, x.k, x.v, x.alibi_slopes)
     longest, given = (options.max_seqlen_q, options.max_seqlen_k), [getattr(x, name) for name in _TENSORS]
     dropout_p = checks.number("dropout_p", options.dropout_p)
     sharding.check_call(zip(_TENSORS, given), dropout_p)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks, overlap, unwritten
 from flash_attn_compat.core.arguments.build import with_page_lengths
-from flash_attn_compat.core.call import BackwardInputs, Gradients, Inputs, Options
+from flash_attn_compat.core.call import BackwardInputs, Gradients, Inputs, Options, PackedInputs
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
@@ -112,7 +112,9 @@ def backward(x: Inputs, options: Options, upstream: BackwardInputs, written: Wri
 
     options.use: BACKWARD
     """
-    dout, out, q, starts_q = upstream.dout, upstream.out, x.q, x.cu_seqlens_q
+    # By the type, for in PyTorch 2.4 Dynamo can't read what a named tuple has beside its fields.
+    starts_q = x.cu_seqlens_q if type(x) is PackedInputs else None
+    dout, out, q = upstream.dout, upstream.out, x.q
     observed = dout, q, x.k, x.v, out, upstream.softmax_lse
     if must_be_one_operator(observed, False) and are_strided((*x,)):
         for name, gradient in () if torch.compiler.is_compiling() else zip("qkv", written):
