@@ -96,7 +96,7 @@ def of_problem(name: str, problem: Problem) -> Call:
 
         def function(*tensors: Tensor) -> tuple[Any, ...]:
             given = dict(zip(inputs, tensors, strict=True))
-            returned = getattr(flash_attn_interface, call.fn)(**call.args | given)
+            returned = getattr(flash_attn_interface, call.fn)(**{**call.args, **given})
             returned = returned if isinstance(returned, tuple) else (returned,)
             if problem.kind == "private_varlen":
                 returned = returned[:3]  # the fourth is rng_state, which is a seed only if there is dropout

@@ -17,6 +17,20 @@ from verify.examination import Examination
 from verify.problems import Problem
 
 
+@pytest.fixture(autouse=True)
+def _its_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In PyTorch 2.5 too, whose kernel is right but for NaN."""
+    monkeypatch.setattr(sdpa, "_LOSES_NAN", False)
+
+
+def test_a_kernel_that_loses_nan_is_declined_on_a_cpu_alone(monkeypatch):
+    traits = Traits("cpu", None, torch.float32, 64, 64, "=", 0)
+    assert Sdpa().extra_reasons(traits) == []
+    monkeypatch.setattr(sdpa, "_LOSES_NAN", True)
+    assert "rows whose scores are NaN" in Sdpa().extra_reasons(traits)[0]
+    assert Sdpa().extra_reasons(traits._replace(device_type="xpu")) == []
+
+
 @pytest.mark.parametrize("window_size", [(-1, -1), (9, 3)])
 def test_key_heads_are_repeated_where_the_kernel_cannot_share_them(monkeypatch, window_size):
     q, k, v = torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)

@@ -60,6 +60,8 @@ class Sdpa(BlockwiseBackend):
                 reasons.append(f"before PyTorch 2.5, padding makes its gradients nan on {traits.device_type}")
         elif _FORWARD is None:
             reasons.append("this PyTorch has no fused attention kernel for the CPU with an attn_mask")
+        elif _LOSES_NAN:
+            reasons.append("PyTorch 2.5's kernel for the CPU returns 0 for rows whose scores are NaN")
         return reasons
 
     def late_reasons(self, traits: Traits) -> list[str]:
@@ -298,6 +300,8 @@ _SHARES_KEY_HEADS = torch.__version__ >= "2.11"
 _KEEPS_SCORES = torch.__version__ >= "2.5"
 # In PyTorch 2.4 the decomposition for devices without a kernel returns nan for rows that see no key.
 _HANDLES_ROWS_WITHOUT_KEYS = torch.__version__ >= "2.5"
+# On a CPU 2.5 takes a row with a NaN score for one without keys; 2.6 does not.
+_LOSES_NAN = "2.5" <= torch.__version__ < "2.6"
 # Typed Any, not Optional: where PyTorch lacks these operators, extra_reasons declines every call.
 _FORWARD: Any = _find_masked_operator("_scaled_dot_product_flash_attention_for_cpu")
 _BACKWARD: Any = _find_masked_operator("_scaled_dot_product_flash_attention_for_cpu_backward")
