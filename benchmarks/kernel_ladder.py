@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.kernel_report import Pipes, model_turing, useful_share
 from benchmarks.runner import relative_difference
 from flash_attn_compat import flash_attn_func, settings, use_backend
-from flash_attn_compat.backends.fused import launcher, nvrtc, params, tensor_cores, variants
+from flash_attn_compat.backends.fused import launcher, nvrtc, params, variants
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from tests.kernels import offline
 from verify.environment import describe
@@ -50,8 +50,9 @@ KEYS = 64  # of a tile in shared memory
 # of O two words of V in 4 turns each: 7 and 6 more turns than without conflicts.
 MORE_TURNS = {4: 6.5, 5: 6.5}
 TOLERANCE = 4e-3  # beside the largest number of the result: P and out are rounded to 2^-11
-# tensor_cores.cu: warps of a block, and how many products each multiplies
-BARE_LOOP = 8 * 2 * 1024
+# A bare loop of products: 8 warps of a block multiply 4 * 512 each.
+PEAK = Variant("tensor_peak", str(SOURCE.with_name("tensor_peak.cu")), (("TYPE", FP16),), 1, 256, 0)
+BARE_LOOP = 8 * 4 * 512
 PRODUCT_FLOPS = 2 * 16 * 8 * 8
 
 
@@ -164,8 +165,9 @@ def make_job(step: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Job:
 def measure_peak() -> float:
     """Measure mma.m16n8k8 in a bare loop, without a load."""
     blocks = 32 * torch.cuda.get_device_properties(0).multi_processor_count
-    numbers = torch.empty(blocks, device="cuda:0")
-    ms = fastest(partial(launcher.launch_without_inputs, tensor_cores.VARIANT, blocks, numbers))
+    sums, kernel = torch.empty(blocks, device="cuda:0"), nvrtc.kernel(PEAK, 0)
+    head, rest = params.head_struct(["lse"]), params.pack_rest({})
+    ms = fastest(partial(launcher.launch_over, [sums], kernel, blocks, head, rest))
     return blocks * BARE_LOOP * PRODUCT_FLOPS / ms / 1e9
 
 

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 
 import flash_attn_compat
 from flash_attn_compat import installed, self_check, settings
-from flash_attn_compat.backends.fused import cache, faults, nvrtc, tensor_cores, tuned
-from flash_attn_compat.core.features import dtype_name
+from flash_attn_compat.backends.fused import cache, faults, nvrtc, tuned
+from flash_attn_compat.core.features import dtype_name, lacks_tensor_cores
 from flash_attn_compat.dropin import install, installed_package
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
 from flash_attn_compat.isolation import Ended, may_break, run_in_children
@@ -281,9 +281,9 @@ def describe_kernels(device: torch.device) -> list[str]:
     index = torch.cuda.current_device() if device.index is None else device.index
     version, driver = (".".join(map(str, each)) for each in (nvrtc.compiler().version, nvrtc.driver().version))
     compiler = f"for {nvrtc.target(index).architecture} by NVRTC {version}, driver for CUDA {driver}"
-    lacks_tensor_cores = tensor_cores.stored_result(index) is False
-    advice = ["this GPU has no tensor cores: use float32 there"] if lacks_tensor_cores else []
-    return [f"{compiler}, kept in {cache.describe_folder()}", *advice, *tuned.summarize(str(settings.gpu(device)))]
+    gpu = str(settings.gpu(device))
+    advice = ["this GPU has no tensor cores: use float32 there"] if lacks_tensor_cores(gpu) else []
+    return [f"{compiler}, kept in {cache.describe_folder()}", *advice, *tuned.summarize(gpu)]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:

@@ -19,12 +19,12 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import progress, settings
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import candidates, nvrtc, tensor_cores, tuned, variants
+from flash_attn_compat.backends.fused import candidates, nvrtc, tuned, variants
 from flash_attn_compat.backends.fused.tiles import Tile
 from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.card import Limits, count_flops, measure_limits
-from flash_attn_compat.core.features import dtype_name
+from flash_attn_compat.core.features import dtype_name, lacks_tensor_cores
 from flash_attn_compat.dispatch import call_cache
 
 _HEAD_DIMS = 64, 128
@@ -294,7 +294,7 @@ def plan_tuning(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) ->
         raise CannotTune("our kernels need compute capability 7.5")
     usual = torch.bfloat16 if capability >= (8, 0) else torch.float16
     timed = [getattr(torch, dtype) for dtype in dtypes] or [usual]
-    all_cases = not tensor_cores.remeasure(device.index)
+    all_cases = lacks_tensor_cores(settings.gpu(device))
     batch = find_batch(seqlen, measure_limits(device, timed[0]))
     return Tuning(device, list(head_dims) or list(_HEAD_DIMS), timed, seqlen, all_cases, batch)
 

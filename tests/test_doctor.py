@@ -128,7 +128,6 @@ def test_without_a_home_directory_the_doctor_says_where_kernels_could_be_kept(mo
     found = {"decline_reason": None, "compiler": compiler, "driver": driver, "target": nvrtc.Target("sm_75", 75)}
     for name, value in found.items():
         monkeypatch.setattr(nvrtc, name, lambda *device, value=value: value)
-    monkeypatch.setattr(doctor.tensor_cores, "stored_result", lambda device: True)
     monkeypatch.setattr(settings, "gpu", lambda device: "Tesla T4")
     (first, *_) = doctor.describe_kernels(torch.device("cuda", 0))
     assert first.endswith("kept in no folder: there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder")

@@ -104,6 +104,14 @@ def test_each_step_and_todays_kernel_are_checked_and_timed(monkeypatch: pytest.M
     assert {*launches.entries} == {"ladder", "forward"}
 
 
+@compiled
+def test_the_loop_that_measures_the_peak_is_four_products_and_little_else() -> None:
+    compiler = next(reversed(offline.compilers().values()))
+    loop = offline.main_loop(offline.instructions(offline.compiled(compiler, kernel_ladder.PEAK, "sm_75").cubin))
+    products = sum(count for name, count in loop.items() if name.startswith("HMMA.1688.F32"))
+    assert products and products % 4 == 0 and sum(loop.values()) < 4 * products
+
+
 def test_a_step_whose_answer_is_wrong_or_that_fails_is_named_and_gives_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

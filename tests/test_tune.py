@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,20 +304,22 @@ def test_tuning_for_an_unsupported_target_is_a_usage_error(arguments: list[str])
         cli.main(["tune", *arguments])
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("gpu", "capability", "dtype"),
+    [("GeForce GTX 1650", (7, 5), torch.float16), (GPU, (7, 5), torch.float16), (GPU, (8, 0), torch.bfloat16)],
+)
 def test_usual_shapes_follow_the_gpus_models(
-    capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    gpu: str, capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(nvrtc, "decline_reason", lambda: None)
     monkeypatch.setattr(settings, "capability", lambda device: capability)
-    monkeypatch.setattr(settings, "gpu", lambda device: GPU)
-    monkeypatch.setattr(tune, "tensor_cores", SimpleNamespace(remeasure=lambda device: capability > (7, 5)))
+    monkeypatch.setattr(settings, "gpu", lambda device: gpu)
     monkeypatch.setattr(tune, "measure_limits", lambda device, dtype: NO_LIMITS)
     found: Any = tune.plan_tuning([], [], 2048)
     assert (found.device.index, found.head_dims, found.dtypes) == (1, [64, 128], [dtype])
-    assert found.all_cases == (capability == (7, 5))
+    assert found.all_cases == (gpu != GPU)
     assert tune.plan_tuning([96], ["bfloat16"], 512).dtypes == [torch.bfloat16]
 
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
 from flash_attn_compat.core import alibi
-from flash_attn_compat.core.arithmetic import lacks_tensor_cores
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.compilation import OptionallyCompiled
-from flash_attn_compat.core.features import Feature, all_but
+from flash_attn_compat.core.features import Feature, all_but, lacks_tensor_cores
 from flash_attn_compat.core.kernel_layout import ready
 from flash_attn_compat.core.mask import ByDistance, Range
 from flash_attn_compat.core.varlen import Block, lse_dtype
@@ -172,9 +172,9 @@ def _choose_operand_dtype(q: Tensor) -> torch.dtype:
 
     On a CPU, products of halves can be hundreds of times slower than those of fp32.
     """
-    if not q.is_cuda or q.dtype not in HALF_DTYPES or not _BMM_HAS_OUT_DTYPE or lacks_tensor_cores(q.device):
+    if not q.is_cuda or q.dtype not in HALF_DTYPES or not _BMM_HAS_OUT_DTYPE:
         return lse_dtype(q.dtype)
-    return q.dtype
+    return lse_dtype(q.dtype) if lacks_tensor_cores(settings.gpu(q.device)) else q.dtype
 
 
 class SubBlock:

@@ -7,6 +7,7 @@ properties of shapes, dtypes and flags, never of values: computing them does not
 from __future__ import annotations
 
 import enum
+import re
 from typing import NamedTuple
 
 import torch
@@ -92,3 +93,15 @@ class Traits(NamedTuple):
     @property
     def needs_backward(self) -> bool:
         return bool(self.features & (Feature.BACKWARD | Feature.GIVEN_LSE))
+
+
+# All cards of the chips TU116 and TU117, and a GTX 1650 of TU106: GTX 16 and what NVIDIA sells under other names.
+_WITHOUT_TENSOR_CORES = re.compile(r"\b(GTX 16[0-9]{2}|MX[45]50|CMP 30HX|T(400|500|550|600|1000|1200|2000)E?)\b")
+
+
+def lacks_tensor_cores(gpu: str | None) -> bool:
+    """Whether a GPU model has capability 7.5 but no tensor cores: only its name tells. fp32 is faster there than fp16.
+
+    gpu: the model as ``settings.gpu`` names it; None for a device other than CUDA's
+    """
+    return gpu is not None and _WITHOUT_TENSOR_CORES.search(gpu) is not None

@@ -63,12 +63,6 @@ DEVICE void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b) {
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(b));
 }
-// The multiprocessor's cycle counter, modulo 2^32.
-DEVICE u32 cycles_so_far() {
-  u32 r;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(r)::"memory");
-  return r;
-}
 DEVICE void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." OPERANDS
       ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

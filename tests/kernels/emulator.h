@@ -95,10 +95,7 @@ extern "C" float erff(float) noexcept;
 extern "C" float floorf(float) noexcept;
 extern "C" float ceilf(float) noexcept;
 inline u32 pack(float a, float b) { return emulator::float_to_operand(a, TYPE) | (u32)emulator::float_to_operand(b, TYPE) << 16; }
-static u32 products;
-inline u32 cycles_so_far() { return products; }   // the lanes' parts in products, one each
 inline void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b) {
-  products++;
   const u32 a[2] = {a0, a1};
   emulator::multiply(c, a, &b, 8, TYPE);
 }

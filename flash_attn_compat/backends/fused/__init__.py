@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
-from flash_attn_compat.backends.fused import backward, clearing, forward, masks, nvrtc, tensor_cores, tuned
+from flash_attn_compat.backends.fused import backward, clearing, forward, masks, nvrtc, tuned
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, CacheInputs, Gradients, Inputs, Options, Result
 from flash_attn_compat.core.entry import BackwardRun, Run, RunInto
@@ -48,7 +48,7 @@ class Fused(Backend):
 
     def times(self, traits: Traits) -> Mapping[str, float] | None:
         times = tuned.find_times(traits)
-        return tensor_cores.estimate_times(traits) if times is None else times.milliseconds
+        return tuned.estimate_times(traits) if times is None else times.milliseconds
 
     def unavailable_reasons(self) -> list[str]:
         return [f"{settings.FUSED}=0 forbids it"] if settings.value_of(settings.FUSED) == "0" else []

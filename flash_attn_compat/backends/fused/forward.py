@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import NegatedView
-from flash_attn_compat.backends.fused import backward, grids, launcher, masks, self_test, tensor_cores, variants
+from flash_attn_compat.backends.fused import backward, grids, launcher, masks, self_test, tuned, variants
 from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, choose_append_kind, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import dropout, kernel_layout
@@ -61,7 +61,7 @@ def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run
         call = call.over(tensors)
         new = new and Append(tensors.k_new, tensors.v_new, tensors.rotary_cos, tensors.rotary_sin, *new[4:])
     head_dim_v = given.v.shape[-1]
-    tensor_cores.warn_if_missing(call.q.get_device(), settings.gpu(call.q.device))
+    tuned.warn_if_slow(settings.gpu(call.q.device))
     if call.use & Feature.BACKWARD and call.q.is_cuda:
         backward.load_ahead(call, vec)
     kind = launcher.choose_kind(call, vec, decodes=few and not call.dropout_p)

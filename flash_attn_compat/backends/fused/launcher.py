@@ -236,12 +236,6 @@ def _template(
     return template
 
 
-def launch_without_inputs(variant: Variant, blocks: int, output: Tensor) -> None:
-    """Launch a kernel without inputs. It writes fp32 numbers to ``output``, at the address lse of struct Params."""
-    head, rest = params.head_struct(["lse"]), params.pack_rest({})
-    launch_over([output], nvrtc.kernel(variant, output.get_device()), blocks, head, rest)
-
-
 def launch_over(
     tensors: Sequence[Tensor], kernel: nvrtc.Kernel, blocks: int, head: struct.Struct, rest: bytes, seqlen_k: int = 0
 ) -> None:

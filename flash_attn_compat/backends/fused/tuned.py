@@ -1,7 +1,7 @@
 """Tuning results of `flash-attn-compat tune` for a GPU model: each backend's times at usual calls, and the best tiles.
 
 This user's results lie beside the compiled kernels. The rows of cards.jsonl are results that others have sent. Nothing
-is timed here. A file with any defect counts as no result.
+is timed here. A file with any defect counts as no result. Cards without tensor cores have an estimate until then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import cache, candidates, nvrtc, variants
 from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.core.features import Feature, Traits, dtype_name
+from flash_attn_compat.core.features import Feature, Traits, dtype_name, lacks_tensor_cores
 
 _SHIPPED = Path(__file__).with_name("cards.jsonl")
 # A call with several of these features counts as the first: its kernels depend on that one most.
@@ -32,6 +33,7 @@ _CASES = {
     "causal": Feature.CAUSAL,
 }
 CASES = ("full", *reversed(_CASES))
+_OVER_CACHE = Feature.SEQUSED_K | Feature.APPEND | Feature.PAGED
 
 
 class Times(NamedTuple):
@@ -178,6 +180,36 @@ def find_times(traits: Traits) -> Times | None:
     size = next((size for size in variants.HEAD_DIMS if largest <= size), None)
     wanted = case, size, dtype_name(traits.dtype), traits.needs_backward
     return next((one for one in card.times if one[:4] == wanted), None)
+
+
+def estimate_times(traits: Traits) -> Mapping[str, float] | None:
+    """Return relative times by backend name for untuned calls on a GPU without tensor cores; None for all other calls.
+
+    PyTorch's half-precision kernels need tensor cores, as ours do; chunked multiplies in fp32 there. Steps over a cache
+    get no estimate: fused reads the cache in place.
+    """
+    is_forced = settings.is_on(settings.FUSED)
+    if not lacks_tensor_cores(traits.gpu) or is_forced or traits.features & _OVER_CACHE:
+        return None
+    warn_if_slow(traits.gpu)
+    return {"chunked": 1.0, "fused": 4.0, "torch_efficient": 4.0, "sdpa": 4.0}
+
+
+def warn_if_slow(gpu: str | None) -> None:
+    """Warn once if the GPU has no tensor cores and no tuning result: the estimated order may be wrong there."""
+    if gpu is not None and lacks_tensor_cores(gpu) and find_card(gpu) is None:
+        _warn(gpu)
+
+
+@functools.cache
+def _warn(gpu: str) -> None:
+    warnings.warn(
+        f"{gpu} has no tensor cores, which half precision needs to be fast: use float32 there if you can. Calls in "
+        "half precision go to the backend chunked, which multiplies in fp32, until `flash-attn-compat tune` has timed "
+        "all backends on this GPU",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def find_tiles(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[tuple[str, Tile], ...]:
