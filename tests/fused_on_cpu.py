@@ -198,7 +198,8 @@ def emulate(
     def known_empty_like(x: Tensor, **kwargs: Any) -> Tensor:
         if type(x) is not Tensor or not x.is_cpu:
             return empty_like(x, **kwargs)
-        return known_empty(x.shape, **{"dtype": x.dtype, "device": x.device} | kwargs).as_strided(x.shape, x.stride())
+        strides = empty_like(x, **kwargs | {"device": "meta"}).stride()  # x's own only where x leaves no gaps
+        return known_empty(x.shape, dtype=kwargs.get("dtype", x.dtype)).as_strided(x.shape, strides)
 
     def known_launch(tensors: Sequence[Tensor], *others: Any) -> None:
         by_thread[threading.get_ident()].extend(tensors)

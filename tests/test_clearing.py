@@ -103,6 +103,19 @@ def test_one_launch_clears_the_tokens_that_operators_clear(
 
 
 @emulated
+@pytest.mark.parametrize("starts", [[2**31 - 1, -50], [-(2**31), 2**31 - 1], [90, 3, -4], [20, -(2**31), 7]], ids=str)
+def test_starts_that_lie_anywhere_let_the_kernel_write_to_no_other_memory(
+    monkeypatch: pytest.MonkeyPatch, starts: list[int]
+) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, 90)  # which raises for an address outside of all tensors
+    clear, x, cu = clearing.find_clear(-1), ones(24, 2, 8), torch.tensor(starts, dtype=torch.int32)
+    assert clear is not None
+    call = AttentionCall(x, x, x, 1.0, Mask(None, None), 5, 5, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    clear(call, PackedResults(x.clone(), torch.ones(2, 24), x.clone(), x.clone()))
+    assert launches.entries == ["clear"]
+
+
+@emulated
 @pytest.mark.parametrize("odd", ["LSE by tokens", "odd channels"])
 def test_results_in_a_layout_that_the_kernel_cannot_write_are_cleared_by_operators(
     monkeypatch: pytest.MonkeyPatch, odd: str
@@ -245,8 +258,8 @@ def test_operators_clear_where_the_kernel_cannot_run(
 
 MUTANTS = {
     "the first token behind stays": (
-        "{max(global_load(starts + p.batch), 0), total",
-        "{max(global_load(starts + p.batch), 0) + 1, total",
+        "{start_of(starts, p.batch, total), total",
+        "{start_of(starts, p.batch, total) + 1, total",
     ),
     "rows within sequences are cleared": ("{start + longest, stop", "{start, stop"),
     "the LSE stays": ("if (p.lse)", "if (false)"),

@@ -39,13 +39,16 @@ template <bool IS_KEYS> DEVICE void clear(const Params &p, const Turn &turn) {
   if (p.lse) clear_lse(p, turn);
 }
 
+// Start `b` of a sequence, within the tensor whatever cu_seqlens hold.
+DEVICE int start_of(const int *starts, int b, int total) { return min(max(global_load(starts + b), 0), total); }
+
 template <bool IS_KEYS> DEVICE void clear_all(const Params &p, const int *starts, int total, int longest) {
   const i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x, threads = (i64)gridDim.x * THREADS;
-  clear<IS_KEYS>(p, {0, min(global_load(starts), total), thread, threads});
-  clear<IS_KEYS>(p, {max(global_load(starts + p.batch), 0), total, thread, threads});
+  clear<IS_KEYS>(p, {0, start_of(starts, 0, total), thread, threads});
+  clear<IS_KEYS>(p, {start_of(starts, p.batch, total), total, thread, threads});
   if (longest >= total) return;
   for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
-    const int start = max(global_load(starts + b), 0), stop = min(global_load(starts + b + 1), total);
+    const int start = start_of(starts, b, total), stop = start_of(starts, b + 1, total);
     if (stop - start > longest) clear<IS_KEYS>(p, {start + longest, stop, threadIdx.x, THREADS});
   }
 }
