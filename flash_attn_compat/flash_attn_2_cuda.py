@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks, overlap
 from flash_attn_compat.core.arguments.options import split_descales
-from flash_attn_compat.core.call import BackwardInputs, DenseInputs, Options, PackedInputs
+from flash_attn_compat.core.call import BackwardInputs
+from flash_attn_compat.core.inputs import DenseInputs, Options, PackedInputs
 from flash_attn_compat.dispatch import kvcache, raw
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]

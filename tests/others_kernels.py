@@ -25,15 +25,9 @@ from flash_attn_compat.backends import base, official, smoke_test, torch_efficie
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import checks
 from flash_attn_compat.core.arguments import checked_call
-from flash_attn_compat.core.call import (
-    AttentionCall,
-    BackwardInputs,
-    DenseInputs,
-    Gradients,
-    Options,
-    PackedInputs,
-)
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
 from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.inputs import DenseInputs, Options, PackedInputs
 from flash_attn_compat.core.mask import Mask
 from flash_attn_compat.dispatch import call_cache
 

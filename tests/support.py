@@ -25,8 +25,9 @@ from flash_attn_compat.backends import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.arguments import call_of
-from flash_attn_compat.core.call import AttentionCall, Inputs, Options, Result
+from flash_attn_compat.core.call import AttentionCall, Result
 from flash_attn_compat.core.entry import Run
+from flash_attn_compat.core.inputs import Inputs, Options
 from flash_attn_compat.dispatch import call_cache, choice
 from tests.interpreters import forked_group
 

@@ -23,7 +23,8 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import KernelsFailed, sdpa
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, DenseInputs, Gradients, Options, Result
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
+from flash_attn_compat.core.inputs import DenseInputs, Options
 from flash_attn_compat.dispatch import ops
 from tests import fused_on_cpu
 from tests.support import GENERAL, cumulative, in_threads, on_backend, on_general_backends, qkv, serve_by

@@ -17,8 +17,8 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_compat.core.call import Options, PackedInputs
 from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.inputs import Options, PackedInputs
 from flash_attn_compat.dispatch import kvcache, ops
 from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss

@@ -31,8 +31,8 @@ from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
 from flash_attn_compat.core import features
 from flash_attn_compat.core.arguments import checked_call
-from flash_attn_compat.core.call import DenseInputs
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
+from flash_attn_compat.core.inputs import DenseInputs
 from flash_attn_compat.dispatch import call_cache
 from tests.support import cumulative, qkv
 

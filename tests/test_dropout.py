@@ -10,8 +10,8 @@ import torch
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
 from flash_attn_compat.core.arguments import checked_call
-from flash_attn_compat.core.call import DenseInputs, Options, PackedInputs
 from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.inputs import DenseInputs, Options, PackedInputs
 from flash_attn_compat.flash_attn_interface import _get_block_size_n
 from tests.support import cumulative, on_backend, qkv, randn
 from verify import oracle

@@ -27,7 +27,7 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     private_interface,
 )
-from flash_attn_compat.core.call import DenseInputs, Options
+from flash_attn_compat.core.inputs import DenseInputs, Options
 from flash_attn_compat.dispatch import ops
 from flash_attn_compat.dropin import operators, patched
 from flash_attn_compat.modules.mha import MHA, FlashCrossAttention, FlashSelfAttention

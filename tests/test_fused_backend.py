@@ -18,8 +18,9 @@ from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_compat.backends.fused import Fused, launcher, nvrtc, self_test, variants
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core.arguments import checked_call
-from flash_attn_compat.core.call import AttentionCall, DenseInputs
+from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.core.inputs import DenseInputs
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import fused_on_cpu, support
 from tests.plain import some, some_of

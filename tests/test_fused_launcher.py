@@ -27,7 +27,7 @@ from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import call_of, checked_call
-from flash_attn_compat.core.call import CacheInputs, DenseInputs, Options
+from flash_attn_compat.core.inputs import CacheInputs, DenseInputs, Options
 from flash_attn_compat.dispatch import call_cache
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_with_kvcache, use_backend
 from flash_attn_compat.core import sinks
-from flash_attn_compat.core.call import CacheInputs, Options, PackedInputs
 from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.inputs import CacheInputs, Options, PackedInputs
 from flash_attn_compat.dispatch import kvcache, raw
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord

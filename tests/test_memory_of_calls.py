@@ -27,7 +27,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends.fused import launcher
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import checked_call
-from flash_attn_compat.core.call import Options, PackedInputs
+from flash_attn_compat.core.inputs import Options, PackedInputs
 from flash_attn_compat.dispatch import call_cache
 from tests import fused_on_cpu, others_kernels, warm
 from tests.problems import PACKED, STEP

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_compat import fa3, flash_attn_2_cuda, flash_attn_with_kvcache
-from flash_attn_compat.core.call import CacheInputs, Options, PackedInputs
+from flash_attn_compat.core.inputs import CacheInputs, Options, PackedInputs
 from flash_attn_compat.core.overlap import overlaps_itself, strides_overlap
 from flash_attn_compat.dispatch import kvcache, raw
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward

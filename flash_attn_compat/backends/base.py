@@ -20,19 +20,10 @@ from torch import Tensor
 from flash_attn_compat.core import alibi, dropout
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.arguments import call_of
-from flash_attn_compat.core.call import (
-    NO_INPUTS,
-    AttentionCall,
-    BackwardInputs,
-    BackwardResult,
-    CacheInputs,
-    Gradients,
-    Inputs,
-    Options,
-    Result,
-)
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.entry import BackwardRun, Run, RunInto
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
+from flash_attn_compat.core.inputs import NO_INPUTS, CacheInputs, Inputs, Options
 from flash_attn_compat.core.traced_lengths import HiddenLayout, has_hidden_lengths
 from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block, with_folded_factor
 

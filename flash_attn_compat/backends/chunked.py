@@ -309,7 +309,7 @@ def _choose_tile_size(call: AttentionCall, block: Block) -> TileSize:
     limits = _CPU_LIMITS if block.q.is_cpu else _ACCELERATOR_LIMITS
     n, seqlen_q = block.q.shape[:2]
     seqlen_k = block.k.shape[1]
-    left, right = call.mask
+    left, right = call.mask.left, call.mask.right
     band = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
     rows = min(seqlen_q, limits.rows)
     all_scores = n * call.nheads * seqlen_q * seqlen_k

@@ -16,18 +16,10 @@ from torch import Tensor
 from flash_attn_compat.backends.base import Backend, write_gradients
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.arguments import call_of
-from flash_attn_compat.core.call import (
-    NO_INPUTS,
-    AttentionCall,
-    BackwardInputs,
-    BackwardResult,
-    Gradients,
-    Inputs,
-    Options,
-    Result,
-)
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.entry import BackwardRun, Run
 from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.core.inputs import NO_INPUTS, Inputs, Options
 from flash_attn_compat.core.unwritten import Clear, PackedResults, clear_by_operators
 
 # Features that both builds of FlashAttention-2's kernels decline. Calls over a cache go to fused, which appends and
@@ -175,7 +167,7 @@ def window_arguments(call: AttentionCall) -> tuple[bool, int, int]:
     With causal, right is -1: the kernels fold one row of grouped heads, and so read its keys once, only where both
     sides are unbounded.
     """
-    left, right = (-1 if bound is None else bound for bound in call.mask)
+    left, right = call.mask.window
     return right == 0, left, -1 if right == 0 else right
 
 

@@ -211,7 +211,7 @@ def _pays_to_split(block: Block) -> bool:
 
 def _cut_biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Tile]:
     """Cut rows ``alive`` into tiles with their visible keys, as tall as the limits of a bias allow."""
-    left, right = call.mask
+    left, right = call.mask.left, call.mask.right
     seqlen_k = block.k.shape[1]
     width = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
     copies = 1 if block.slopes is None else _drop_shared_batch(block.slopes).numel()

@@ -16,8 +16,9 @@ from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import checked_call
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, DenseInputs, Options
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.features import Feature, Traits
+from flash_attn_compat.core.inputs import DenseInputs, Options
 
 Lengths = tuple[int, int]  # of queries and keys
 _LENGTHS: Lengths = 20, 33

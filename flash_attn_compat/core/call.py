@@ -6,139 +6,15 @@ row sees is in mask.py, how sequences lie in the tensors in varlen.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import eight_bit
 from flash_attn_compat.core.features import BY_DISPATCH, Feature, Traits
+from flash_attn_compat.core.inputs import Inputs
 from flash_attn_compat.core.mask import Mask
-
-
-class Options(NamedTuple):
-    """The numbers of a call, and how the caller uses its results. A cache key holds them all.
-
-    max_seqlen_q, max_seqlen_k: 0 for dense calls; a tensor of one integer is read, which waits for its GPU
-    use: BACKWARD where autograd records the call, LSE, GIVEN_LSE, TRANSFORMS and SHARED_DROPOUT_MASK of Feature; DMASK
-        and SLOPES_GRADIENT (core/features.py). Without dropout DMASK and SHARED_DROPOUT_MASK ask for nothing
-    k_factor, v_factor: a descale of an 8-bit cache that is a number; 1 if it is a tensor
-
-    The others are of calls over a cache:
-    has_rows: block_table holds (batch,) cache_batch_idx
-    has_length: cache_seqlens is an int, which is in no key; side: the sign of keys - rows then, on which the backend
-        depends; None without keys
-    """
-
-    dropout_p: float = 0.0
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size_left: int = -1
-    window_size_right: int = -1
-    softcap: float | None = 0.0
-    deterministic: bool = False
-    use: int = 0
-    max_seqlen_q: int | Tensor = 0
-    max_seqlen_k: int | Tensor = 0
-    k_factor: float = 1.0
-    v_factor: float = 1.0
-    rotary_interleaved: bool = False
-    num_splits: int = 0
-    has_rows: bool = False
-    has_length: bool = False
-    side: int | None = None
-
-
-class _Dense(NamedTuple):
-    """The tensors of a dense call by name. rng_state: the dropout mask to use, in a backward that of the forward"""
-
-    q: Any
-    k: Any
-    v: Any
-    alibi_slopes: Any = None
-    bias: Any = None
-    rng_state: Any = None
-
-
-class _Packed(NamedTuple):
-    """The tensors of a packed call, or of one over pages."""
-
-    q: Any
-    k: Any
-    v: Any
-    alibi_slopes: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    seqused_k: Any = None
-    leftpad_k: Any = None
-    block_table: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
-    rng_state: Any = None
-
-
-class _Cache(NamedTuple):
-    """The tensors of a call over a cache. k_new to rotary_sin: what it appends behind seqused_k (core/append.py)"""
-
-    q: Any
-    k: Any
-    v: Any
-    alibi_slopes: Any = None
-    seqused_k: Any = None
-    leftpad_k: Any = None
-    block_table: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
-    k_new: Any = None
-    v_new: Any = None
-    rotary_cos: Any = None
-    rotary_sin: Any = None
-
-
-class _Absent:
-    """None for every tensor that a family of calls never has: all can be asked for by name."""
-
-    alibi_slopes: Any
-    bias: Any
-    rng_state: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    seqused_k: Any
-    leftpad_k: Any
-    block_table: Any
-    k_descale: Any
-    v_descale: Any
-    k_new: Any
-    v_new: Any
-    rotary_cos: Any
-    rotary_sin: Any
-
-
-if TYPE_CHECKING:
-
-    class DenseInputs(_Dense, _Absent): ...
-
-    class PackedInputs(_Packed, _Absent): ...
-
-    class CacheInputs(_Cache, _Absent): ...
-
-else:  # Dynamo of PyTorch 2.4 takes no subclass of a named tuple for one
-
-    def _with_absent(family: type, name: str) -> type:
-        for absent in _Absent.__annotations__.keys() - set(family._fields):
-            setattr(family, absent, None)
-        family.__name__ = family.__qualname__ = name
-        return family
-
-    # A call's family is the type of its inputs: keys and graphs hold the fields of that family alone.
-    DenseInputs = _with_absent(_Dense, "DenseInputs")
-    PackedInputs = _with_absent(_Packed, "PackedInputs")
-    CacheInputs = _with_absent(_Cache, "CacheInputs")
-
-
-Inputs = DenseInputs | PackedInputs | CacheInputs
-# As DenseInputs(...), the others and Options(...), of all fields, in half the time. Dynamo of PyTorch 2.4 knows it not.
-new_tuple: Any = tuple.__new__
 
 
 class AttentionCall(NamedTuple):
@@ -217,7 +93,6 @@ class AttentionCall(NamedTuple):
 
     def features(self) -> int:
         """The combination of Feature values this call asks for."""
-        left, right = self.mask
         use, drops = self.use & ~BY_DISPATCH, self.dropout_p != 0
         # A reentrant checkpoint records its recomputation only, and some backends draw masks of their own: both passes
         # must go to one backend. No such backend computes gradients over pages.
@@ -226,25 +101,22 @@ class AttentionCall(NamedTuple):
         elif not use & Feature.SHARED_DROPOUT_MASK and self.block_table is None:
             use |= Feature.BACKWARD
         asked = {
-            "CAUSAL": right == 0,
-            "WINDOW_LEFT": left is not None,
-            "WINDOW_RIGHT": right is not None and right != 0,
-            "SOFTCAP": self.softcap != 0,
-            "ALIBI": self.alibi_slopes is not None,
-            "DROPOUT": drops,
-            "GQA": self.nheads != self.nheads_k,
-            "VALUE_HEAD_DIM": self.q.shape[-1] != self.v.shape[-1],
-            "VARLEN": self.cu_seqlens_q is not None,
-            "SEQUSED_K": self.seqused_k is not None,
-            "LEFTPAD_K": self.leftpad_k is not None,
-            "PAGED": self.block_table is not None,
-            "DETERMINISTIC": self.deterministic and use & (Feature.BACKWARD | Feature.GIVEN_LSE) != 0,
-            "SCALE_NOT_POSITIVE": self.softmax_scale <= 0,
-            "BIAS": self.bias is not None,
-            "WIDE_SOFTCAP": self.softcap > 1024.0,
-            "EIGHT_BIT_CACHE": eight_bit.is_eight_bit(self.k),
+            Feature.SOFTCAP: self.softcap != 0,
+            Feature.ALIBI: self.alibi_slopes is not None,
+            Feature.DROPOUT: drops,
+            Feature.GQA: self.nheads != self.nheads_k,
+            Feature.VALUE_HEAD_DIM: self.q.shape[-1] != self.v.shape[-1],
+            Feature.VARLEN: self.cu_seqlens_q is not None,
+            Feature.SEQUSED_K: self.seqused_k is not None,
+            Feature.LEFTPAD_K: self.leftpad_k is not None,
+            Feature.PAGED: self.block_table is not None,
+            Feature.DETERMINISTIC: self.deterministic and use & (Feature.BACKWARD | Feature.GIVEN_LSE) != 0,
+            Feature.SCALE_NOT_POSITIVE: self.softmax_scale <= 0,
+            Feature.BIAS: self.bias is not None,
+            Feature.WIDE_SOFTCAP: self.softcap > 1024.0,
+            Feature.EIGHT_BIT_CACHE: eight_bit.is_eight_bit(self.k),
         }
-        return use | sum([Feature[name] for name, is_asked in asked.items() if is_asked])
+        return use | self.mask.features | sum(feature for feature, is_asked in asked.items() if is_asked)
 
     def traits(self) -> Traits:
         q = self.q
@@ -271,9 +143,6 @@ class AttentionCall(NamedTuple):
             x.k_descale, x.v_descale, x.bias, x.rng_state, self.is_dense, self.equal_lengths, self.deterministic,
             self.use, self.k_factor, self.v_factor,
         )  # fmt: skip
-
-
-NO_INPUTS = DenseInputs(None, None, None)
 
 
 class Result(NamedTuple):

@@ -9,15 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core.call import (
-    AttentionCall,
-    BackwardInputs,
-    BackwardResult,
-    Gradients,
-    Inputs,
-    Options,
-    Result,
-)
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
+from flash_attn_compat.core.inputs import Inputs, Options
 
 # Types of tensors that have memory of their own and no property that a key lacks.
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})

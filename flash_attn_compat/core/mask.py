@@ -1,4 +1,6 @@
-"""Which keys a query row sees. The only place that knows bottom-right alignment and what -1 means.
+"""Which keys a query row sees: from a caller's numbers to the rule, and the features that it asks backends for.
+
+The only place that knows bottom-right alignment and what -1 means.
 
 A row ``i`` of a sequence with ``seqlen_q`` queries and ``seqlen_k`` keys stands at key position
 ``i + offset`` with ``offset = seqlen_k - seqlen_q``; it sees the keys ``j`` with
@@ -12,6 +14,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.inputs import Options
 
 Made = TypeVar("Made")
 
@@ -31,26 +36,48 @@ class Range(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """A band of visible keys around each row's own position; ``None`` means unbounded on that side."""
+    """A band of visible keys around each row's own position; ``None`` means unbounded on that side.
+
+    A rule beyond the band is a further field; it counts in ``of``, ``features``, ``is_full`` and ``hidden``. Backends
+    that ask the other methods decline its feature until these know it, too.
+    """
 
     left: int | None = None
     right: int | None = None
 
     @classmethod
-    def from_window(cls, causal: bool, window_left: int, window_right: int, longest_q: int, longest_k: int) -> Mask:
-        """flash-attn's arguments in their normal form, in which a bound that hides nothing is None.
+    def of(cls, options: Options, longest_q: int, longest_k: int) -> Mask:
+        """Return the mask of checked options in its normal form, in which a bound that hides nothing is None.
 
         Any negative bound is unbounded, and ``causal`` forces the right one to 0. longest_q, longest_k: the most
         rows and keys that a sequence may have. As flash-attn does, a bound counts as idle from longest_k on, one
         more than hides nothing: its LSE under ALiBi and its rotary positions show the difference. With more rows
         than keys the right one may hide keys even then.
         """
+        left, right = options.window_size_left, options.window_size_right
+        if left < 0 and right < 0:
+            return _CAUSAL if options.causal else _FULL
         longest_k = min(longest_k, MOST_TOKENS)
-        left = None if window_left < 0 or window_left >= longest_k else window_left
-        if causal:
-            return cls(left, 0)
-        idle_right = window_right < 0 or window_right >= max(longest_k, min(longest_q, MOST_TOKENS) - 1)
-        return cls(left, None if idle_right else window_right)
+        bound_left = None if left < 0 or left >= longest_k else left
+        if options.causal:
+            return cls(bound_left, 0)
+        idle_right = right < 0 or right >= max(longest_k, min(longest_q, MOST_TOKENS) - 1)
+        return cls(bound_left, None if idle_right else right)
+
+    @property
+    def features(self) -> int:
+        """The bits of Feature that the mask asks for."""
+        asked = {
+            Feature.CAUSAL: self.right == 0,
+            Feature.WINDOW_LEFT: self.left is not None,
+            Feature.WINDOW_RIGHT: self.right is not None and self.right != 0,
+        }
+        return sum(feature for feature, is_asked in asked.items() if is_asked)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right) as flash-attn takes them: -1 where unbounded."""
+        return -1 if self.left is None else self.left, -1 if self.right is None else self.right
 
     @property
     def is_full(self) -> bool:
@@ -105,6 +132,9 @@ class Mask(NamedTuple):
             earlier = _ones(rows, keys, device).tril_(-self.left - ahead - 1)
             tile = earlier if tile is None else tile.logical_or_(earlier)
         return tile
+
+
+_FULL, _CAUSAL = Mask(), Mask(None, 0)
 
 
 class ByDistance(Generic[Made]):

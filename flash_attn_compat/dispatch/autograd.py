@@ -13,18 +13,10 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import torch_state
-from flash_attn_compat.core.call import (
-    AttentionCall,
-    BackwardInputs,
-    DenseInputs,
-    Gradients,
-    Inputs,
-    Options,
-    Result,
-    new_tuple,
-)
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
 from flash_attn_compat.core.entry import Entry
 from flash_attn_compat.core.features import SLOPES_GRADIENT, Feature
+from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, new_tuple
 from flash_attn_compat.dispatch import at_exit, choice, heads_first
 from flash_attn_compat.dispatch.serve import LSE, backward_inputs, find, gradients, run
 

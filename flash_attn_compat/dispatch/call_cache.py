@@ -18,8 +18,8 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.arguments.build import have_equal_lengths
-from flash_attn_compat.core.call import Inputs, Options, PackedInputs
 from flash_attn_compat.core.entry import PLAIN, Entry, Key
+from flash_attn_compat.core.inputs import Inputs, Options, PackedInputs
 from flash_attn_compat.core.torch_state import is_any_autocast_on, transforms_are_on
 
 MOST = 4096

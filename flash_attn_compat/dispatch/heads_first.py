@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core.call import Inputs, Result
+from flash_attn_compat.core.call import Result
 from flash_attn_compat.core.entry import Entry
+from flash_attn_compat.core.inputs import Inputs
 from flash_attn_compat.dispatch.serve import find, run
 
 

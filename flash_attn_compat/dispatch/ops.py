@@ -7,6 +7,7 @@ recomputation gets the same numbers, and two draws are never merged into one.
 The namespace is flash_attn_compat, for flash_attn:: belongs to flash-attn. Eager calls use no operator.
 """
 
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,17 +18,11 @@ from torch.compiler import is_compiling
 from flash_attn_compat import settings
 from flash_attn_compat.core import checks, dropout
 from flash_attn_compat.core.arguments.build import with_page_lengths
-from flash_attn_compat.core.call import (
-    AttentionCall,
-    BackwardInputs,
-    DenseInputs,
-    Gradients,
-    Inputs,
-    Options,
-    PackedInputs,
-)
+from flash_attn_compat.core.arguments.options import CHECKS
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.features import DMASK, Feature
+from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, PackedInputs
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.core.torch_state import tracing_state, with_autograd
 from flash_attn_compat.core.varlen import lse_dtype
@@ -86,37 +81,34 @@ def backward(x: Inputs, options: Options, upstream: BackwardInputs) -> Gradients
     return Gradients(*backward_op(dout, out, softmax_lse, rng_state, None, *_flatten(x, options)))
 
 
-# The operators' arguments: tensors, the longest lengths where they are tensors, then numbers. Exported graphs hold them
-# in this order, so that a new one goes last.
-_TENSORS = (
-    "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "k_descale",
-    "v_descale",
-)  # fmt: skip
-_NUMBERS = {
-    "dropout_p": float, "softmax_scale": float | None, "causal": bool, "window_size_left": int,
-    "window_size_right": int, "softcap": float, "deterministic": bool, "max_seqlen_q": int, "max_seqlen_k": int,
-    "k_factor": float, "v_factor": float,
-}  # fmt: skip
+# The operators' arguments: tensors, the longest lengths where they are tensors, then numbers.
+_TENSORS = PackedInputs._fields[:-1]
 _LONGEST = {"max_seqlen_q_tensor": "max_seqlen_q", "max_seqlen_k_tensor": "max_seqlen_k"}
+_NOT_TAKEN = {"use", "rotary_interleaved", "num_splits", "has_rows", "has_length", "side"}
+_NUMBERS = {name: kind for name, kind in typing.get_type_hints(Options).items() if name not in _NOT_TAKEN}
+_NUMBERS |= {"softcap": float, "max_seqlen_q": int, "max_seqlen_k": int}
 NAMES = *_TENSORS, *_LONGEST, *_NUMBERS
 _SLOPES, _DROPOUT_P = NAMES.index("alibi_slopes"), NAMES.index("dropout_p")
 _COUNT = len(NAMES)
+# Integers may be a compiler's symbols, and the operator's schema checks them.
+_CHECKS = {name: CHECKS[name] for name, kind in _NUMBERS.items() if kind in (float, bool)}
 
 
 def _flatten(x: Inputs, options: Options) -> tuple[Any, ...]:
     """Return the operators' arguments. A longest length given as a tensor stays one: tracing need not read it."""
     if type(x) is DenseInputs:  # in PyTorch 2.4 Dynamo can't read what a named tuple has beside its fields
         x = PackedInputs(x.q, x.k, x.v, x.alibi_slopes)
-    longest, given = (options.max_seqlen_q, options.max_seqlen_k), [getattr(x, name) for name in _TENSORS]
-    dropout_p = checks.number("dropout_p", options.dropout_p)
-    sharding.check_call(zip(_TENSORS, given), dropout_p)
-    return (
-        *given, *[one if isinstance(one, Tensor) else None for one in longest],
-        dropout_p, options.softmax_scale, checks.causal(options.causal),
-        options.window_size_left, options.window_size_right, checks.softcap(options.softcap),
-        bool(options.deterministic), *[0 if isinstance(one, Tensor) else one for one in longest], options.k_factor,
-        options.v_factor,
-    )  # fmt: skip
+    tensors = [getattr(x, name) for name in _TENSORS]
+    longest = [getattr(options, name) for name in _LONGEST.values()]
+    numbers = [_operator_number(name, getattr(options, name)) for name in _NUMBERS]
+    sharding.check_call(zip(_TENSORS, tensors), checks.number("dropout_p", options.dropout_p))
+    return *tensors, *[one if isinstance(one, Tensor) else None for one in longest], *numbers
+
+
+def _operator_number(name: str, value: Any) -> Any:
+    if name in _CHECKS:
+        return _CHECKS[name](name, value)
+    return 0 if name in ("max_seqlen_q", "max_seqlen_k") and isinstance(value, Tensor) else value
 
 
 def _find(arguments: Sequence[Any], use: int) -> tuple[Inputs, Options]:

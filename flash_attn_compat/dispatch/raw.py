@@ -14,8 +14,9 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks, overlap, unwritten
 from flash_attn_compat.core.arguments.build import with_page_lengths
-from flash_attn_compat.core.call import BackwardInputs, Gradients, Inputs, Options, PackedInputs
+from flash_attn_compat.core.call import BackwardInputs, Gradients
 from flash_attn_compat.core.features import DMASK, Feature
+from flash_attn_compat.core.inputs import Inputs, Options, PackedInputs
 from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.dispatch import choice, ops
 from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, recorded_use

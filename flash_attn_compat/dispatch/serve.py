@@ -17,25 +17,17 @@ from flash_attn_compat.core import checks, cuda_capture, torch_state
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.arguments import check as check_arguments
-from flash_attn_compat.core.arguments.options import checked
-from flash_attn_compat.core.call import (
-    NO_INPUTS,
-    AttentionCall,
-    BackwardInputs,
-    BackwardResult,
-    Gradients,
-    Inputs,
-    Options,
-    Result,
-    new_tuple,
-)
+from flash_attn_compat.core.arguments.options import checked, integers_of
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.entry import BackwardRun, Entry, Key, Run, RunInto, never_run
 from flash_attn_compat.core.features import DMASK, Feature
+from flash_attn_compat.core.inputs import NO_INPUTS, Inputs, Options, new_tuple
 from flash_attn_compat.core.scores import signed_probabilities
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import at_exit, call_cache, choice, sharding
 
 LSE = int(Feature.LSE)
+_INT = frozenset({int})
 
 
 def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
@@ -49,9 +41,8 @@ def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
         BackendNotSupported, CallRefused: no backend serves the call, or not the forced one
         RuntimeError, IndexError: an argument is malformed (core/checks.py); ValueError: an environment variable is
     """
-    left, right = type(options.window_size_left), type(options.window_size_right)
-    if not left is right is type(options.max_seqlen_q) is type(options.max_seqlen_k) is int:
-        options = checked(options)  # 1.0 is no bound, and equals 1 in a key
+    if not _INT.issuperset(map(type, integers_of(options))):
+        options = checked(options)
     key, entry = call_cache.look_up(x, options)
     if entry is None and (numbers := checked(options)) is not options:
         options = numbers

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn_compat.core.call import DenseInputs, Options
 from flash_attn_compat.core.entry import PLAIN
+from flash_attn_compat.core.inputs import DenseInputs, Options
 from flash_attn_compat.core.reentry import DECIDED
 from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on
 from flash_attn_compat.dispatch.choice import served

@@ -7,9 +7,10 @@ from typing import NoReturn
 from torch import Tensor
 
 from flash_attn_compat.core.arguments import checked_call
-from flash_attn_compat.core.call import BackwardInputs, DenseInputs, Gradients, Inputs, Options, Result
+from flash_attn_compat.core.call import BackwardInputs, Gradients, Result
 from flash_attn_compat.core.entry import Entry
 from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options
 from flash_attn_compat.dispatch import autograd, choice, heads_first, observers, serve
 
 KERNELS, PYTORCH = "fused", "pytorch"

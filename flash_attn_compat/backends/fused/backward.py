@@ -17,8 +17,9 @@ from flash_attn_compat.backends.fused.launcher import Plan
 from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import kernel_layout
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Inputs
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients
 from flash_attn_compat.core.entry import BackwardRun
+from flash_attn_compat.core.inputs import Inputs
 from flash_attn_compat.core.torch_state import note_written
 
 _KERNELS = "delta", "dkdv", "dq"

@@ -43,7 +43,8 @@ from flash_attn_compat.backends.fused import grids, launcher, params, variants
 from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import kernel_layout
-from flash_attn_compat.core.call import AttentionCall, DenseInputs
+from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.inputs import DenseInputs
 from flash_attn_compat.core.mask import Mask
 
 

@@ -16,9 +16,10 @@ from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, choose_ap
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import dropout, kernel_layout
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.call import AttentionCall, Inputs, Result, new_tuple
+from flash_attn_compat.core.call import AttentionCall, Result
 from flash_attn_compat.core.entry import Run
 from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.inputs import Inputs, new_tuple
 from flash_attn_compat.core.torch_state import note_written
 
 # The decode kernel appends at most so many new keys itself: each block that sees new keys writes all of them.

@@ -20,7 +20,8 @@ from flash_attn_compat.backends.fused import caches, grids, masks, nvrtc, params
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import checks, dropout, kernel_layout
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.call import AttentionCall, CacheInputs, Inputs, PackedInputs
+from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.inputs import CacheInputs, Inputs, PackedInputs
 from flash_attn_compat.core.torch_state import note_written
 
 # The tensors of all families, in the order of struct Params.
@@ -332,7 +333,7 @@ def append_has_kernel_layout(new: Append) -> bool:
 
 def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     """Return a call's kind. decodes: for the decode kernel, which rejects sequences longer than max_rows."""
-    left, right = call.mask
+    left, right = call.mask.left, call.mask.right
     has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
     device, number = call.q.device, nvrtc.target(call.q.get_device()).number
     half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
@@ -370,7 +371,7 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
 def call_fields(call: AttentionCall) -> dict[str, params.Value]:
     """Return the fields of struct Params that follow from a call's shapes and options, for any kernel."""
     q, k, v = call.q, call.k, call.v
-    left, right = call.mask
+    left, right = call.mask.window
     same = "batch", "nheads", "nheads_k", "softmax_scale", "softcap"
     fields: dict[str, params.Value] = {name: getattr(call, name) for name in same}
     fields |= {
@@ -383,8 +384,8 @@ def call_fields(call: AttentionCall) -> dict[str, params.Value]:
         "total_k": k.shape[0] if call.cu_seqlens_k is not None else 0,
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
-        "window_left": -1 if left is None else min(left, _MAX_WINDOW),
-        "window_right": -1 if right is None else min(right, _MAX_WINDOW),
+        "window_left": min(left, _MAX_WINDOW),
+        "window_right": min(right, _MAX_WINDOW),
         "lse_has_position": int(call.lse_carries_alibi_position),
         "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
         "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
@@ -447,7 +448,7 @@ def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
     """Return the number of blocks that share the keys of each of a call's ``tiles``."""
     if tiles > workspaces.COUNTERS:  # enough tiles to fill any GPU
         return 1
-    left, right = call.mask
+    left, right = call.mask.left, call.mask.right
     keys = max_keys(call)
     if left is not None and right is not None:
         keys = min(keys, left + min(max_rows(call), variant.rows) + right)

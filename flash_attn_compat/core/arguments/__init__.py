@@ -8,8 +8,9 @@ from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.arguments.build import check_dense, check_packed, dense_call, packed_call
 from flash_attn_compat.core.arguments.cache import cache_call, check_cache
 from flash_attn_compat.core.arguments.options import checked
-from flash_attn_compat.core.call import AttentionCall, CacheInputs, DenseInputs, Inputs, Options, PackedInputs
+from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.entry import Check
+from flash_attn_compat.core.inputs import CacheInputs, DenseInputs, Inputs, Options, PackedInputs
 
 _CHECKS: dict[type, Any] = {DenseInputs: check_dense, PackedInputs: check_packed, CacheInputs: check_cache}
 _CALLS: dict[type, Any] = {DenseInputs: dense_call, PackedInputs: packed_call, CacheInputs: cache_call}

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks, torch_state
 from flash_attn_compat.core.append import Append
-from flash_attn_compat.core.call import AttentionCall, Inputs, Options
+from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.entry import Check
 from flash_attn_compat.core.features import DMASK, Feature
+from flash_attn_compat.core.inputs import Inputs, Options
 from flash_attn_compat.core.mask import MOST_TOKENS, Mask
 
 _DERIVED = Feature.BACKWARD | Feature.GIVEN_LSE | Feature.TRANSFORMS
-_FULL, _CAUSAL = Mask(), Mask(None, 0)
 
 
 def check_dense(x: Inputs, options: Options, length: int | None) -> Check | None:
@@ -115,12 +115,6 @@ def make_call(
     options: as ``checked`` returns them; the others are fields of AttentionCall
     capacity: the number of keys that windows are measured against; appends: whether the backend's run appends
     """
-    is_causal = checks.causal(options.causal)
-    left, right = options.window_size_left, options.window_size_right
-    if left == -1 and right == -1:
-        mask = _CAUSAL if is_causal else _FULL
-    else:
-        mask = Mask.from_window(is_causal, left, right, max_seqlen_q, capacity)
     dropout_p, use, scale = checks.dropout(options.dropout_p), options.use, options.softmax_scale
     if not dropout_p:
         use &= ~(DMASK | Feature.SHARED_DROPOUT_MASK)
@@ -129,8 +123,9 @@ def make_call(
     if x.alibi_slopes is not None:
         checks.alibi(x.alibi_slopes, x.q, batch)
     scale = x.q.shape[-1] ** -0.5 if scale is None else checks.number("softmax_scale", scale)
+    mask, softcap = Mask.of(options, max_seqlen_q, capacity), checks.softcap(options.softcap)
     return AttentionCall(
-        x.q, x.k, x.v, scale, mask, max_seqlen_q, max_seqlen_k, checks.softcap(options.softcap), dropout_p,
-        is_dense=is_dense, equal_lengths=equal_lengths, deterministic=bool(options.deterministic), use=use,
-        k_factor=options.k_factor, v_factor=options.v_factor,
+        x.q, x.k, x.v, scale, mask, max_seqlen_q, max_seqlen_k, softcap, dropout_p, is_dense=is_dense,
+        equal_lengths=equal_lengths, deterministic=options.deterministic, use=use, k_factor=options.k_factor,
+        v_factor=options.v_factor,
     ).over(x)  # fmt: skip

@@ -11,8 +11,9 @@ from torch import Tensor
 from flash_attn_compat.core import checks, overlap
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.arguments.build import make_call
-from flash_attn_compat.core.call import AttentionCall, Inputs, Options
+from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.entry import Check
+from flash_attn_compat.core.inputs import Inputs, Options
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 

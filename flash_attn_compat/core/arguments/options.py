@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from flash_attn_compat.core import checks, torch_state
-from flash_attn_compat.core.call import Options
+from flash_attn_compat.core.inputs import Options
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+def integer(name: str, value: object) -> int:
+    """Return ``value`` as an int; it may be a 0-dim tensor of integers or a NumPy integer."""
+    if type(value) is int:
+        return value
+    if isinstance(value, Tensor) and torch_state.is_hidden(value):
+        raise RuntimeError(
+            f"{name} must be an int here: it is a tensor that a compiler traces, or that vmap gives another axis, so "
+            "its number cannot be read"
+        )
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # or TypeError
+    except TypeError:
+        raise checks.wrong_type(name, "int", value) from None
+
+
+# How each number is checked and converted: by the type of its default, but for these.
+_BY_TYPE: dict[type, Callable[[str, Any], Any]] = {
+    int: integer,
+    float: checks.number,
+    bool: lambda name, value: bool(value),
+    type(None): lambda name, value: value,
+}
+CHECKS = {name: _BY_TYPE[type(default)] for name, default in Options._field_defaults.items()} | {
+    "causal": lambda name, value: checks.causal(value),
+    "softcap": lambda name, value: checks.softcap(value),
+    "softmax_scale": lambda name, value: None if value is None else checks.number(name, value),
+}
+_TYPES = {name: type(default) for name, default in Options._field_defaults.items()}
+_PLAIN = frozenset({int, float, type(None)})
+# Returns the numbers that must be ints: 1.0 is no bound, and equals 1 in a cache key.
+integers_of = operator.itemgetter(*[at for at, kind in enumerate(_TYPES.values()) if kind is int])
 
 
 def checked(options: Options) -> Options:
@@ -18,23 +50,10 @@ def checked(options: Options) -> Options:
 
     Raises RuntimeError: a bound or a longest length is no integer
     """
-    left, right = options.window_size_left, options.window_size_right
-    longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
-    has_integers = type(left) is type(right) is type(longest_q) is type(longest_k) is int
-    if has_integers and _PLAIN.issuperset(map(type, options)):
+    kinds = zip(options, _TYPES.values())
+    if all([type(value) is kind or (kind is type(None) and type(value) in _PLAIN) for value, kind in kinds]):
         return options
-    scale = options.softmax_scale
-    return options._replace(
-        window_size_left=integer("window_size_left", left),
-        window_size_right=integer("window_size_right", right),
-        max_seqlen_q=integer("max_seqlen_q", longest_q),
-        max_seqlen_k=integer("max_seqlen_k", longest_k),
-        dropout_p=checks.number("dropout_p", options.dropout_p),
-        causal=checks.causal(options.causal),
-        softmax_scale=None if scale is None else checks.number("softmax_scale", scale),
-        softcap=checks.softcap(options.softcap),
-        deterministic=bool(options.deterministic),
-    )
+    return Options(*[CHECKS[name](name, value) for name, value in options._asdict().items()])
 
 
 def split_descales(k_descale: object, v_descale: object) -> tuple[tuple[Any, Any], tuple[float, float]]:
@@ -53,18 +72,3 @@ def split_descales(k_descale: object, v_descale: object) -> tuple[tuple[Any, Any
 
 
 _NO_DESCALES = (None, None), (1.0, 1.0)
-
-
-def integer(name: str, value: object) -> int:
-    """Return ``value`` as an int; it may be a 0-dim tensor of integers or a NumPy integer."""
-    if type(value) is int:
-        return value
-    if isinstance(value, Tensor) and torch_state.is_hidden(value):
-        raise RuntimeError(
-            f"{name} must be an int here: it is a tensor that a compiler traces, or that vmap gives another axis, so "
-            "its number cannot be read"
-        )
-    try:
-        return operator.index(value)  # type: ignore[arg-type]  # or TypeError
-    except TypeError:
-        raise checks.wrong_type(name, "int", value) from None
