@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
+    from flash_attn_compat.torch_flex.override import flex
     from flash_attn_compat.torch_sdpa.override import register_with_torch, sdpa
 
 # The module of each public name. Modules are imported at first use, so that `patch` and the command work without torch.
@@ -51,6 +52,7 @@ _HOMES = {
     "register_with_transformers": "dropin",
     "register_with_torch": "torch_sdpa.override",
     "sdpa": "torch_sdpa.override",
+    "flex": "torch_flex.override",
 }
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex",
     "patch",
     "patched",
     "register_with_torch",

@@ -20,8 +20,9 @@ from flash_attn_compat.dropin import patch
 from flash_attn_compat.dropin.patch import SdpaRequest, warn_of_xformers
 from flash_attn_compat.output_path import output_path
 
-# The options of run, and the values of patch's sdpa and api for each.
+# The options of run, and the values of patch's sdpa, flex and api for each.
 _SDPA: dict[str, SdpaRequest] = {"--sdpa": True, "--sdpa=always": "always"}
+_FLEX: dict[str, SdpaRequest] = {"--flex": True, "--flex=always": "always"}
 _API = {f"--api={api}": api for api in settings.APIS}
 # Of one processor, on a slow one: to say how long compiling takes at most.
 _SECONDS_PER_KERNEL = 2.5
@@ -49,9 +50,9 @@ def _parse_action(arguments: list[str]) -> Callable[[], int]:
     if arguments[:1] == ["verify"]:
         return partial(verify, arguments[1:])
     if arguments[:1] == ["run"]:
-        sdpa, api, transformers = _parse_run_options(arguments)
+        sdpa, api, transformers, flex = _parse_run_options(arguments)
         if len(arguments) > 1 and arguments[1] not in ("-h", "--help"):
-            return partial(run, arguments[1:], sdpa, api, transformers)
+            return partial(run, arguments[1:], sdpa, api, transformers, flex)
     options = _parser().parse_args(arguments)
     if options.command == "run":
         _parser().error("run: name a script, or -m and a module")
@@ -64,15 +65,21 @@ def _report_error(error: object, code: int = 1) -> int:
     return code
 
 
-def _parse_run_options(arguments: list[str]) -> tuple[SdpaRequest, str | None, bool]:
-    """Remove run's own options, which precede the script, from ``arguments`` and return (sdpa, api, transformers)."""
+def _parse_run_options(arguments: list[str]) -> tuple[SdpaRequest, str | None, bool, SdpaRequest]:
+    """Remove run's own options, which precede the script, from ``arguments``.
+
+    Returns (sdpa, api, transformers, flex).
+    """
     sdpa: SdpaRequest = False
+    flex: SdpaRequest = False
     api, transformers = None, False
     while len(arguments) > 1:
         if arguments[1] == "--api" and len(arguments) > 2:
             arguments[1:3] = [f"--api={arguments[2]}"]
         if arguments[1] in _SDPA:
             sdpa = _SDPA[arguments[1]]
+        elif arguments[1] in _FLEX:
+            flex = _FLEX[arguments[1]]
         elif arguments[1] == "--transformers":
             transformers = True
         elif arguments[1] in _API:
@@ -82,17 +89,18 @@ def _parse_run_options(arguments: list[str]) -> tuple[SdpaRequest, str | None, b
         else:
             break
         del arguments[1]
-    return sdpa, api, transformers
+    return sdpa, api, transformers, flex
 
 
 def run(
-    arguments: Sequence[str], sdpa: SdpaRequest = False, api: str | None = None, transformers: bool = False
-) -> NoReturn:
+    arguments: Sequence[str], sdpa: SdpaRequest = False, api: str | None = None, transformers: bool = False,
+    flex: SdpaRequest = False,
+) -> NoReturn:  # fmt: skip
     """Replace this process by `python ARGUMENTS...` in an environment that finds flash_attn. The options: as patch's
 
     A fresh interpreter has the same __main__, sys.path, exit code, signals and tracebacks as a direct run.
     """
-    patch(api, sdpa=sdpa, transformers=transformers)
+    patch(api, sdpa=sdpa, transformers=transformers, flex=flex)
     command = [sys.executable, *arguments]
     if os.name == "nt":  # exec on Windows starts a child and returns to the shell at once
         sys.exit(subprocess.call(command))
@@ -141,6 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--transformers", action="store_true", help="let this package compute transformers' flash_attention_2"
     )
+    command.add_argument(
+        "--flex", nargs="?", const="1", choices=("1", "always"), metavar="always",
+        help="let this package's kernels compute torch.nn.attention.flex_attention: on GPUs before compute capability "
+        "8.0, or with 'always' on every GPU that they run on",
+    )  # fmt: skip
     command.set_defaults(action=_install)
 
     command = commands.add_parser(
@@ -157,11 +170,12 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script or module that finds flash_attn",
         description="Runs a script or module as python itself would. It, and the processes that it starts, import "
         "flash_attn from this package. Nothing is installed.",
-        usage="%(prog)s [--api {2.6,2.8}] [--sdpa[=always]] [--transformers] SCRIPT [ARGUMENT ...] | -m MODULE "
-        "[ARGUMENT ...]",
+        usage="%(prog)s [--api {2.6,2.8}] [--sdpa[=always]] [--flex[=always]] [--transformers] SCRIPT "
+        "[ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
         epilog="--api 2.6: the interface for code written before flash-attn 2.7. "
         "--sdpa: this package's kernels compute F.scaled_dot_product_attention too, on GPUs before compute "
         "capability 8.0; --sdpa=always: on every GPU that they run on. "
+        "--flex, --flex=always: torch.nn.attention.flex_attention likewise. "
         "--transformers: this package computes transformers' flash_attention_2.",
     )
     command.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")
@@ -242,7 +256,7 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
 
 def _install(options: argparse.Namespace) -> int:
     try:
-        dist_info = installation.install(options.target, options.api, options.sdpa, options.transformers)
+        dist_info = installation.install(options.target, options.api, options.sdpa, options.transformers, options.flex)
     except installation.InstallError as error:
         return _report_error(error)
     warn_of_xformers(options.api)

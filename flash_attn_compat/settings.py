@@ -67,6 +67,7 @@ API = _declare("API", APIS, None, "patch")
 HUB_KERNELS = _declare("HUB_KERNELS", _SWITCH, "0", "patch")
 VARLEN_ATTN = _declare("VARLEN_ATTN", _SWITCH, "0", "patch")
 SDPA = _declare("SDPA", ("0", "1", "always"), None, "patch")
+FLEX = _declare("FLEX", ("0", "1", "always"), None, "patch")
 TRANSFORMERS = _declare("TRANSFORMERS", _SWITCH, None, "patch")
 VLLM = _declare("VLLM", _SWITCH, None, "plugin")  # 1 lets the plugin into releases that the tests do not know
 

@@ -21,7 +21,7 @@ LAYERS = (
     ("private_interface", "kvcache", "flash_attn_2_cuda"),  # of which none knows another
     ("flash_attn_interface",),
     ("api_2_6", "fa3", "fa4", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
-    ("torch_sdpa", "vllm"),
+    ("torch_sdpa", "torch_flex", "vllm"),
     ("dropin",),
     ("", "progress", "output_path", "isolation", "card", "self_check", "doctor", "tune", "cli", "__main__"),
 )

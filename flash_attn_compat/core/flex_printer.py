@@ -45,10 +45,14 @@ class Bound(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A captured number of the parameters. is_float: a float's bits, of a tensor in the CPU's memory"""
+    """A captured number of the parameters.
+
+    is_float: whether the parameters hold a float's bits; is_on_host: whether it is a tensor in the CPU's memory
+    """
 
     position: int
     is_float: bool
+    is_on_host: bool
 
 
 class Printed(NamedTuple):
@@ -163,8 +167,10 @@ class _Table:
             raise Declined(f"a captured tensor of {argument.dims} axes: our kernels take {MOST_DIMS} at most")
         return _place(argument.position, self.tensors, MOST_TENSORS, "captured tensors")
 
-    def add_number(self, position: int, is_float: bool = False) -> int:
-        return _place(Number(position, is_float), self.numbers, MOST_NUMBERS, "captured numbers that may change")
+    def add_number(self, position: int, is_float: bool = False, is_on_host: bool = False) -> int:
+        return _place(
+            Number(position, is_float, is_on_host), self.numbers, MOST_NUMBERS, "captured numbers that may change"
+        )
 
 
 def _place(entry: Any, entries: list[Any], most: int, words: str) -> int:
@@ -206,7 +212,7 @@ class _Function:
         c_type = C_TYPES[argument.dtype]
         if argument.on_host:
             is_float = c_type == "float"
-            number = f"f.numbers[{self.table.add_number(argument.position, is_float)}]"
+            number = f"f.numbers[{self.table.add_number(argument.position, is_float, True)}]"
             text = f"__int_as_float((int){number})" if is_float else converted(number, "i64", c_type)
             return self._assign(text, c_type)
         view = _View(self.table.add_tensor(argument), argument.dtype, tuple(range(argument.dims)))

@@ -42,13 +42,15 @@ class InstallError(RuntimeError):
 
 
 def install(
-    directory: str | Path | None = None, api: str = "2.8", sdpa: str | None = None, transformers: bool = False
-) -> Path:
+    directory: str | Path | None = None, api: str = "2.8", sdpa: str | None = None, transformers: bool = False,
+    flex: str | None = None,
+) -> Path:  # fmt: skip
     """Write the distribution into `directory` (this interpreter's site-packages) and return its dist-info.
 
     api: the interface under the name, "2.6" or "2.8"; see `flash_attn_compat.patch`
     sdpa: "1" or "always": the default of FLASH_ATTN_COMPAT_SDPA in every process of the environment
     transformers: make 1 the default of FLASH_ATTN_COMPAT_TRANSFORMERS there
+    flex: "1" or "always": the default of FLASH_ATTN_COMPAT_FLEX there
 
     Installing again renews the files. They are written aside and then moved into place: a failure restores the files
     from before, and the next run completes or removes the files of a killed process.
@@ -59,7 +61,7 @@ def install(
     with _explain_os_errors(place, "install", directory is None):
         place.mkdir(parents=True, exist_ok=True)
         with _lock_directory(place), _make_stage(place) as stage:
-            written = _write_into(stage, place, dict(_files(api, sdpa, transformers)), _dist_info_name(api))
+            written = _write_into(stage, place, dict(_files(api, sdpa, transformers, flex)), _dist_info_name(api))
             before = _ours_in(place)
             _move_into_place(stage, place, written)
             _remove(place, [path for path in before if path.relative_to(place).as_posix() not in written])
@@ -260,7 +262,9 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _files(api: str, sdpa: str | None = None, transformers: bool = False) -> Iterator[tuple[str, bytes]]:
+def _files(
+    api: str, sdpa: str | None = None, transformers: bool = False, flex: str | None = None
+) -> Iterator[tuple[str, bytes]]:
     source = Path(SITE)
     for path in sorted((source / "flash_attn").rglob("*.py")):
         content = path.read_bytes().replace(b"_INSTALLED_API = None", f'_INSTALLED_API = "{api}"'.encode())
@@ -268,6 +272,7 @@ def _files(api: str, sdpa: str | None = None, transformers: bool = False) -> Ite
     for name in (f"{EXTENSION}.py", f"{_STARTUP}.py"):
         yield name, (source / name).read_bytes()
     arguments = [*([repr(sdpa)] if sdpa else []), *(["transformers=True"] if transformers else [])]
+    arguments += [f"flex={flex!r}"] if flex else []
     yield f"{_STARTUP}.pth", (_PTH % ", ".join(arguments)).encode()
     metadata = Path(SITE_2_6 if api == "2.6" else SITE) / _dist_info_name(api)
     for name in ("INSTALLER", "top_level.txt"):

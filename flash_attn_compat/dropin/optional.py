@@ -1,4 +1,4 @@
-"""The extras of patch(): transformers' flash_attention_2, hub kernels, varlen, SDPA, FlashAttention-3's and -4's names.
+"""The extras of patch(): transformers' flash_attention_2, hub kernels, varlen, SDPA, flex, FlashAttention-3's and -4's.
 
 An interpreter that starts patched applies them by their variables. Imports no torch: the modules that need it are
 imported after the package that they change.
@@ -23,6 +23,7 @@ from flash_attn_compat.installed import SITE_FA3, SITE_FA4
 
 _FA3 = "flash_attn_interface"
 _FA4 = "flash_attn.cute"
+_FLEX = "torch.nn.attention.flex_attention"
 _in_force: set[tuple[str, str]] = set()  # variables and their values
 _for_good = ExitStack()  # never closed: the changes of an interpreter that starts patched
 
@@ -56,11 +57,21 @@ def _serve_sdpa(undo: ExitStack, value: str) -> None:
     when_imported({"torch": serve}, undo)
 
 
+def _serve_flex(undo: ExitStack, value: str) -> None:
+    def serve(module: ModuleType, undo: ExitStack) -> None:
+        from flash_attn_compat.torch_flex import override
+
+        undo.enter_context(override.flex(always=value == "always"))
+
+    when_imported({_FLEX: serve}, undo)
+
+
 EXTRAS = {
     settings.TRANSFORMERS: Extra("transformers", lambda undo, value: named_attention.serve(undo)),
     settings.HUB_KERNELS: Extra("transformers", lambda undo, value: hub_kernels.redirect(undo)),
     settings.VARLEN_ATTN: Extra("torch.nn.attention.varlen", _serve_varlen_attn),
     settings.SDPA: Extra("torch", _serve_sdpa),
+    settings.FLEX: Extra(_FLEX, _serve_flex),
 }
 
 

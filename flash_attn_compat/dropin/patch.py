@@ -31,7 +31,7 @@ _api = ""  # the active interface
 
 def patch(
     api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False, sdpa: SdpaRequest = False,
-    interfaces: Sequence[str] = (), transformers: bool = False,
+    interfaces: Sequence[str] = (), transformers: bool = False, flex: SdpaRequest = False,
 ) -> None:  # fmt: skip
     """Make `import flash_attn` find flash_attn_compat, here and in child processes started later.
 
@@ -61,11 +61,13 @@ def patch(
         transformers: compute attn_implementation="flash_attention_2" by the function of register_with_transformers,
             which is right where transformers' own is not: padded batches of encoder-decoders, T5Gemma's windows, GPT-2
             in fp32; FLASH_ATTN_COMPAT_TRANSFORMERS=1 does the same
+        flex: run torch.nn.attention.flex_attention, eager and compiled, on our kernels on GPUs before sm80, with
+            "always" on newer ones too; FLASH_ATTN_COMPAT_FLEX=1 or always does the same. It needs PyTorch 2.6
 
     Raises ValueError for unknown values, and RuntimeError if another api is active.
     """
     extras = {settings.TRANSFORMERS: transformers, settings.HUB_KERNELS: hub_kernels, settings.VARLEN_ATTN: varlen_attn}
-    _apply(patch, api, extras | {settings.SDPA: sdpa}, interfaces)
+    _apply(patch, api, extras | {settings.SDPA: sdpa, settings.FLEX: flex}, interfaces)
 
 
 def unpatch() -> None:
@@ -79,12 +81,12 @@ def unpatch() -> None:
 @contextmanager
 def patched(
     api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False, sdpa: SdpaRequest = False,
-    interfaces: Sequence[str] = (), transformers: bool = False,
+    interfaces: Sequence[str] = (), transformers: bool = False, flex: SdpaRequest = False,
 ) -> Iterator[None]:  # fmt: skip
     """Apply patch(...) during a block. Blocks may nest and overlap; the end of the last one undoes it."""
     block = object()
     extras = {settings.TRANSFORMERS: transformers, settings.HUB_KERNELS: hub_kernels, settings.VARLEN_ATTN: varlen_attn}
-    _apply(block, api, extras | {settings.SDPA: sdpa}, interfaces)
+    _apply(block, api, extras | {settings.SDPA: sdpa, settings.FLEX: flex}, interfaces)
     try:
         yield
     finally:
@@ -111,8 +113,9 @@ def _apply(
         raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")
     if set(interfaces) - set(INTERFACES) or isinstance(interfaces, str):
         raise ValueError(f"interfaces must be a sequence of names among {', '.join(INTERFACES)}, got {interfaces!r}")
-    if requests[settings.SDPA] not in (False, True, "always"):
-        raise ValueError(f'sdpa must be False, True or "always", got {requests[settings.SDPA]!r}')
+    for name, variable in (("sdpa", settings.SDPA), ("flex", settings.FLEX)):
+        if requests[variable] not in (False, True, "always"):
+            raise ValueError(f'{name} must be False, True or "always", got {requests[variable]!r}')
     with _lock, ExitStack() as added:
         if _undo is not None and api not in (None, _api):
             raise RuntimeError(f"patched already with the interface of {_api}: unpatch() first")

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from flash_attn_compat import settings
+from flash_attn_compat.core.cache_marks import mark_caches
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.torch_sdpa.policy import Policy
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _NOWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-_MARK = "|flash_attn_compat.sdpa="
 
 # Call PyTorch's composition, the operator's kernel for no device; redispatch_boxed parses fewer arguments than a call.
 compose = functools.partial(_OPERATOR._handle.redispatch_boxed, _NOWHERE)
@@ -68,7 +68,7 @@ def _add_guard() -> None:
     from torch._dynamo.source import GlobalStateSource
 
     context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(_guard_of(_State.switch)))
-    _tag_caches()
+    mark_caches("sdpa", _State.switch and f"{_State.switch}{settings.forced_capability() or ''}")
 
 
 @functools.cache
@@ -85,15 +85,3 @@ def SDPA_SWITCH(builder: Any, guard: Any, then: str | None) -> None:
         add(is_unchanged, words, guard.user_stack)
     except TypeError:  # older versions of PyTorch take no stack
         add(is_unchanged, words)
-
-
-def _tag_caches() -> None:
-    """Mark the keys of caches on disk in this thread while the override is active; remove the mark otherwise."""
-    config: Any = getattr(torch.compiler, "config", None)
-    tag = getattr(config, "cache_key_tag", None)
-    if not isinstance(tag, str):  # before PyTorch 2.7, which stored no such graphs on disk
-        return
-    mark = "" if _State.switch is None else f"{_MARK}{_State.switch}{settings.forced_capability() or ''}"
-    new_tag = tag.partition(_MARK)[0] + mark
-    if tag != new_tag:
-        config.cache_key_tag = new_tag

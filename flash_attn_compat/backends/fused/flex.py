@@ -196,7 +196,8 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
     call = given._replace(q=q, k=k, v=v)
     kind = enable_copies(call, launcher.choose_kind(call, vec or 8), True)
     targets = {"dq": q, "dk": k, "dv": v}
-    target_strides = {name: _dense_strides(x, tuple(x.shape)) for name, x in targets.items()}
+    likes = zip(targets.items(), (given.q, given.k, given.v))
+    target_strides = {name: _dense_strides(like, tuple(x.shape)) for (name, x), like in likes}
     fields = launcher.call_fields(call) | _flex_fields(inputs)
     fields |= {"out_s": launcher.kernel_strides(out), "dout_s": launcher.kernel_strides(dout)}
     fields |= {f"{name}_s": _row_strides(strides) for name, strides in target_strides.items()}

@@ -53,12 +53,13 @@ def with_other_distributions(path: list[str]) -> list[str]:
     return [entry for entry in pkgutil.extend_path(path, "flash_attn") if belongs(entry)]
 
 
-def wait_for_imports(sdpa: str = "", stand_in: str = "", transformers: bool = False) -> None:
+def wait_for_imports(sdpa: str = "", stand_in: str = "", transformers: bool = False, flex: str = "") -> None:
     """Apply patch()'s changes to other packages once their import starts; until then only compare names.
 
     sdpa: the default of FLASH_ATTN_COMPAT_SDPA, from install --sdpa
     stand_in: the directory that provides flash_attn, whatever comes before it on sys.path; "" for none
     transformers: make 1 the default of FLASH_ATTN_COMPAT_TRANSFORMERS, from install --transformers
+    flex: the default of FLASH_ATTN_COMPAT_FLEX, from install --flex
     """
     import os
 
@@ -68,6 +69,8 @@ def wait_for_imports(sdpa: str = "", stand_in: str = "", transformers: bool = Fa
         _awaited.add("torch")
     if transformers and not os.environ.get("FLASH_ATTN_COMPAT_TRANSFORMERS"):
         os.environ["FLASH_ATTN_COMPAT_TRANSFORMERS"] = "1"
+    if flex and not os.environ.get("FLASH_ATTN_COMPAT_FLEX"):
+        os.environ["FLASH_ATTN_COMPAT_FLEX"] = flex
     if stand_in:
         _Wait.stand_in = stand_in
     if _Wait not in sys.meta_path:
@@ -84,7 +87,7 @@ def catch_up() -> None:
         _prepare(name)
 
 
-_awaited = {"transformers", "torch.nn.attention.varlen"}
+_awaited = {"transformers", "torch.nn.attention.varlen", "torch.nn.attention.flex_attention"}
 
 
 def _prepare(name: str) -> None:

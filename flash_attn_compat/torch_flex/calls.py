@@ -1,0 +1,89 @@
+"""The arguments of torch.ops.higher_order.flex_attention and its backward, by PyTorch's names, and parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flash_attn_compat.backends.fused.flex import BlockLists, Blocks
+
+# PyTorch's size of a block where there is no BlockMask.
+WHOLE = 1 << 30
+
+
+class FlexCall(NamedTuple):
+    """The forward operator's arguments. query: (batch, heads, rows, channels), key and value of fewer heads perhaps."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Any
+    block_mask: tuple[Any, ...]
+    scale: float
+    kernel_options: Mapping[str, Any]
+    score_mod_other_buffers: tuple[Any, ...] = ()
+    mask_mod_other_buffers: tuple[Any, ...] = ()
+
+    @property
+    def mask_mod(self) -> Any:
+        return self.block_mask[-1]
+
+    @property
+    def captured(self) -> tuple[Any, ...]:
+        """What both functions captured, the score_mod's first."""
+        return (*self.score_mod_other_buffers, *self.mask_mod_other_buffers)
+
+
+class FlexBackwardCall(NamedTuple):
+    """The backward operator's arguments. logsumexp: in units of log2, as the forward operator returns it"""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    logsumexp: Tensor
+    grad_out: Tensor | None
+    grad_logsumexp: Tensor | None
+    fw_graph: Any
+    joint_graph: Any
+    block_mask: tuple[Any, ...]
+    scale: float
+    kernel_options: Mapping[str, Any]
+    score_mod_other_buffers: tuple[Any, ...] = ()
+    mask_mod_other_buffers: tuple[Any, ...] = ()
+
+    def forward(self) -> FlexCall:
+        """Return the call whose gradients these are."""
+        buffers = self.score_mod_other_buffers, self.mask_mod_other_buffers
+        return FlexCall(*self[:3], self.fw_graph, self.block_mask, self.scale, self.kernel_options, *buffers)
+
+
+def lists_of(block_mask: Sequence[Any]) -> tuple[Any, ...]:
+    """Return kv_num_blocks, kv_indices and the full ones, then their q twins. Their places are those of 2.6 to 2.15."""
+    return tuple(block_mask[2:10])
+
+
+def sizes_of(block_mask: Sequence[Any]) -> tuple[Any, Any]:
+    """Return a block's queries and keys. Newer versions of PyTorch have more entries before them."""
+    return block_mask[-3], block_mask[-2]
+
+
+def has_blocks(block_mask: Sequence[Any]) -> bool:
+    """Whether there is a BlockMask: without one, PyTorch makes one of a single block."""
+    return sizes_of(block_mask) != (WHOLE, WHOLE)
+
+
+def make_blocks(rows: int, keys: int, lists: Sequence[Tensor | None], backward: bool) -> Blocks | None:
+    """Return a BlockMask as the kernels take it; None if it is a single block. lists: as ``lists_of`` returns them"""
+    if (rows, keys) == (WHOLE, WHOLE):
+        return None
+    num, indices, *full = lists[:4]
+    assert num is not None and indices is not None  # PyTorch makes no BlockMask without them
+    of_rows = BlockLists(num, indices, *full)
+    if not backward:
+        return Blocks(rows, keys, of_rows)
+    num, indices, *full = lists[4:8]
+    assert num is not None and indices is not None  # PyTorch refuses gradients without them
+    return Blocks(rows, keys, of_rows, BlockLists(num, indices, *full))

@@ -1,0 +1,160 @@
+"""A call's score_mod and mask_mod in C++, printed once for each pair of graphs, which Dynamo keeps.
+
+Text, flags and checks are also one string, which compiled graphs hold in each call: inductor keeps graphs on disk, and
+a later process runs them without tracing anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.fused.flex import Mods
+from flash_attn_compat.core import flex_capture, flex_printer
+from flash_attn_compat.core.flex_operators import Declined
+from flash_attn_compat.core.flex_printer import Bound, Number, Printed
+from flash_attn_compat.torch_flex.calls import FlexCall
+
+_MOST = 1024
+
+
+class Functions(NamedTuple):
+    """The functions of a call as kernels take them, and what they read of the captured arguments."""
+
+    mods: Mods
+    printed: Printed
+
+
+def of_printed(printed: Printed) -> Functions:
+    return Functions(Mods(printed.text, printed.has_score, printed.has_mask), printed)
+
+
+# ---- By the graphs of eager calls
+
+
+class _Entry(NamedTuple):
+    score_mod: weakref.ref[Any]
+    mask_mod: weakref.ref[Any]
+    found: Functions | str
+
+
+_entries: dict[tuple[Any, ...], _Entry] = {}
+_adding = threading.Lock()
+
+
+def find(call: FlexCall, with_slope: bool) -> Functions | str:
+    """Return an eager call's functions, or the reason to decline it. with_slope: for a backward"""
+    device = call.query.device
+    signature = [(x.dtype, x.dim(), x.device == device) if isinstance(x, Tensor) else type(x) for x in call.captured]
+    key = id(call.score_mod), id(call.mask_mod), with_slope, device, tuple(signature)
+    entry = _entries.get(key)
+    if entry is not None and entry.score_mod() is call.score_mod and entry.mask_mod() is call.mask_mod:
+        return entry.found
+    found = _print(call, with_slope)
+    with _adding:
+        while len(_entries) >= _MOST:
+            del _entries[next(iter(_entries))]
+        _entries[key] = _Entry(weakref.ref(call.score_mod), weakref.ref(call.mask_mod), found)
+    return found
+
+
+def _print(call: FlexCall, with_slope: bool) -> Functions | str:
+    device, own, others = call.query.device, call.score_mod_other_buffers, call.mask_mod_other_buffers
+    try:
+        score = flex_capture.capture_score(call.score_mod, own, device)
+        mask = flex_capture.capture_mask(call.mask_mod, others, device, len(own))
+        slope = flex_capture.capture_slope(call.score_mod, own, device) if with_slope else None
+        return of_printed(flex_printer.print_functions(score, mask, slope))
+    except Declined as reason:
+        return str(reason)
+
+
+# ---- What a call passes
+
+
+def captured_tensors(functions: Functions, captured: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return the tensors that the text reads, in its order."""
+    return tuple([captured[place] for place in functions.printed.tensors])
+
+
+def captured_numbers(functions: Functions, captured: Sequence[Any]) -> tuple[int, ...]:
+    """Return the numbers that the text reads, in its order: integers, and bits of floats in the CPU's memory."""
+    return tuple([_number(captured[number.position], number.is_float) for number in functions.printed.numbers])
+
+
+def _number(x: Any, is_float: bool) -> int:
+    if is_float:
+        (bits,) = struct.unpack("<i", struct.pack("<f", float(x)))
+        return int(bits)
+    return int(x)
+
+
+def find_short_tensor(functions: Functions, tensors: Sequence[Tensor], call: Sequence[Tensor]) -> str | None:
+    """Return the reason if a captured tensor has no number for some b, h, q or kv of a call; None otherwise.
+
+    tensors: as ``captured_tensors`` returns them; call: q and k first
+    """
+    (batch, heads, rows, _), keys = call[0].shape, call[1].shape[2]
+    ends = {"b": batch, "h": heads, "q": rows, "kv": keys}
+    for place, axis, name in functions.printed.bounds:
+        if tensors[place].shape[axis] < ends[name]:
+            return (
+                f"a captured tensor of shape {tuple(tensors[place].shape)} is indexed by {name} in axis {axis}, and "
+                f"{name} goes up to {ends[name] - 1}"
+            )
+    for place, axis in functions.printed.indexed:
+        if not tensors[place].shape[axis]:
+            return f"a captured tensor of shape {tuple(tensors[place].shape)} is indexed and empty"
+    return None
+
+
+# ---- As a string
+
+
+def dump(functions: Functions) -> str:
+    """Return the functions as a string for ``load``."""
+    return json.dumps(functions.printed._asdict(), sort_keys=True)
+
+
+@functools.lru_cache(_MOST)
+def load(text: str) -> Functions:
+    """Return the functions that ``dump`` made a string of."""
+    fields = json.loads(text)
+    printed = Printed(
+        fields["text"], tuple(fields["tensors"]), tuple(Number(*each) for each in fields["numbers"]),
+        tuple(Bound(*each) for each in fields["bounds"]), tuple(tuple(each) for each in fields["indexed"]),
+        fields["has_score"], fields["has_mask"],
+    )  # fmt: skip
+    return of_printed(printed)
+
+
+def positions(functions: Functions) -> tuple[list[int], list[int], list[int]]:
+    """Return the positions of captured tensors, of numbers in host tensors, and of integers, in the text's order."""
+    numbers = functions.printed.numbers
+    return (
+        list(functions.printed.tensors),
+        [number.position for number in numbers if number.is_on_host],
+        [number.position for number in numbers if not number.is_on_host],
+    )
+
+
+def number_order(functions: Functions, hosts: Sequence[Tensor], integers: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers in the text's order, from host tensors and integers as ``positions`` lists them."""
+    on_host, others = iter(hosts), iter(integers)
+    return tuple(
+        _number(next(on_host) if number.is_on_host else next(others), number.is_float)
+        for number in functions.printed.numbers
+    )
+
+
+def is_graph(function: object) -> bool:
+    """Whether PyTorch traced a function before it handed it to the operator."""
+    return isinstance(function, torch.fx.GraphModule)

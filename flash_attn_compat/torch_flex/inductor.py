@@ -1,0 +1,301 @@
+"""flex_attention in graphs of inductor: its lowerings, replaced while flex is on, make calls of operators of ours.
+
+A call holds all that it needs, with the functions as one string: inductor keeps graphs on disk, and a later process
+runs them without lowering. Calls that we decline are lowered as PyTorch lowers them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from flash_attn_compat.backends.fused import flex
+from flash_attn_compat.backends.fused.flex import FlexInputs, FlexUpstream
+from flash_attn_compat.core import flex_capture, flex_printer
+from flash_attn_compat.core.flex_capture import JOINT_ARGUMENTS, MASK_ARGUMENTS, SCORE_ARGUMENTS, Captured
+from flash_attn_compat.core.flex_operators import Declined
+from flash_attn_compat.dispatch import choice
+from flash_attn_compat.settings import is_explaining
+from flash_attn_compat.torch_flex import functions, launch, policy
+from flash_attn_compat.torch_flex.calls import WHOLE, FlexBackwardCall, FlexCall, lists_of, make_blocks, sizes_of
+from flash_attn_compat.torch_flex.functions import Functions
+from flash_attn_compat.torch_flex.operator import returns_maxima
+from flash_attn_compat.torch_flex.policy import Policy
+
+VERSION = 1  # of the operators' arguments and of the string; part of their names, and of the keys of graphs on disk
+FORWARD, BACKWARD = f"flex_forward_{VERSION}", f"flex_backward_{VERSION}"
+_NAMESPACE = "flash_attn_compat_flex"
+_MASK = "Tensor? kv_num, Tensor? kv_indices, Tensor? full_kv_num, Tensor? full_kv_indices"
+_TWINS = "Tensor? q_num, Tensor? q_indices, Tensor? full_q_num, Tensor? full_q_indices"
+_REST = "Tensor[] captured, Tensor[] hosts, SymInt[] integers, int rows, int keys, float scale, str functions"
+_SCHEMAS = {
+    FORWARD: f"(Tensor query, Tensor key, Tensor value, {_MASK}, {_REST}) -> (Tensor, Tensor)",
+    BACKWARD: (
+        "(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, "
+        f"{_MASK}, {_TWINS}, {_REST}) -> (Tensor, Tensor, Tensor)"
+    ),
+}
+
+# ---- The operators
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    found, inputs, scale = _inputs_of((query, key, value), rest[:4], rest[4:], backward=False)
+    if is_explaining():
+        raise choice.Explained(choice.Explanation(launch.KERNELS, {launch.KERNELS: [], launch.PYTORCH: []}))
+    run = launch.find_forward(found, inputs, scale)
+    if isinstance(run, str):
+        raise _refusal(run)
+    out, lse = run(inputs)
+    choice.served[launch.KERNELS] += 1
+    return _as_in_graph(out, query), lse
+
+
+def _backward(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor | None,
+    grad_lse: Tensor | None, *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    found, inputs, scale = _inputs_of((query, key, value), rest[:8], rest[8:], backward=True)
+    upstream = FlexUpstream(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
+    run = launch.find_backward(found, inputs, scale, upstream)
+    if isinstance(run, str):
+        raise _refusal(run)
+    dq, dk, dv = run(inputs, upstream)
+    return _as_in_graph(dq, query), _as_in_graph(dk, key), _as_in_graph(dv, value)
+
+
+def _inputs_of(
+    tensors: tuple[Tensor, Tensor, Tensor], lists: Sequence[Tensor | None], rest: Sequence[Any], backward: bool
+) -> tuple[Functions, FlexInputs, float]:
+    captured, hosts, integers, rows, keys, scale, text = rest
+    found = functions.load(text)
+    reason = functions.find_short_tensor(found, captured, tensors)
+    if reason is not None:
+        raise IndexError(reason)
+    blocks = make_blocks(rows, keys, lists, backward)
+    numbers = functions.number_order(found, hosts, integers)
+    return found, FlexInputs(*tensors, tuple(captured), numbers, blocks), scale
+
+
+def _refusal(reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"this graph was compiled for flash_attn_compat's kernels, which do not serve this call: {reason}. Compile it "
+        "without flex (unpatch, or FLASH_ATTN_COMPAT_FLEX=0) for PyTorch's own"
+    )
+
+
+def _graph_strides(x: Any, like: Any) -> Any:
+    """Return memory for a result as PyTorch lays it out: its axes in the order in which those of ``like`` lie."""
+    module = sys.modules["torch._higher_order_ops.flex_attention"]  # the package has the operator under its name
+    return module._permute_strides(x, like.stride())
+
+
+def _as_in_graph(x: Tensor, like: Tensor) -> Tensor:
+    """Return a result with the strides that the graph expects, those of axes of one element too."""
+    order = sorted(range(x.dim() - 1), key=like.stride, reverse=True)
+    strides, step = [1] * x.dim(), x.shape[-1]
+    for axis in reversed(order):
+        strides[axis], step = step, step * x.shape[axis]
+    if x.stride() == tuple(strides):
+        return x
+    if all(size == 1 or own == wanted for size, own, wanted in zip(x.shape, x.stride(), strides)):
+        return x.as_strided(x.shape, strides)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out = _graph_strides(query.new_empty((*query.shape[:3], value.shape[-1])), query)
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(_graph_strides(x.new_empty(x.shape), x) for x in (query, key, value))
+
+
+def _define() -> Library:
+    """Register the operators, for every device: a graph from disk may run before any policy is acquired."""
+    library = Library(_NAMESPACE, "DEF")
+    implementations = {FORWARD: (_forward, _fake_forward), BACKWARD: (_backward, _fake_backward)}
+    for name, (run, fake) in implementations.items():
+        library.define(name + _SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
+    return library
+
+
+_library = _define()
+
+# ---- The lowerings
+
+_originals: dict[Any, Callable[..., Any]] = {}
+
+
+def replace(active: Policy) -> None:
+    """Replace inductor's lowerings, which calls of this policy then pass first."""
+    lowering = _import_lowerings()
+    for target, make in _targets():
+        current = lowering.lowerings.get(target)
+        if current is not None and getattr(current, "flash_attn_compat_policy", None) != active:
+            original = _originals.setdefault(target, current)
+            lowering.lowerings[target] = make(active, original)
+
+
+def restore() -> None:
+    """Give inductor its own lowerings back."""
+    if _originals:
+        lowering = _import_lowerings()
+        lowering.lowerings.update(_originals)
+        _originals.clear()
+
+
+def _targets() -> Iterator[tuple[Any, Callable[..., Any]]]:
+    operators = torch.ops.higher_order
+    yield operators.flex_attention, _make_forward_lowering
+    yield operators.flex_attention_backward, _make_backward_lowering
+
+
+def _import_lowerings() -> Any:
+    """Import inductor's lowerings, PyTorch's own of flex_attention among them."""
+    lowering = importlib.import_module("torch._inductor.lowering")
+    try:
+        importlib.import_module("torch._inductor.kernel.flex.flex_attention")
+    except ModuleNotFoundError:  # before PyTorch 2.9
+        importlib.import_module("torch._inductor.kernel.flex_attention")
+    return lowering
+
+
+def _make_forward_lowering(active: Policy, original: Callable[..., Any]) -> Callable[..., Any]:
+    def lower(*arguments: Any) -> Any:
+        call = FlexCall(*arguments)
+        try:
+            graphs = _graphs_of(call, call.score_mod)
+            found = functions.of_printed(flex_printer.print_functions(*graphs))
+            rest = _check_and_pass(active, call, found, backward=False)
+        except Declined:
+            choice.served[launch.PYTORCH] += 1
+            return original(*arguments)
+        device = call.query.get_device()
+        out, lse = _call(FORWARD, *call[:3], *lists_of(call.block_mask)[:4], *rest)
+        if not returns_maxima():
+            return out, lse
+        # Nobody asked for them; a second lse would be one tensor for autograd.
+        return out, lse, _import_lowerings().empty_strided(lse.get_size(), None, dtype=torch.float32, device=device)
+
+    return _marked(lower, active)
+
+
+def _make_backward_lowering(active: Policy, original: Callable[..., Any]) -> Callable[..., Any]:
+    def lower(*arguments: Any) -> Any:
+        call = FlexBackwardCall(*arguments)
+        forward = call.forward()
+        try:
+            score, mask = _graphs_of(forward, call.fw_graph)
+            joint = call.joint_graph.graph_module
+            _refuse_captured_gradients(joint)
+            slope = Captured(joint, JOINT_ARGUMENTS, score.arguments)
+            found = functions.of_printed(flex_printer.print_functions(score, mask, slope))
+            rest = _check_and_pass(active, forward, found, backward=True)
+        except Declined:
+            return original(*arguments)
+        grads = _call(BACKWARD, *call[:7], *lists_of(call.block_mask)[:8], *rest)
+        return *grads, tuple(None for _ in call.score_mod_other_buffers)
+
+    return _marked(lower, active)
+
+
+def _marked(lower: Callable[..., Any], active: Policy) -> Callable[..., Any]:
+    setattr(lower, "flash_attn_compat_policy", active)  # noqa: B010  # mypy knows no attributes of functions
+    return lower
+
+
+def _graphs_of(call: FlexCall, score_mod: Any) -> tuple[Captured, Captured]:
+    """Return the graphs of a call's functions, which are inductor's subgraphs."""
+    nodes: tuple[Any, ...] = call[:3]  # of inductor
+    device, found, first = nodes[0].get_device(), [], 0
+    for subgraph, names in ((score_mod, SCORE_ARGUMENTS), (call.mask_mod, MASK_ARGUMENTS)):
+        module = subgraph.graph_module
+        holders = [node for node in module.graph.nodes if node.op == "placeholder"][len(names) :]
+        arguments = flex_capture.describe([node.meta["val"] for node in holders], device, first)
+        found.append(Captured(module, names, arguments))
+        first += len(arguments)
+    return found[0], found[1]
+
+
+def _refuse_captured_gradients(joint: torch.fx.GraphModule) -> None:
+    """Raise Declined if a joint graph computes more than the gradient of the score."""
+    (output,) = (node for node in joint.graph.nodes if node.op == "output")
+    if any(x is not None for x in output.args[0][1:]):
+        raise Declined("a captured tensor requires a gradient")
+
+
+def _check_and_pass(active: Policy, call: FlexCall, found: Functions, backward: bool) -> list[Any]:
+    """Return our operator's arguments behind the lists. Raises Declined for a call that the kernels do not serve."""
+    nodes: tuple[Any, ...] = call[:3]  # of inductor
+    reasons = [
+        *policy.device_reasons(active, nodes[0].get_device()),
+        *policy.dtype_reasons(*(x.get_dtype() for x in nodes)),
+        *policy.option_reasons(call),
+    ]
+    tensors, hosts, integers = functions.positions(found)
+    captured = [call.captured[place] for place in tensors]
+    rows, keys = map(_fixed, sizes_of(call.block_mask))
+    if not reasons:
+        reason = _kernels_reason(found, call, captured, (rows, keys), backward)
+        reasons += [] if reason is None else [reason]
+    if reasons:
+        raise Declined(reasons[0])
+    numbers = [call.captured[place] for place in integers]
+    rest = captured, [call.captured[place] for place in hosts], numbers, rows, keys, call.scale, functions.dump(found)
+    return list(rest)
+
+
+def _kernels_reason(
+    found: Functions, call: FlexCall, captured: Sequence[Any], sizes: tuple[int, int], backward: bool
+) -> str | None:
+    """Return the kernels' reason against a call, of which the sizes are those of its example."""
+    from torch._inductor.virtualized import V
+
+    with V.graph.fake_mode:
+        q, k, v, *others = (_example(x) for x in (*call[:3], *captured))
+        blocks = None
+        if sizes != (WHOLE, WHOLE):
+            lists = [None if x is None else _example(x) for x in lists_of(call.block_mask)]
+            blocks = make_blocks(*sizes, lists, backward)
+        return flex.decline_reason(found.mods, FlexInputs(q, k, v, tuple(others), (), blocks), backward)
+
+
+def _example(box: Any) -> Tensor:
+    """Return a fake tensor like an inductor node."""
+    return torch.empty([_hint(size) for size in box.get_size()], dtype=box.get_dtype(), device=box.get_device())
+
+
+def _hint(size: Any) -> int:
+    from torch._inductor.virtualized import V
+
+    if isinstance(size, int):
+        return size
+    sizes: Any = V.graph.sizevars
+    return int(sizes.size_hint(size) if hasattr(sizes, "size_hint") else sizes.optimization_hint(size))
+
+
+def _fixed(size: Any) -> int:
+    """Return a size that the graph guards from now on."""
+    from torch._inductor.virtualized import V
+
+    if isinstance(size, int):
+        return size
+    sizes: Any = V.graph.sizevars
+    return int(sizes.guard_int(size) if hasattr(sizes, "guard_int") else sizes.evaluate_static_shape(size))
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """Return a node that calls an operator of ours."""
+    lowering = _import_lowerings()
+    overload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return lowering.fallback_handler(overload, add_to_fallback_set=False)(*arguments)

@@ -1,0 +1,61 @@
+"""The only file of torch_flex that runs kernels. It keeps one run for calls of equal shapes and functions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from flash_attn_compat.backends.base import KernelsFailed
+from flash_attn_compat.backends.fused import flex
+from flash_attn_compat.backends.fused.flex import FlexInputs, FlexUpstream
+from flash_attn_compat.dispatch import call_cache
+from flash_attn_compat.torch_flex.functions import Functions
+
+KERNELS, PYTORCH = "fused", "pytorch"
+_MOST = 2048
+_runs: dict[Any, Any] = {}
+
+
+def find_forward(functions: Functions, inputs: FlexInputs, scale: float) -> flex.ForwardRun | str:
+    """Return the run of a forward, or the reason to decline it. Raises ValueError for lists that do not fit."""
+    found: flex.ForwardRun | str
+    found = _find(functions, inputs, scale, None, lambda: flex.prepare(functions.mods, inputs, scale))
+    return found
+
+
+def find_backward(
+    functions: Functions, inputs: FlexInputs, scale: float, upstream: FlexUpstream
+) -> flex.BackwardRun | str:
+    """Return the run of a backward, or the reason why no kernel serves it. Raises as ``find_forward``."""
+    prepare = lambda: flex.prepare_backward(functions.mods, inputs, scale, upstream)  # noqa: E731
+    found: flex.BackwardRun | str = _find(functions, inputs, scale, upstream, prepare)
+    return found
+
+
+def _find(
+    functions: Functions, inputs: FlexInputs, scale: float, upstream: FlexUpstream | None, prepare: Callable[[], Any]
+) -> Any:
+    blocks = inputs.blocks
+    lists: tuple[Any, ...] = () if blocks is None else (*blocks.of_rows, *(blocks.of_keys or ()))
+    key = (
+        functions.mods, scale, inputs.numbers, blocks and blocks[:2],
+        call_cache.tensor_signatures((*inputs[:3], *inputs.captured, *lists, *(upstream or ()))),
+        call_cache.context_key(inputs.q),
+    )  # fmt: skip
+    found = _runs.get(key)
+    if found is None:
+        found = flex.decline_reason(functions.mods, inputs, upstream is not None) or _prepare(prepare)
+        call_cache.keep(_runs, key, found, _MOST)
+    return found
+
+
+def _prepare(prepare: Callable[[], Any]) -> Any:
+    try:
+        return prepare()
+    except KernelsFailed as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        warnings.warn(
+            f"our kernels for flex_attention failed, and PyTorch's serve: {line}", RuntimeWarning, stacklevel=6
+        )
+        return f"the kernels failed: {line}"

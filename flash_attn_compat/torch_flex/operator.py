@@ -1,0 +1,142 @@
+"""Eager calls of torch.ops.higher_order.flex_attention and of its backward.
+
+PyTorch's function hands its operators graphs, below autograd, autocast, dispatch modes and transforms; a kernel for the
+backend's own dispatch key goes before PyTorch's composition, which serves what we decline.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.fused.flex import FlexInputs, FlexUpstream
+from flash_attn_compat.dispatch import choice
+from flash_attn_compat.settings import is_explaining
+from flash_attn_compat.torch_flex import functions, launch, policy
+from flash_attn_compat.torch_flex.calls import FlexBackwardCall, FlexCall, lists_of, make_blocks, sizes_of
+from flash_attn_compat.torch_flex.functions import Functions
+from flash_attn_compat.torch_flex.policy import Policy
+
+Operator = Callable[..., Any]
+
+
+class Switch:
+    """The active policy; None passes every call on to PyTorch."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy
+
+
+def make_forward(switch: Switch, original: Operator) -> Operator:
+    """Return the forward operator. original: PyTorch's"""
+
+    def forward(*arguments: Any) -> Any:
+        active = switch.policy
+        if active is None:
+            return original(*arguments)
+        call = FlexCall(*arguments)
+        if is_explaining():
+            _explain(list(_all_reasons(active, call)))
+        run, inputs = _find_forward(active, call)
+        if isinstance(run, str):
+            choice.served[launch.PYTORCH] += 1
+            return original(*arguments)
+        assert inputs is not None
+        out, lse = run(inputs)
+        choice.served[launch.KERNELS] += 1
+        return (out, lse, _no_maxima(lse)) if returns_maxima() else (out, lse)
+
+    return forward
+
+
+def make_backward(switch: Switch, original: Operator) -> Operator:
+    """Return the backward operator, for any kernel's forward. original: PyTorch's"""
+
+    def backward(*arguments: Any) -> Any:
+        active = switch.policy
+        found = None if active is None else _backward(active, FlexBackwardCall(*arguments))
+        return original(*arguments) if found is None else found
+
+    return backward
+
+
+@functools.cache
+def returns_maxima() -> bool:
+    """Whether the operator's third result is the rows' largest scores, as from PyTorch 2.9 on."""
+    import torch.nn.attention.flex_attention as module
+
+    return hasattr(module, "AuxRequest")
+
+
+def _no_maxima(lse: Tensor) -> Tensor:
+    """Return memory that nobody asked for in place of max_scores, as Triton's kernels leave it."""
+    return torch.empty_like(lse)
+
+
+def _find_forward(active: Policy, call: FlexCall) -> tuple[Any, FlexInputs | None]:
+    """Return the run of a call and its inputs, or the first reason to decline it and None."""
+    reason = next(policy.eager_reasons(active, call), None)
+    if reason is not None:
+        return reason, None
+    found = functions.find(call, with_slope=False)
+    if isinstance(found, str):
+        return found, None
+    inputs = _make_inputs(found, call, backward=False)
+    if isinstance(inputs, str):
+        return inputs, None
+    return launch.find_forward(found, inputs, call.scale), inputs
+
+
+def _make_inputs(found: Functions, call: FlexCall, backward: bool) -> FlexInputs | str:
+    """Return a call's inputs, or the reason to decline it: PyTorch raises its own error then."""
+    tensors = functions.captured_tensors(found, call.captured)
+    reason = functions.find_short_tensor(found, tensors, call[:2])
+    if reason is not None:
+        return reason
+    blocks = make_blocks(*sizes_of(call.block_mask), lists_of(call.block_mask), backward)
+    return FlexInputs(*call[:3], tensors, functions.captured_numbers(found, call.captured), blocks)
+
+
+def _all_reasons(active: Policy, call: FlexCall) -> Iterator[str]:
+    """Yield every reason to decline a call."""
+    reasons = list(policy.eager_reasons(active, call))
+    yield from reasons
+    if not functions.is_graph(call.score_mod) or not functions.is_graph(call.mask_mod):
+        return
+    found = functions.find(call, with_slope=False)
+    inputs = found if isinstance(found, str) else _make_inputs(found, call, backward=False)
+    if isinstance(inputs, str):
+        yield inputs
+    elif not reasons and not isinstance(found, str):
+        run = launch.find_forward(found, inputs, call.scale)
+        if isinstance(run, str):
+            yield run
+
+
+def _explain(reasons: list[str]) -> None:
+    """Raise Explained, which ends ``explain``."""
+    computed_by = launch.PYTORCH if reasons else launch.KERNELS
+    raise choice.Explained(choice.Explanation(computed_by, {launch.KERNELS: reasons, launch.PYTORCH: []}))
+
+
+def _backward(active: Policy, call: FlexBackwardCall) -> Any:
+    """Return the gradients of a call; None if PyTorch computes them."""
+    forward = call.forward()
+    if next(policy.eager_reasons(active, forward), None) or policy.gradient_reason(call.score_mod_other_buffers):
+        return None
+    if call.grad_out is None and call.grad_logsumexp is None:
+        return None
+    found = functions.find(forward, with_slope=True)
+    inputs = found if isinstance(found, str) else _make_inputs(found, forward, backward=True)
+    if isinstance(found, str) or isinstance(inputs, str):
+        return None
+    dout = torch.zeros_like(call.out) if call.grad_out is None else call.grad_out
+    upstream = FlexUpstream(call.out, call.logsumexp, dout, call.grad_logsumexp)
+    run = launch.find_backward(found, inputs, call.scale, upstream)
+    if isinstance(run, str):
+        return None
+    return *run(inputs, upstream), tuple(None for _ in call.score_mod_other_buffers)

@@ -1,0 +1,111 @@
+"""Puts our kernels under flex_attention while at least one policy is acquired, for every thread of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from flash_attn_compat.torch_flex import graphs, operator
+from flash_attn_compat.torch_flex.operator import Switch
+from flash_attn_compat.torch_flex.policy import Policy
+
+LEAST_VERSION = (2, 6)
+_KEYS = {"cuda": DispatchKey.CUDA, "cpu": DispatchKey.CPU}
+
+_lock = threading.RLock()
+_holders: list[Policy] = []
+_active: Switch | None = None
+
+
+def flex(always: bool = False) -> AbstractContextManager[None]:
+    """Run PyTorch's flex_attention on our kernels during a block, in all threads; blocks may nest and overlap.
+
+    always: also on GPUs of compute capability 8.0 and newer
+    """
+    return applied(Policy(always=always))
+
+
+@contextlib.contextmanager
+def applied(policy: Policy) -> Iterator[None]:
+    """Acquire a policy during a block."""
+    acquire(policy)
+    try:
+        yield
+    finally:
+        release(policy)
+
+
+def acquire(policy: Policy) -> None:
+    """Put our kernels under PyTorch's operators. Of several policies, the one that serves most calls is active.
+
+    Raises RuntimeError before PyTorch 2.6.
+    """
+    version = torch.__version__.split("+")[0].split(".")
+    if tuple(int(part) for part in version[:2]) < LEAST_VERSION:
+        raise RuntimeError(
+            f"flex needs PyTorch 2.6 or newer, and this is {torch.__version__}: leave flex off, or upgrade"
+        )
+    with _lock:
+        _holders.append(policy)
+        try:
+            _apply_policy()
+        except BaseException:  # the caller cannot release it
+            _holders.remove(policy)
+            raise
+
+
+def release(policy: Policy) -> None:
+    """Undo one ``acquire``; after the last one, PyTorch's operators are as before the first."""
+    with _lock:
+        if policy in _holders:
+            _holders.remove(policy)
+        _apply_policy()
+
+
+def active_policy() -> Policy | None:
+    """Return the active policy, or None if PyTorch's operators are as PyTorch made them."""
+    return _active.policy if _active else None
+
+
+def _apply_policy() -> None:
+    global _active  # noqa: PLW0603
+    policy = max(_holders, key=lambda policy: policy.always, default=None)
+    if (
+        _active is not None
+        and _active.policy is not None
+        and (policy is None or policy.device != _active.policy.device)
+    ):
+        _remove(_active.policy)
+        _active.policy = None  # for calls of other threads that have found our kernel already
+        _active = None
+    if policy is not None:
+        if _active is None:
+            _active = Switch(policy)
+            _register(_active, policy)
+        _active.policy = policy
+    graphs.follow(policy)
+
+
+def _operators() -> tuple[Any, Any]:
+    import torch._higher_order_ops.flex_attention
+
+    return torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+
+
+def _register(switch: Switch, policy: Policy) -> None:
+    makers = operator.make_forward, operator.make_backward
+    for found, make in zip(_operators(), makers):
+        original = found.py_kernels[DispatchKey.CompositeExplicitAutograd]
+        found.py_impl(_KEYS[policy.device])(make(switch, original))
+
+
+def _remove(policy: Policy) -> None:
+    for found in _operators():
+        found.py_kernels.pop(_KEYS[policy.device], None)
+        found._dispatch_cache.clear()

@@ -1,0 +1,295 @@
+"""flex_attention on our kernels, eager and compiled; declined calls are PyTorch's; and off again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.nn.attention.flex_attention import flex_attention
+
+from flash_attn_compat import backend_counts, explain, reset_backend_counts
+from flash_attn_compat.torch_flex import functions, graphs, inductor, override
+from flash_attn_compat.torch_flex.policy import Policy
+from tests.flex import calls
+from tests.flex.calls import Answer, causal, make_mask, softcap, tensors
+from tests.fused_on_cpu import LaunchRecord
+
+HALF = torch.float16
+BACKWARD = ["forward", "delta", "dkdv", "dq"]
+
+
+def alibi(slopes: Tensor) -> calls.Mod:
+    return lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
+
+
+@pytest.fixture
+def inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.usefixtures("inductor_cache")
+def test_a_call_and_its_gradients_are_computed_by_our_kernels(backend: str, served: LaunchRecord) -> None:
+    qkv = tensors()
+    documents = torch.sort(torch.randint(0, 3, (2, 130)))[0]
+    mask = make_mask(lambda b, h, q, kv: (q >= kv) & (documents[b, q] == documents[b, kv]), *qkv[:2], per_head=True)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    found = calls.call(qkv, alibi(slopes), mask, backend=backend)
+    assert served.entries == BACKWARD
+    calls.assert_close(found, calls.in_fp32(qkv, alibi(slopes), mask), HALF)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_soft_cap_without_a_block_mask(dtype: torch.dtype, served: LaunchRecord) -> None:
+    qkv = tensors(rows=77, keys=201, dtype=dtype)
+    found = calls.call(qkv, softcap)
+    assert "forward" in served.entries and "dq" in served.entries
+    calls.assert_close(found, calls.in_fp32(qkv, softcap), dtype)
+
+
+def test_the_public_function_returns_lse_in_natural_units(served: LaunchRecord) -> None:
+    q, k, v = tensors()
+    with torch.no_grad():
+        out, lse = torch.compile(flex_attention, backend="eager")(q, k, v, enable_gqa=True, return_lse=True)
+    scores = q.float() @ k.float().repeat_interleave(2, 1).mT / 8
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert served.entries == ["forward"] and out.shape == q.shape
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3), (0, 1, 3, 2)])
+def test_out_and_gradients_have_pytorchs_strides(order: tuple[int, ...], served: LaunchRecord) -> None:
+    inverse = torch.argsort(torch.tensor(order)).tolist()
+    qkv = [x.permute(order).contiguous().permute(inverse) for x in tensors(heads=2)]
+    found, right = calls.call(qkv), calls.in_fp32(qkv)
+    assert found.out.stride() == right.out.stride()
+    assert [x.stride() for x in found.gradients] == [x.stride() for x in right.gradients]
+    calls.assert_close(found, right, HALF)
+
+
+def test_values_of_another_head_dim_and_keys_of_one_batch(served: LaunchRecord) -> None:
+    q, k, v = tensors(dim=64, dim_v=32)
+    qkv = q, k[:1], v[:1]
+    mask = make_mask(causal, *qkv[:2], per_head=True)
+    found = calls.call(qkv, calls.identity, mask)
+    assert served.entries == BACKWARD
+    calls.assert_close(found, calls.in_fp32(qkv, calls.identity, mask), HALF)
+
+
+def test_rows_without_keys_are_zero_and_their_lse_is_minus_infinity(served: LaunchRecord) -> None:
+    qkv = tensors()
+    mask = make_mask(lambda b, h, q, kv: (q >= 40) & (kv < 50), *qkv[:2])
+    found = calls.call(qkv, softcap, mask)
+    assert torch.equal(found.out[:, :, :40], torch.zeros_like(found.out[:, :, :40]))
+    assert bool((found.lse[:, :, :40] == -torch.inf).all())
+    calls.assert_close(found, calls.in_fp32(qkv, softcap, mask), HALF)
+
+
+def test_a_number_in_the_cpus_memory_and_one_that_changes(served: LaunchRecord) -> None:
+    qkv = tensors()
+    offset = torch.tensor(17)
+    mask = make_mask(lambda b, h, q, kv: q + offset >= kv, *qkv[:2])
+    calls.assert_close(calls.call(qkv, mask=mask), calls.in_fp32(qkv, mask=mask), HALF)
+    offset.fill_(90)
+    mask = make_mask(mask.mask_mod, *qkv[:2])
+    calls.assert_close(calls.call(qkv, mask=mask), calls.in_fp32(qkv, mask=mask), HALF)
+    assert served.entries == 2 * BACKWARD
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.usefixtures("inductor_cache")
+def test_one_text_serves_all_lengths_of_a_dynamic_graph(backend: str, served: LaunchRecord) -> None:
+    offsets = torch.arange(300)
+
+    def relative(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + offsets[q] * 0.01
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, score_mod=relative, enable_gqa=True)
+
+    compiled, texts = torch.compile(run, backend=backend, dynamic=True), set()
+    for rows in (60, 100, 130):
+        q, k, v = tensors(rows=rows, keys=rows)
+        with torch.no_grad():
+            out = compiled(q, k, v)
+        calls.assert_close(Answer(out, q), Answer(calls.in_fp32((q, k, v), relative).out, q), HALF)
+        texts.add(served.last.variant.text)
+    assert len(texts) == 1 and served.entries == ["forward"] * 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.usefixtures("inductor_cache")
+def test_a_captured_integer_that_changes_is_a_number_of_the_call(backend: str, served: LaunchRecord) -> None:
+    table = torch.randn(4, 600)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+
+        def relative(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return score + table[h, q - kv + length]
+
+        return flex_attention(q, k, v, score_mod=relative, enable_gqa=True)
+
+    compiled = torch.compile(run, backend=backend, dynamic=True)
+    for rows in (60, 100):
+        q, k, v = tensors(rows=rows, keys=rows)
+        at = torch.arange(rows)
+        biases = table[:, at[:, None] - at + rows]
+        with torch.no_grad():
+            out = compiled(q, k, v)
+        scores = (q.float() @ k.float().repeat_interleave(2, 1).mT / 8 + biases).softmax(-1)
+        right = scores @ v.float().repeat_interleave(2, 1)
+        torch.testing.assert_close(out.float(), right, rtol=4e-3, atol=4e-3)
+    assert served.entries == ["forward"] * 2
+
+
+DECLINED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "float32": (calls.identity, {"dtype": torch.float32}, {}),
+    "special_i0": (lambda score, b, h, q, kv: score + torch.special.i0(score * 0), {}, {}),
+    "max_scores": (calls.identity, {}, {"options": {"OUTPUT_MAX": True}}),
+    "the backend FLASH": (calls.identity, {}, {"options": {"BACKEND": "FLASH"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_declined_calls_match_pytorch_bit_for_bit(name: str, served: LaunchRecord) -> None:
+    score_mod, shape, named = DECLINED[name]
+    qkv = tensors(**shape)
+    reset_backend_counts()
+    found = calls.call(qkv, score_mod, gradients=False, **named)
+    right = calls.composed(qkv, score_mod)
+    assert backend_counts() == {"pytorch": 1} and not served.seen
+    assert torch.equal(found.out, right.out) and torch.equal(found.lse, right.lse)
+
+
+def test_a_captured_tensor_that_is_too_short_raises_pytorchs_error(served: LaunchRecord) -> None:
+    short = torch.ones(100)
+    with pytest.raises(IndexError):
+        calls.call(tensors(), lambda score, b, h, q, kv: score + short[q], gradients=False)
+    assert not served.seen
+
+
+def test_gradients_of_a_captured_tensor_are_pytorchs_after_our_forward(served: LaunchRecord) -> None:
+    qkv, table = tensors(), torch.randn(4, 259, requires_grad=True)
+
+    def relative(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + table[h, q - kv + 129]
+
+    found = calls.call(qkv, relative, more=(table,))
+    assert served.entries == ["forward"]
+    right = calls.in_fp32(qkv, relative, more=(table,))
+    torch.testing.assert_close(found.gradients[-1], right.gradients[-1], rtol=1e-2, atol=5e-2)
+
+
+def explained(*arguments: Any, **named: Any) -> list[str]:
+    with torch.no_grad():
+        return explain(torch.compile(flex_attention, backend="eager"), *arguments, **named).reasons["fused"]
+
+
+def test_explain_says_who_serves_and_every_reason_against_us(served: LaunchRecord) -> None:
+    q, k, v = tensors(heads_k=4)
+    assert explained(q, k, v, score_mod=softcap) == [] and not served.seen
+    reasons = explained(
+        q.float(), k.float(), v.float(), score_mod=lambda score, b, h, q, kv: torch.special.i0(score),
+        kernel_options={"BACKEND": "TRITON_DECODE"},
+    )  # fmt: skip
+    for words in ("not float32", "TRITON_DECODE", "i0"):
+        assert any(words in reason for reason in reasons)
+
+
+def test_a_warm_call_neither_traces_nor_prepares(served: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = tensors()
+    run = torch.compile(flex_attention, backend="eager")
+    with torch.no_grad():
+        run(*qkv, score_mod=softcap, enable_gqa=True)
+        monkeypatch.setattr(functions, "_print", None)
+        monkeypatch.setattr("flash_attn_compat.backends.fused.flex.prepare", None)
+        run(*qkv, score_mod=softcap, enable_gqa=True)
+    assert served.entries == ["forward"] * 2
+
+
+def test_vmap_stays_pytorchs(served: LaunchRecord) -> None:
+    qkv = [x[None].expand(2, *x.shape) for x in tensors(heads_k=4)]
+    with pytest.raises(Exception, match="Vmap"):
+        torch.vmap(lambda q, k, v: calls.call((q, k, v), gradients=False).out)(*qkv)
+
+
+# ---- On and off
+
+
+def state() -> list[Any]:
+    """Everything of PyTorch's that a policy may change, but for handlers of fake tensors, which stay wrapped."""
+    operators = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+    lowerings = inductor._import_lowerings().lowerings
+    return [(dict(each.py_kernels), lowerings.get(each)) for each in operators]
+
+
+def test_off_again_everything_is_as_before(served: LaunchRecord) -> None:
+    policy = override.active_policy()
+    assert policy is not None
+    override.release(policy)
+    before = state()
+    with override.applied(policy):
+        calls.call(tensors(), backend="aot_eager")
+        inductor.replace(policy)
+        during = state()
+        assert all(found != was for found, was in zip(during, before))
+    assert state() == before and override.active_policy() is None
+    override.acquire(policy)
+
+
+@pytest.mark.usefixtures("inductor_cache")
+def test_a_compiled_function_follows_the_switch(served: LaunchRecord) -> None:
+    policy = override.active_policy()
+    assert policy is not None
+    q, k, v = tensors()
+    run = torch.compile(lambda q, k, v: flex_attention(q, k, v, enable_gqa=True))
+    with torch.no_grad():
+        run(q, k, v)
+        assert served.entries == ["forward"]
+        override.release(policy)
+        right = run(q, k, v)
+        assert served.entries == ["forward"]
+        override.acquire(policy)
+        torch.testing.assert_close(run(q, k, v), right, rtol=4e-3, atol=4e-3)
+    assert served.entries == ["forward"] * 2
+
+
+@pytest.mark.usefixtures("served")
+def test_the_keys_of_graphs_on_disk_hold_the_switch() -> None:
+    config: Any = getattr(torch.compiler, "config", None)
+    if not isinstance(getattr(config, "cache_key_tag", None), str):
+        pytest.skip("PyTorch 2.7 brought marks of cache keys")
+    q, k, v = tensors()
+    run = torch.compile(lambda q, k, v: flex_attention(q, k, v, enable_gqa=True), backend="aot_eager")
+    with torch.no_grad():
+        run(q, k, v)
+        assert f"|flash_attn_compat.flex={graphs._state()}" in config.cache_key_tag
+        policy = override.active_policy()
+        assert policy is not None
+        override.release(policy)
+        run(q, k, v)
+        assert "flash_attn_compat.flex" not in config.cache_key_tag
+        override.acquire(policy)
+
+
+def test_policies_nest_and_the_widest_is_active() -> None:
+    with override.applied(Policy("cpu")):
+        with override.applied(Policy("cpu", always=True)):
+            assert override.active_policy() == Policy("cpu", always=True)
+        assert override.active_policy() == Policy("cpu")
+    assert override.active_policy() is None
+
+
+def test_the_operators_table_has_ours_in_front_of_pytorchs_composition(served: LaunchRecord) -> None:
+    kernels = torch.ops.higher_order.flex_attention.py_kernels
+    assert kernels[DispatchKey.CPU] is not kernels[DispatchKey.CompositeExplicitAutograd] is calls.COMPOSED
+
+
+def test_an_old_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu121")
+    with pytest.raises(RuntimeError, match=r"flex needs PyTorch 2\.6 or newer, and this is 2\.5\.1"):
+        override.acquire(Policy())
+    assert override.active_policy() is None
