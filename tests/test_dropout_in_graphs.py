@@ -290,30 +290,6 @@ def test_a_graph_saved_without_the_state_draws_it_inside() -> None:
         assert torch.equal(one, other)
 
 
-# ---------------------------------------------------------------- torch.func.vmap
-
-
-@pytest.mark.parametrize("randomness", ["same", "different", "error"])
-def test_compiled_vmap_draws_the_masks_that_eager_vmap_draws(randomness: str) -> None:
-    dense = layers()["dense"]
-    inputs = torch.eye(SIZE)[None, :, None].expand(3, 1, SIZE, 1, SIZE)
-
-    def mapped(x: Tensor) -> Any:
-        return torch.func.vmap(dense, randomness=randomness)(x)
-
-    compiled = torch.compile(mapped, backend="aot_eager" if randomness == "different" else "eager", fullgraph=True)
-    if randomness == "error":
-        with pytest.raises(RuntimeError, match="random operation while in randomness error mode"):
-            compiled(inputs)
-        return
-    torch.manual_seed(0)
-    expected = mapped(inputs)
-    torch.manual_seed(0)
-    found = compiled(inputs)
-    torch.testing.assert_close(found, expected)
-    assert len(found.unique(dim=0)) == (1 if randomness == "same" else 3)
-
-
 # ---------------------------------------------------------------- on a GPU
 
 

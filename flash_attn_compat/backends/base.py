@@ -24,7 +24,6 @@ from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardR
 from flash_attn_compat.core.entry import BackwardRun, Run, RunInto
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
 from flash_attn_compat.core.inputs import NO_INPUTS, CacheInputs, Inputs, Options
-from flash_attn_compat.core.traced_lengths import HiddenLayout, has_hidden_lengths
 from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block, with_folded_factor
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
@@ -211,7 +210,7 @@ class BlockwiseBackend(Backend):
                 return Result(out, lse, rng_state)
             return Result(out, lse + _position_shift(block, lse.dtype), rng_state, saved=(lse,))
         has_lse = call.use & (Feature.LSE | Feature.BACKWARD) != 0
-        layout = _make_layout(call)
+        layout = Layout(call)
         out, lse = layout.empty_result()
         # The reported LSE can be much larger than the unshifted one, which the backward needs to its last digit.
         saved = (lse.clone(),) if call.lse_carries_alibi_position else ()
@@ -232,7 +231,7 @@ class BlockwiseBackend(Backend):
         if block is not None:
             upstream = upstream._replace(softmax_lse=_unshifted_lse(call, block, upstream))
             return write_gradients(Gradients(*self.backward_block(call, block, upstream)), call, into)
-        layout = _make_layout(call)
+        layout = Layout(call)
         totals = _zero_gradients(call, layout, upstream, into)
         for block, rows, keys in layout.blocks(layout.plans()):
             # A kernel that recomputes probabilities gets nonzero ones for rows of padding, too.
@@ -244,10 +243,6 @@ class BlockwiseBackend(Backend):
             for total, places, gradient in zip(totals, (rows, keys, keys), gradients):
                 places.scatter(total, gradient)
         return totals
-
-
-def _make_layout(call: AttentionCall) -> Layout:
-    return HiddenLayout(call) if has_hidden_lengths(call) else Layout(call)
 
 
 def _zero_gradients(call: AttentionCall, layout: Layout, upstream: BackwardInputs, into: Gradients | None) -> Gradients:

@@ -13,7 +13,6 @@ from torch import Tensor
 from flash_attn_compat.core import alibi, torch_state
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.mask import Range
-from flash_attn_compat.core.traced_lengths import has_hidden_lengths
 from flash_attn_compat.core.varlen import Block, Layout
 
 
@@ -26,11 +25,6 @@ def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tenso
     signed = call.q.new_zeros(shape)
     if call.is_empty or call.q.is_meta:
         return signed
-    if has_hidden_lengths(call):
-        raise RuntimeError(
-            "S_dmask of packed sequences needs their lengths, which cannot be read in a traced graph or under vmap: "
-            "use return_attn_probs=False, or dropout_p=0"
-        )
     layout = Layout(call)
     with torch_state.without_autocast(call.q.device):
         for block, _, _ in layout.blocks(layout.alone()):

@@ -1,6 +1,6 @@
-"""What torch.func transforms and forward-mode derivatives make of a custom operator: plain operators, or an error.
+"""torch.func transforms and forward-mode derivatives of a custom operator: an error.
 
-PyTorch gives operators written in Python neither: a transform would fail in PyTorch's words, a tangent would be lost
+PyTorch knows neither of operators written in Python: a transform would fail in PyTorch's words, a tangent would be lost
 without any. A graph holds the operator for good, so it is here that compiled, traced and exported calls meet both.
 """
 
@@ -24,33 +24,18 @@ _graphs_hold_levels = False
 _AUTOGRAD = [f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "Meta", "PrivateUse1")]
 
 
-def serve_transforms(operator: Any, plain: Callable[..., Any]) -> None:
-    """Let ``plain``, of the same arguments and results, compute where a transform or a tangent meets ``operator``."""
-    _before_autograd(operator, _have_tangents, plain)
-    operator._lib.impl(operator._name, plain, "FuncTorchDynamicLayerFrontMode")
-
-
-def refuse_derivatives(
-    operator: Any, refuse: Callable[..., NoReturn], under_vmap: Callable[..., Any] | None = None
-) -> None:
-    """Let ``refuse`` raise where torch.func or a tangent would differentiate ``operator``.
-
-    under_vmap: computes under vmap alone; None for an operator that refuses that too
-    """
-    _before_autograd(operator, lambda arguments: _is_recorded(arguments) or _have_tangents(arguments), refuse)
-    operator._lib.impl(operator._name, under_vmap or refuse, "FuncTorchBatched")
-
-
-def _before_autograd(operator: Any, is_met: Callable[[tuple[object, ...]], bool], instead: Callable[..., Any]) -> None:
+def refuse_derivatives(operator: Any, refuse: Callable[..., NoReturn]) -> None:
+    """Let ``refuse`` raise where a transform of torch.func or a tangent meets ``operator``."""
     as_registered = make_autograd_impl(operator._opoverload, operator)
 
     def autograd(keyset: Any, *arguments: Any, **named: Any) -> Any:
-        if is_met(arguments):
-            return instead(*arguments, **named)
+        if _is_recorded(arguments) or _have_tangents(arguments):
+            return refuse(*arguments, **named)
         return as_registered(keyset, *arguments, **named)
 
     for key in _AUTOGRAD:
         operator._lib.impl(operator._name, autograd, key, with_keyset=True)
+    operator._lib.impl(operator._name, refuse, "FuncTorchBatched")
 
 
 def _is_recorded(arguments: tuple[object, ...]) -> bool:

@@ -27,7 +27,12 @@ from flash_attn_compat.core.scores import round_up
 from flash_attn_compat.core.torch_state import tracing_state, with_autograd
 from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, serve, sharding
-from flash_attn_compat.dispatch.autograd import differentiable_gradients, gradient_of_lse, gradient_of_slopes
+from flash_attn_compat.dispatch.autograd import (
+    differentiable_gradients,
+    gradient_of_lse,
+    gradient_of_slopes,
+    is_wrapped,
+)
 from flash_attn_compat.dispatch.observers import are_trained
 
 _LSE = int(Feature.LSE)
@@ -270,7 +275,7 @@ def _compiled_backward(
     inputs = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
     with settings.using_backend(ctx.used):
         dout = torch.zeros_like(out) if dout is None else dout
-        if torch.is_grad_enabled():  # they are differentiated again
+        if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):  # they are differentiated again, or batched
             if sharding.is_distributed(dout):
                 sharding.refuse("second derivatives")
             wanted = ctx.needs_input_grad[_SLOPES], *ctx.needs_input_grad[:3]
@@ -302,26 +307,6 @@ def _differentiable_call(arguments: Sequence[Any], rng_state: Tensor | None) -> 
     return serve.differentiable_call(*_find(arguments, Feature.TRANSFORMS | Feature.LSE), rng_state)
 
 
-def _plain_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the forward by differentiable operators."""
-    return_lse, return_dmask, _, rng_state = _asked(arguments)
-    return _results(arguments, Feature.TRANSFORMS | _use(return_lse, return_dmask), rng_state)
-
-
-def _plain_backward(
-    dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the backward by differentiable operators."""
-    upstream = BackwardInputs(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
-    dq, dk, dv = serve.plain_gradients(_differentiable_call(arguments, rng_state), upstream)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
-def _plain_slopes_backward(dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *arguments: Any) -> Tensor:
-    """Compute the slopes' backward by differentiable operators."""
-    return gradient_of_slopes(_differentiable_call(arguments, rng_state), dout, dlse).detach()
-
-
 def _refuse_joint_graph(*arguments: Any, **named: Any) -> NoReturn:
     """A traced out has lost what it was computed from, so that derivatives would silently miss a part."""
     raise RuntimeError(
@@ -330,9 +315,16 @@ def _refuse_joint_graph(*arguments: Any, **named: Any) -> NoReturn:
     )
 
 
-op_derivatives.serve_transforms(_forward_op, _plain_forward)
-for operator, plain in ((backward_op, _plain_backward), (slopes_backward_op, _plain_slopes_backward)):
+def _refuse_transforms(*arguments: Any, **named: Any) -> NoReturn:
+    raise RuntimeError(
+        "torch.func transforms and forward-mode derivatives of attention are not supported inside compiled, traced or "
+        "exported graphs: apply them to the eager function"
+    )
+
+
+op_derivatives.refuse_derivatives(_forward_op, _refuse_transforms)
+for operator in (backward_op, slopes_backward_op):
     operator.register_autograd(_refuse_joint_graph)
-    op_derivatives.refuse_derivatives(operator, _refuse_joint_graph, under_vmap=plain)
+    op_derivatives.refuse_derivatives(operator, _refuse_joint_graph)
 
 sharding.register_if_needed()  # for compiled calls, which cannot while they are traced

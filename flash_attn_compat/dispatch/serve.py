@@ -188,12 +188,6 @@ def differentiable_call(x: Inputs, options: Options, rng_state: Tensor | None) -
     return call.over(backward_inputs(x, rng_state))
 
 
-def plain_gradients(call: AttentionCall, upstream: BackwardInputs) -> Gradients:
-    """Return the gradients of a call, computed by operators that transforms can differentiate."""
-    with torch_state.without_autocast(call.q.device):
-        return choice.choose_unforced(call).backward(call, upstream, None)
-
-
 def _prepare(
     x: Inputs, options: Options, length: int | None, key: Key | None, failed: Backend | None = None,
     failure: KernelsFailed | None = None,

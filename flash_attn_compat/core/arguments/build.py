@@ -41,6 +41,14 @@ def check_packed(x: Inputs, options: Options, length: int | None) -> Check | Non
     checks.descales(k, x.k_descale, x.v_descale, options.k_factor, options.v_factor, batch)
     if options.use & _DERIVED:
         checks.no_gradients(k)
+    if options.use & Feature.TRANSFORMS:
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"):
+            lengths = getattr(x, name)
+            if lengths is not None and torch_state.is_hidden(lengths):
+                raise RuntimeError(
+                    f"{name} cannot be read: vmap gives it another axis, or a compiler traces it. Transforms need the "
+                    "lengths of packed sequences: call the function for each set of lengths"
+                )
     if used is not None:
         checks.per_sequence("seqused_k", used, batch, q.device)
     if leftpad is not None:
@@ -90,10 +98,6 @@ def with_page_lengths(x: Any) -> Any:
 
 def _check_numbers(options: Options, x: Inputs, length: int | None) -> None:
     starts_q, used, leftpad, table = x.cu_seqlens_q, x.seqused_k, x.leftpad_k, x.block_table
-    lengths = starts_q, x.cu_seqlens_k, used, leftpad, table
-    may_be_hidden = options.use & Feature.TRANSFORMS
-    if may_be_hidden and any(isinstance(x, Tensor) and torch_state.is_hidden(x) for x in lengths):
-        return
     if not checks.may_read(starts_q):  # which a capture forbids
         return
     longest_q, longest_k, total_k = int(options.max_seqlen_q), int(options.max_seqlen_k), x.k.shape[0]
