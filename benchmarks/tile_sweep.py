@@ -80,7 +80,7 @@ _SHARED = {"qk_in_regs": False, "vo_in_regs": False}
 # All fit sm_75; of registers they spill at most what other tiles there do.
 TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
     32: {
-        "forward": (Tile(64, 4, 1, 3, v_early=True), Tile(64, 4, 1, 4, v_early=True), Tile(64, 4, 1, 3)),
+        "forward": (Tile(64, 4, 1, 3, load_v_with_k=True), Tile(64, 4, 1, 4, load_v_with_k=True), Tile(64, 4, 1, 3)),
         "dkdv": (Tile(64, 4, 1, 3),),
         "dq": (Tile(64, 4, 1, 3),),
         "few_keys": (Tile(32, 4, 1, 3, **_SHARED), Tile(64, 4, 1, 2, **_SHARED)),
@@ -88,8 +88,8 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
     64: {
         "forward": (
             Tile(64, 8, 1, 1, stages=3), Tile(64, 4, 1, 3), Tile(64, 4, 1, 4), Tile(32, 4, 1, 4), Tile(64, 2, 2, 4),
-            Tile(64, 4, 2, 2), Tile(64, 4, 1, 3, v_early=True), Tile(64, 4, 1, 4, v_early=True),
-            Tile(64, 2, 2, 4, v_early=True),
+            Tile(64, 4, 2, 2), Tile(64, 4, 1, 3, load_v_with_k=True), Tile(64, 4, 1, 4, load_v_with_k=True),
+            Tile(64, 2, 2, 4, load_v_with_k=True),
         ),
         "dkdv": (
             Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 4, 1, 3),
@@ -126,7 +126,9 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
         ),
     },
     96: {
-        "forward": (Tile(32, 4, 2, 2), Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 4, 1, 2, v_early=True)),
+        "forward": (
+            Tile(32, 4, 2, 2), Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 4, 1, 2, load_v_with_k=True),
+        ),
         "dkdv": (Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1)),
         "dq": (Tile(32, 8, 1, 1, stages=3), Tile(64, 8, 1, 1)),
         "few_keys": (Tile(32, 4, 1, 1, **_SHARED), Tile(32, 4, 1, 2, qk_in_regs=False, ds_over_q=True)),
@@ -138,7 +140,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
     },
     128: {
         "forward": (
-            Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, v_early=True),
+            Tile(32, 8, 1, 1, stages=3), Tile(64, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, load_v_with_k=True),
         ),
         "dkdv": (Tile(32, 8, 1, 1, stages=3), Tile(16, 8, 1, 1, stages=3), Tile(16, 8, 1, 1)),
         "dq": (Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2), Tile(32, 8, 1, 1)),
@@ -149,7 +151,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
     },
     192: {
         "forward": (
-            Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1), Tile(32, 4, 1, 2), Tile(32, 4, 1, 2, v_early=True),
+            Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1), Tile(32, 4, 1, 2), Tile(32, 4, 1, 2, load_v_with_k=True),
         ),
         "dkdv": (
             Tile(32, 8, 1, 1, roles=True, stages=2), Tile(16, 8, 1, 1, roles=True, stages=3),
@@ -160,7 +162,7 @@ TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
     256: {
         "forward": (
             Tile(16, 8, 1, 1, stages=3), Tile(32, 4, 1, 1, qk_in_regs=False), Tile(16, 8, 1, 1), Tile(16, 4, 1, 2),
-            Tile(16, 4, 1, 2, v_early=True),
+            Tile(16, 4, 1, 2, load_v_with_k=True),
         ),
         "dkdv": (Tile(16, 8, 1, 1, roles=True, stages=3), Tile(16, 8, 1, 1, split_k=1)),
         "dq": (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),

@@ -276,9 +276,9 @@ def test_a_wrong_kernel_is_caught_before_its_first_real_call(
 ALL_GRADIENTS = {
     "as they are": ("dkdv.cu", "clear_dq(p, keys);", "clear_dq(p, keys);", True),
     "dq without the last keys": (
-        "backward.cuh", "UNROLLED(k, STATIONARY_ROWS / 16) {", "UNROLLED(k, STATIONARY_ROWS / 16 - 1) {", False
+        "few_keys.cuh", "UNROLLED(k, STATIONARY_ROWS / 16) {", "UNROLLED(k, STATIONARY_ROWS / 16 - 1) {", False
     ),
-    "no delta": ("backward.cuh", "(STREAMED_ROWS + step) * 4, -sum)", "(STREAMED_ROWS + step) * 4, 0.f)", False),
+    "no delta": ("few_keys.cuh", "(STREAMED_ROWS + step) * 4, -sum)", "(STREAMED_ROWS + step) * 4, 0.f)", False),
     "dq left as it was outside": ("dkdv.cu", "clear_dq(p, keys);", ";", False),
 }  # fmt: skip
 

@@ -59,7 +59,7 @@ def test_short_sequences_load_their_values_with_their_keys(
     with flash_attn_compat.use_backend("fused"):
         check(replace(problem, causal=causal))
     (forward,) = [one.variant for one in launches.seen if one.variant.entry == "forward"]
-    assert dict(forward.macros).get("V_EARLY") and launches.conflicts[-1] == 0
+    assert dict(forward.macros).get("LOAD_V_WITH_K") and launches.conflicts[-1] == 0
 
 
 @pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])

@@ -252,7 +252,15 @@ def test_a_row_keeps_a_tile_as_numbers_in_order_so_that_rows_of_earlier_versions
     numbers = [32, 8, 1, 1, True, False, True, 1, 0]
     row = {"gpu": GPU, "made_with": "torch 2", "times": [], "tiles": [["dkdv", 160, "float16", numbers]]}
     tile = Tile(
-        step=32, warps=8, mma_m=1, min_blocks=1, qk_in_regs=True, vo_in_regs=False, cp_async=True, split_n=1, split_k=0
+        streamed_rows=32,
+        warps=8,
+        mma_m=1,
+        min_blocks=1,
+        qk_in_regs=True,
+        vo_in_regs=False,
+        cp_async=True,
+        split_n=1,
+        split_k=0,
     )
     assert tuned.from_row(json.dumps(row)).tiles == (TileChoice("dkdv", 160, "float16", tile),)
     row["tiles"] = [["dkdv", 160, "float16", [*numbers, False, 1, False, False]]]  # with the fields that came later

@@ -54,7 +54,7 @@ class Row(NamedTuple):
 CAUSAL = Kind(75, FP16, 64, local=True)
 SHARES = {
     "forward": {80: 0.99, 96: 0.99, 128: 0.88, 160: 0.88, 256: 0.88, 512: 0.72},
-    # At 160, 192 and 256 the code of both roles (SPLIT_R) counts, of which a warp runs one.
+    # At 160, 192 and 256 the code of both roles (ROLES) counts, of which a warp runs one.
     "dkdv": {64: 0.86, 96: 0.83, 128: 0.87, 160: 0.66, 192: 0.70, 224: 0.71, 256: 0.70, 512: 0.60},
     "dq": {48: 0.99, 128: 0.88, 160: 0.83, 256: 0.82, 512: 0.55},
 }

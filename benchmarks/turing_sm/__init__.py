@@ -43,7 +43,7 @@ class Simulated(NamedTuple):
 def simulate(
     code: list[Instruction], warps: int, blocks: int, machine: Machine = T4, has_roles: bool = False
 ) -> Result:
-    """Simulate the main loop of a kernel. warps: of a block; blocks: that are resident; has_roles: SPLIT_R
+    """Simulate the main loop of a kernel. warps: of a block; blocks: that are resident; has_roles: ROLES
 
     How far resident blocks are apart changes the result by some per cent, so several distances are added up.
     """
@@ -66,7 +66,7 @@ def simulate_variant(variant: Variant, head_dim: int, compiled: offline.Compiled
     loop = main_loop(code)
     pipes = kernel_report.model_turing(Counter(each.name for each in usual_path(loop)), variant)
     bound = kernel_report.useful_share(pipes, variant, head_dim, head_dim)
-    result = simulate(code, variant.threads // 32, blocks, machine, ("SPLIT_R", 1) in variant.macros)
+    result = simulate(code, variant.threads // 32, blocks, machine, ("ROLES", 1) in variant.macros)
     cycles = result.cycles_a_turn * 4096 / (variant.rows * kernel_report.step(variant))
     useful = bound * max(pipes) / cycles
     return Simulated(blocks, len(loop), result, cycles, useful, bound)

@@ -93,7 +93,7 @@ def usual_path(loop: list[Instruction], of_dp: bool = False) -> list[Instruction
 
     Of all ways through its forward branches it is the shortest one that multiplies, exponentiates, loads and stores
     the most: kernels have a longer way for tiles at an edge, and skip all of this for hidden ones.
-    of_dp: the way of the warp that computes dP and gets P (SPLIT_R), which exponentiates the least
+    of_dp: the way of the warp that computes dP and gets P (ROLES), which exponentiates the least
     """
     places = {each.address: place for place, each in enumerate(loop)}
     best: list[tuple[tuple[int, int, int, int], int | None]] = []  # from the end: the work and the next place

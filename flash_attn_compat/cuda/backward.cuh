@@ -29,7 +29,7 @@
 // Bytes of shared memory (without exchanges):
 //   STATIONARY_ROWS * 2 ([not QK_IN_REGS] D + [not VO_IN_REGS] DV)
 //   + max(STREAMED_ROWS * 2 (2 D + DV) + [dkdv] STREAMED_ROWS * 16, STATIONARY_ROWS * 2 max(D, DV))
-// Before this header dkdv.cu and dq.cu define KEYS_STATIONARY (1 and 0) and Roles, their side of the table above.
+// Before this header dkdv.cu and dq.cu define KEYS_STATIONARY (1 and 0) and Operands, their side of the table above.
 // Launches: delta, dkdv, dq, in this order. Each file describes its grid; backends/fused/variants.py chooses the tiles.
 #pragma once
 #include "exchange.cuh"
@@ -45,15 +45,16 @@ struct StationaryTile {
   Sequence seq;
   DEVICE StationaryTile(const Params &p, int index) {
     const TileScheduler scheduled(p, index, p.tiles);
-    const int splits = Roles::splits(p), batch_head = scheduled.batch_head / splits, heads = Roles::stationary_heads(p);
+    const int splits = Operands::splits(p), batch_head = scheduled.batch_head / splits,
+              heads = Operands::stationary_heads(p);
     // Under a causal mask the first keys are seen by most rows, the last rows see most keys.
     const VarlenTile<STATIONARY_ROWS, !KEYS_STATIONARY> varlen(
-        p, Roles::stationary_starts(p), Roles::stationary_total(p), batch_head / heads, scheduled.tile);
+        p, Operands::stationary_starts(p), Operands::stationary_total(p), batch_head / heads, scheduled.tile);
     split = scheduled.batch_head % splits, head = batch_head % heads, b = varlen.b;
     tile = varlen.tile, tiles = varlen.tiles, first = tile * STATIONARY_ROWS;
     if (b == p.batch) return;
     seq = find_sequence(p, b);
-    rows = Roles::stationary_rows(seq);
+    rows = Operands::stationary_rows(seq);
     left = rows - first;
   }
   DEVICE int head_k(const Params &p) const { return KEYS_STATIONARY ? head : head / p.group; }
@@ -67,14 +68,14 @@ struct StationaryTile {
   }
   // Address of the tile's first row in a tensor.
   template <class T> DEVICE T *of(T *x, const Strides &s) const {
-    return row_at(x, s, b, Roles::stationary_first(seq) + first, head);
+    return row_at(x, s, b, Operands::stationary_first(seq) + first, head);
   }
   // Offset of the sequence's LSE and delta.
   DEVICE i64 row_values(const Params &p) const { return b * p.lse_batch + first_head(p) * p.lse_head + seq.first_q; }
 };
 
-// Tiles that a dense mask or a BlockMask hides are skipped, unless they need a dq of 0.
-constexpr bool SKIPS = (BIAS && !WITH_DQ) || FLEX == 2;
+// Tiles that a dense mask or a BlockMask hides are skipped, unless (FEW_KEYS) they need a dq of 0.
+constexpr bool SKIPS = (BIAS && !FEW_KEYS) || FLEX == 2;
 
 // The streamed tiles [first, end) of a sequence, for each of `heads` heads.
 struct StreamedTiles {
@@ -82,16 +83,16 @@ struct StreamedTiles {
   int rows, shift;   // streamed rows; stationary row i stands at streamed row i + shift
   int first, end, heads;
   DEVICE StreamedTiles(const Params &params, const StationaryTile &tile) : heads(tile.heads(params)) {
-    b = tile.b, row = Roles::streamed_first(tile.seq);
+    b = tile.b, row = Operands::streamed_first(tile.seq);
     head = KEYS_STATIONARY ? tile.first_head(params) : tile.head_k(params);
-    rows = Roles::streamed_rows(tile.seq);
+    rows = Operands::streamed_rows(tile.seq);
     shift = rows - tile.rows;
     const WarpRange range = warp_range(params, tile.first, shift, rows, 0);
     const Range seen =
         visible_keys(tile.first, min(tile.first + STATIONARY_ROWS, tile.rows), shift, rows, range.before, range.after);
     first = seen.first / STREAMED_ROWS;
     end = (seen.end + STREAMED_ROWS - 1) / STREAMED_ROWS;
-    if (WITH_DQ) first = 0, end = (rows + STREAMED_ROWS - 1) / STREAMED_ROWS;   // each row has a dq
+    if (FEW_KEYS) first = 0, end = (rows + STREAMED_ROWS - 1) / STREAMED_ROWS;   // each row has a dq
   }
   // Address of a head's streamed rows; offset of their LSE and delta.
   DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const {
@@ -149,14 +150,6 @@ struct Walk {
     }
   }
 #endif
-};
-
-// Streamed operands on their way to shared memory. The QK and the VO tile take turns in `qk`, unless all are loaded at
-// once (WITH_DQ).
-struct StreamedLoads {
-  uint4 qk[larger(CopyStreamedQK::N, CopyStreamedVO::N)], vo[WITH_DQ ? CopyStreamedVO::N : 1],
-      out[WITH_DQ ? CopyStreamedVO::N : 1];
-  float row_value;   // of LSE or delta
 };
 
 struct Block {
@@ -228,34 +221,22 @@ struct Block {
     else recompute_probabilities<true>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
   }
 
-  // WITH_DQ: starts to load the operands of a tile. So a block waits for memory once: for its first tile while it loads
-  // its own rows, for others while it computes.
-  DEVICE void load_all(const Params &p, StreamedLoads &loads, const StreamedTiles &streamed, int tile, int head,
-                       int thread, int zero) const {
-    load(p, loads.qk, p.q, p.q_s, streamed, tile, head, p.head_dim, CopyStreamedQK(thread), 0, zero);
-    load(p, loads.vo, p.dout, p.dout_s, streamed, tile, head, p.head_dim_v, CopyStreamedVO(thread), 0, zero);
-    load(p, loads.out, p.out, p.out_s, streamed, tile, head, p.head_dim_v, CopyStreamedVO(thread), 0, zero);
-    loads.row_value = load_row_value(p, streamed, tile, head, thread, zero);
-  }
-
   // Lines 6 to 15 of Algorithm 2: grad_qk += dS times the streamed QK operand; in dkdv also grad_vo += P times the
   // streamed VO operand.
   DEVICE void main_loop(const Params &p, const StationaryTile &stationary_tile, const StreamedTiles &streamed,
-                        StreamedLoads &loads, GradientQK &grad_qk, GradientVO &grad_vo) {
+                        GradientQK &grad_qk, GradientVO &grad_vo) {
     const int b = stationary_tile.b, head = stationary_tile.first_head(p);
-    const Strides &qk_strides = Roles::streamed_qk_strides(p), &vo_strides = Roles::streamed_vo_strides(p);
-    const u16 *const streamed_qk = Roles::streamed_qk(p), *const streamed_vo = Roles::streamed_vo(p);
+    const Strides &qk_strides = Operands::streamed_qk_strides(p), &vo_strides = Operands::streamed_vo_strides(p);
+    const u16 *const streamed_qk = Operands::streamed_qk(p), *const streamed_vo = Operands::streamed_vo(p);
     Walk walk(p, stationary_tile, streamed);
     const int &tile = walk.tile, &this_head = walk.head;
     int steps = SKIPS ? walk.goes_on(streamed) : max(streamed.end - streamed.first, 0) * streamed.heads;
-    uint4 *const staged = loads.qk, *const staged_vo = WITH_DQ ? loads.vo : loads.qk;
-    float &row_value = loads.row_value;
+    uint4 staged[larger(CopyStreamedQK::N, CopyStreamedVO::N)];   // the QK and the VO tile take turns
+    float row_value;   // of LSE or delta
     if (steps) {
-      if (!WITH_DQ) {
-        load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
-             shared + QK_TILES_AT, 0);
-        row_value = load_row_value(p, streamed, tile, this_head, threadIdx.x, 0);
-      }
+      load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(threadIdx.x),
+           shared + QK_TILES_AT, 0);
+      row_value = load_row_value(p, streamed, tile, this_head, threadIdx.x, 0);
       CopyStreamedQK(threadIdx.x).store(staged, shared + QK_TILES_AT, qk_scale);
       store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), threadIdx.x, 0);
     }
@@ -267,9 +248,9 @@ struct Block {
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
       // Compiler steering: streamed addresses are recomputed where they would take too many registers.
       const int anew = D > 64 && D < 128 ? zero : 0;
-      const int buffer = DS_OVER_Q ? 0 : step & 1, next_buffer = DS_OVER_Q ? 0 : buffer ^ 1;
-      const int side = side_of(thread), half = EXCHANGES ? side & 1 : 0,
-                first = tile * STREAMED_ROWS, seen = first + half * SCORED_ROWS, scored_head = this_head;
+      const int buffer = step & 1, next_buffer = buffer ^ 1;
+      const int side = side_of(thread), half = EXCHANGES ? side & 1 : 0, first = tile * STREAMED_ROWS,
+                seen = first + half * SCORED_ROWS;
       const u32 qk_tile = shared + QK_TILES_AT + buffer * QK_TILE_BYTES +
                           half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutQK::ROW_BYTES,
                 vo_tile = shared + VO_TILE_AT + half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutVO::ROW_BYTES;
@@ -294,9 +275,8 @@ struct Block {
       const bool active = !LOCAL && (KEYS_STATIONARY || D > 128) ? zero == 0 : sees;
       const DenseMask mask(p, b, head + this_head);
       const bool is_full = walk.is_full;
-      if (!WITH_DQ)
-        load(p, staged_vo, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
-             shared + VO_TILE_AT, anew);
+      load(p, staged, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
+           shared + VO_TILE_AT, anew);
       Scores S;
       Packed P;
       float dP[AT_ONCE][MMA_M][4];
@@ -312,24 +292,16 @@ struct Block {
         if (SPLIT_K) store_partial_scores(S, partials_at(shared, true, buffer, thread), side);
         else recompute();
       }
-      CopyStreamedVO(thread).store(staged_vo, shared + VO_TILE_AT, vo_scale);
-      if (WITH_DQ) store_delta(p, streamed, first, this_head, loads, buffer, thread);
+      CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT, vo_scale);
       __syncthreads();
       walk.advance(p, stationary_tile, streamed);
       if (SKIPS) steps = step + 1 + walk.goes_on(streamed);
       const bool last = step + 1 == steps;
-      if (!last && WITH_DQ) load_all(p, loads, streamed, tile, this_head, thread, anew);
-      if (!last && !WITH_DQ) {
+      if (!last) {
         load(p, staged, streamed_qk, qk_strides, streamed, tile, this_head, p.head_dim, CopyStreamedQK(thread),
              shared + QK_TILES_AT + next_buffer * QK_TILE_BYTES, anew);
         row_value = load_row_value(p, streamed, tile, this_head, thread, anew);
       }
-      const auto store_next = [&] {
-        CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + next_buffer * QK_TILE_BYTES, qk_scale);
-        store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), thread,
-                        next_buffer);
-      };
-      u32 whole_dS[DS_OVER_Q ? MMA_N : 1][MMA_M][2] = {};
       if (active) {
         if (SPLIT_K) add_partial_scores(S, partials_at(shared, true, buffer, thread), side), recompute();
         if (KEYS_STATIONARY && !SPLIT_K) accumulate<MMA_N>(grad_vo, P, vo_transposed);
@@ -343,14 +315,8 @@ struct Block {
           if (SPLIT_K) store_partial_scores(dP, partials_at(shared, false, buffer, thread), side);
           else compute_ds(dS, S + n, dP, stationary, rows_at + n * 32, p.dropout_scale, ds_exponent);
           if (SPLIT_N) store_half(dS, exchange_at(shared, KEYS_STATIONARY, thread, side));
-          if (WITH_DQ && !DS_OVER_Q) store_ds(dS, shared, thread, n, stationary_tile.rows);
-          UNROLLED(i, DS_OVER_Q ? AT_ONCE * MMA_M * 2 : 0)
-            whole_dS[n + i / 2 / MMA_M][i / 2 % MMA_M][i % 2] = dS[i / 2 / MMA_M][i / 2 % MMA_M][i % 2];
           if (!SPLIT_K) accumulate<AT_ONCE>(grad_qk, dS, qk_transposed, n);
         }
-      } else if (WITH_DQ && !DS_OVER_Q) {
-        const u32 none[MMA_N][MMA_M][2] = {};
-        store_ds(none, shared, thread, 0, stationary_tile.rows);
       }
       if (SPLIT_K) {
         __syncthreads();
@@ -368,68 +334,13 @@ struct Block {
           accumulate_exchanged(grad_qk, dS, exchange_at(shared, KEYS_STATIONARY, thread, side ^ 1), qk_transposed,
                                half);
       }
-      if (DS_OVER_Q) {
-        __syncthreads();   // Q and dout are no longer read
-        store_ds(whole_dS, shared, thread, 0, stationary_tile.rows);
-      } else if (!last) {
-        store_next();
+      if (!last) {
+        CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + next_buffer * QK_TILE_BYTES, qk_scale);
+        store_row_value(p, streamed, row_value, tile, this_head, position_slope(p, b, head + this_head), thread,
+                        next_buffer);
       }
       __syncthreads();
-      if (WITH_DQ) {
-        u16 *const out = row_at(p.dq, p.dq_s, b, streamed.row + first, streamed.head + scored_head);
-        const u32 place = DS_OVER_Q ? VO_TILE_AT : QK_TILES_AT + buffer * QK_TILE_BYTES;
-        write_dq(p, out, streamed.rows - first, stationary_tile.rows, place, thread);
-      }
-      if (DS_OVER_Q && !last) {
-        __syncthreads();
-        store_next();
-        __syncthreads();
-      }
     }
-  }
-
-  // WITH_DQ: finds delta of a tile of queries, from `first` on, as delta.cu does. Neighbouring threads share a row.
-  DEVICE void store_delta(const Params &p, const StreamedTiles &queries, int first, int head,
-                          const StreamedLoads &loads, int buffer, int thread) const {
-    typedef CopyStreamedVO Copy;
-    static_assert(!WITH_DQ || Copy::SIDES == 1, "a row's threads are neighbours");
-    const Copy copy(thread);
-    const u32 row_values = shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + copy.row * 4;
-    UNROLLED(i, WITH_DQ ? Copy::N / Copy::PASSES : 0) {
-      float sum = 0.f;
-      UNROLLED(j, Copy::PASSES)
-        sum += product_of_chunks(loads.out[i * Copy::PASSES + j], loads.vo[i * Copy::PASSES + j]);
-      sum = sum_of<Copy::LANES>(sum);
-      const int step = Copy::row_step(i * Copy::PASSES), row = first + copy.row + step;
-      if (copy.chunk) continue;
-      if (row < queries.rows) {
-        const i64 at = queries.row_values(p, head, 0) + row;
-        if (p.dlse) sum -= global_load(p.dlse + at);
-        if (shared_load_float(row_values + step * 4) == POS_INF) sum = 0.f;   // the row sees no key
-        global_store(p.delta + at, sum);
-      }
-      shared_store_float(row_values + (STREAMED_ROWS + step) * 4, -sum);
-    }
-  }
-
-  // WITH_DQ: writes dq of a tile of `rows` queries from dS and K, through `place` in shared memory. NaN if the caller's
-  // max_seqlen_k was too small, so that the block lacks some of `keys`.
-  DEVICE void write_dq(const Params &p, u16 *out, int rows, int keys, u32 place, int thread) const {
-    const int warp = thread >> 5, first_row = warp % ROW_WARPS * 16, side = warp / ROW_WARPS;
-    if (side >= COLUMN_WARPS) return;
-    const u32 ds_at = LayoutDS::along(shared + DS_AT + LayoutDS::b_operand_at(thread), first_row / 8),
-              keys_at = LayoutQK::along(shared + LayoutQK::b_operand_at(thread), side * 2);
-    float dq[D / 8 / COLUMN_WARPS][1][4];
-    set_zero(dq);
-    UNROLLED(k, STATIONARY_ROWS / 16) {
-      u32 ds[1][4];
-      ldmatrix_transposed(ds[0], ds_at + k * 16 * LayoutDS::ROW_BYTES);
-      accumulate_16<COLUMN_WARPS>(dq, ds, keys_at, k * 16);
-    }
-    const float scale = keys <= STATIONARY_ROWS ? p.softmax_scale : __int_as_float(0x7fffffff);
-    const float factor[1][2] = {{scale, scale}};
-    write_rows<COLUMN_WARPS>(dq, factor, shared + place + first_row * LayoutQK::ROW_BYTES, first_row, out, p.dq_s.row,
-                             rows, p.head_dim, side);
   }
 
   // Writes a gradient times `scale` and 2^exponent to its rows, through shared memory. In two factors, since 2^exponent
@@ -446,16 +357,16 @@ struct Block {
         factor[m][r] = scale * power_of_two(all - half);
       }
     const int first_row = group_of(threadIdx.x) * WARP_ROWS;
-    const int place = first_row + (SPLIT_R ? side_of(threadIdx.x) * STATIONARY_ROWS : 0);
+    const int place = first_row + (ROLES ? side_of(threadIdx.x) * STATIONARY_ROWS : 0);
     write_rows<CHANNEL_WARPS>(c, factor, shared + place * larger(LayoutQK::ROW_BYTES, LayoutVO::ROW_BYTES), first_row,
-                              out, row_stride, rows, head_dim, SPLIT_R ? 0 : side_of(threadIdx.x));
+                              out, row_stride, rows, head_dim, ROLES ? 0 : side_of(threadIdx.x));
   }
 };
 
 // Gradients of rows without a block become NaN, written by blocks without a sequence.
 DEVICE void mark_missing(const Params &p, u16 *x, const Strides &s, int head_dim, const StationaryTile &tile) {
-  const int splits = Roles::splits(p);
-  for_missing_rows(p, Roles::stationary_starts(p), Roles::stationary_total(p), p.tiles * STATIONARY_ROWS,
+  const int splits = Operands::splits(p);
+  for_missing_rows(p, Operands::stationary_starts(p), Operands::stationary_total(p), p.tiles * STATIONARY_ROWS,
                    tile.tile * splits + tile.split, tile.tiles * splits, [&](int, int first, int rows) {
                      write_nan(x + (i64)first * s.row + (i64)tile.head * s.head, s.row, rows, head_dim);
                    });
@@ -464,7 +375,7 @@ DEVICE void mark_missing(const Params &p, u16 *x, const Strides &s, int head_dim
 // Tokens outside of all sequences (b = batch), and this sequence's slots without a key, get gradients of 0: rows
 // [first, end) and [behind, last). The blocks of a head share these rows.
 DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim, const StationaryTile &tile) {
-  const int b = tile.b, *starts = Roles::stationary_starts(p), total = Roles::stationary_total(p);
+  const int b = tile.b, *starts = Operands::stationary_starts(p), total = Operands::stationary_total(p);
   int first = 0, end = tile.seq.first_k, behind = end + tile.seq.seqlen_k, last = p.seqlen_k;
   if (b == p.batch) {
     end = clamp(global_load(starts), 0, total);
@@ -477,7 +388,7 @@ DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim
     last = clamp(global_load(starts + b + 1), first, total);
   }
   const int before = end - first, rows = before + last - behind;
-  const int splits = Roles::splits(p);
+  const int splits = Operands::splits(p);
   for (int i = tile.tile * splits + tile.split; i < rows; i += tile.tiles * splits) {
     u16 *row = x + b * (starts ? 0 : s.batch) + (i64)(i < before ? first + i : behind + i - before) * s.row +
                (i64)tile.head * s.head;

@@ -3,11 +3,11 @@
 #pragma once
 #include "splits.cuh"
 
-constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_N + SPLIT_K + SPLIT_R, GROUPS = WARPS / SPLIT_WARPS,
+constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_N + SPLIT_K + ROLES, GROUPS = WARPS / SPLIT_WARPS,
               STATIONARY_ROWS = GROUPS * MMA_M * 16, WARP_ROWS = MMA_M * 16;
 constexpr bool EXCHANGES = SPLIT_N || SPLIT_K;
 // Warps that share out the channels of a gradient.
-constexpr int CHANNEL_WARPS = SPLIT_R ? 1 : SPLIT_WARPS;
+constexpr int CHANNEL_WARPS = ROLES ? 1 : SPLIT_WARPS;
 // Streamed rows of a tile for which a warp computes P and dS, and blocks of 8 of them.
 constexpr int SCORED_ROWS = EXCHANGES ? STREAMED_ROWS / 2 : STREAMED_ROWS, MMA_N = SCORED_ROWS / 8;
 // Blocks of 8 streamed rows whose products a warp sums up; the warp's own half comes first.
@@ -179,8 +179,7 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
           else if (MASKED && BIAS > 1) {
             const float added = BIAS_PAIRS ? e ? bias[m][r].y : bias[m][r].x : mask.at(p, row, key);
             s = fmaf(f.rule.natural(p, s, added, row, key) - mask.top(p, row), LOG2E, minus_lse);
-          }
-          else s = f.rule.scaled(p, s, below, minus_lse);
+          } else s = f.rule.scaled(p, s, below, minus_lse);
           if (MASKED || !DISTANCE_IS_SUM) s = f.rule.with_alibi(s, ahead[m][r] + (float)(n * 8 + e));
           else if (ALIBI) s = KEYS_STATIONARY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);
           s = exp2_approx(s);
@@ -214,7 +213,7 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
 constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT && !SPLIT_K;
 // Blocks of 8 streamed rows whose dP is in registers at once: all, where otherwise the stationary operand or the scales
 // would be read again.
-constexpr int AT_ONCE = SPLIT_R ? MMA_N : SPLIT_K ? PARTIAL_BLOCKS : VO_IN_REGS && FROM_DELTA ? 2 : MMA_N;
+constexpr int AT_ONCE = ROLES ? MMA_N : SPLIT_K ? PARTIAL_BLOCKS : VO_IN_REGS && FROM_DELTA ? 2 : MMA_N;
 
 DEVICE void start_dp(float (*dP)[MMA_M][4], const StationaryRows &stationary, u32 rows_at) {
   UNROLLED(n, AT_ONCE) {

@@ -91,8 +91,8 @@ struct KeyTile {
                    *row = (PAGED && WHOLE ? slots.or_fresh(near, from, i) : slots.row(p, from, i)) + t * LANE;
       UNROLLED(c, LOADS) {
         const int channels = head_dim - t * LANE - c * 4 * LANE;
-        x[n][c] = WHOLE ? load_lane(row + c * 4 * LANE, channels)
-                        : load_lane_if(i < left, row + c * 4 * LANE, channels);
+        x[n][c] =
+            WHOLE ? load_lane(row + c * 4 * LANE, channels) : load_lane_if(i < left, row + c * 4 * LANE, channels);
       }
     }
   }
@@ -154,8 +154,7 @@ struct ValueTile {
                   *row = (PAGED && WHOLE ? slots.or_fresh(near, from, i) : slots.row(p, from, i)) + g * 8;
         UNROLLED(h, SLABS) {
           const int channels = head_dim - g * 8 - h * 64;
-          x[n][h][e] = WHOLE ? load_chunk(row + h * 64, channels)
-                             : load_chunk_if(i < left, row + h * 64, channels);
+          x[n][h][e] = WHOLE ? load_chunk(row + h * 64, channels) : load_chunk_if(i < left, row + h * 64, channels);
         }
       }
   }

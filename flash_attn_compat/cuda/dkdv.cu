@@ -1,5 +1,5 @@
 // dk and dv of one tile of keys, summed over the query heads of its group: Algorithm 2, whose outer loop over keys is
-// the grid. WITH_DQ: the tile has all keys of its sequence, and the kernel finds delta and dq, too.
+// the grid. FEW_KEYS: the tile has all keys of its sequence, and the kernel finds delta and dq, too.
 //
 // Where key heads are few, p.splits blocks share the heads of a group; the last block adds up their gradients in order.
 //
@@ -10,7 +10,7 @@
 #include "sequences.cuh"
 
 // The rows and operands of dkdv, by the names of backward.cuh.
-struct Roles {
+struct Operands {
   // Stationary: keys and values, one head of them.
   static DEVICE const int *stationary_starts(const Params &p) { return p.cu_seqlens_k; }
   static DEVICE int stationary_total(const Params &p) { return p.total_k; }
@@ -26,6 +26,7 @@ struct Roles {
   static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.q_s; }
   static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.dout_s; }
 };
+#include "few_keys.cuh"
 #include "stages.cuh"
 
 DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {
@@ -67,7 +68,7 @@ DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   return true;
 }
 
-// SPLIT_R: a warp has one of the two.
+// ROLES: a warp has one of the two.
 DEVICE bool add_splits(const Params &p, GradientQK &grad) {
   if (p.splits == 1) return true;
   const StationaryTile keys(p, blockIdx.x + p.zero);
@@ -82,7 +83,7 @@ DEVICE bool add_splits(const Params &p, GradientQK &grad) {
   return true;
 }
 
-// WITH_DQ: the rows of dq that no tile of keys writes become 0: tokens outside of all sequences (b = batch), and the
+// FEW_KEYS: the rows of dq that no tile of keys writes become 0: tokens outside of all sequences (b = batch), and the
 // queries of a sequence without keys, whose delta is 0.
 DEVICE void clear_dq(const Params &p, const StationaryTile &keys) {
   int first = keys.seq.first_q, end = first + keys.seq.seqlen_q, behind = 0, last = 0;
@@ -107,7 +108,7 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
     mark_missing(p, p.dk, p.dk_s, p.head_dim, keys), mark_missing(p, p.dv, p.dv_s, p.head_dim_v, keys);
   clear_unused(p, p.dk, p.dk_s, p.head_dim, keys);
   clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
-  if (WITH_DQ && (keys.b == p.batch || keys.rows == 0)) clear_dq(p, keys);
+  if (FEW_KEYS && (keys.b == p.batch || keys.rows == 0)) clear_dq(p, keys);
   if (keys.b == p.batch || keys.left <= 0) return;
 
   const Exponents e(p, keys.b, keys.head);
@@ -117,8 +118,10 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   CopyStationaryVO(threadIdx.x).load_stationary(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
   Block block(p, SHARED_BASE, e);
   const StreamedTiles queries(p, keys);
+#if FEW_KEYS
   StreamedLoads loads;
-  if (WITH_DQ) block.load_all(p, loads, queries, 0, 0, threadIdx.x, 0);
+  loads.start(block, p, queries, 0, 0, threadIdx.x, 0);
+#endif
   const int exponent = exponent_of_ds(p, e, 32768.f, delta);
   block.delta_exponent = e.v + e.dout + exponent;
   UNROLLED(m, MMA_M)
@@ -127,7 +130,7 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
       const int key = keys.first + group_of(threadIdx.x) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
       if (DROPOUT) block.stationary.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
     }
-#if SPLIT_R
+#if ROLES
   keep_role(block, k, v, e.k, e.v);
   GradientQK grad;   // dv of warps that compute P, dk of the others
   GradientVO unused;
@@ -144,12 +147,14 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   GradientVO dv;
   set_zero(dk);
   set_zero(dv);
-#if STAGES
+#if FEW_KEYS
+  few_keys_loop(block, p, keys, queries, loads, dk, dv);
+  __syncthreads();   // K is no longer read
+#elif STAGES
   staged_loop(block, p, keys, queries, dk, dv);
 #else
-  block.main_loop(p, keys, queries, loads, dk, dv);
+  block.main_loop(p, keys, queries, dk, dv);
 #endif
-  if (WITH_DQ) __syncthreads();   // K is no longer read
   if (!add_splits(p, dk, dv)) return;
   write_dv(p, block, dv);
   write_dk(p, block, dk);

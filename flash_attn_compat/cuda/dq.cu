@@ -6,7 +6,7 @@
 #include "sequences.cuh"
 
 // The rows and operands of dq, by the names of backward.cuh.
-struct Roles {
+struct Operands {
   // Stationary: queries, one head of them.
   static DEVICE const int *stationary_starts(const Params &p) { return p.cu_seqlens_q; }
   static DEVICE int stationary_total(const Params &p) { return p.total_q; }
@@ -89,8 +89,7 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
 #if STAGES
   staged_loop(block, p, queries, keys, dq, unused);
 #else
-  StreamedLoads loads;
-  block.main_loop(p, queries, keys, loads, dq, unused);
+  block.main_loop(p, queries, keys, dq, unused);
 #endif
   const StationaryTile again(p, blockIdx.x + p.zero);
   const Exponents same(p, again.b, again.head_k(p));

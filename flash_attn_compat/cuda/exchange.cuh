@@ -6,12 +6,14 @@
 
 // Layout of shared memory in bytes: stationary operands that are not in registers; two tiles of the streamed QK operand
 // and one of the VO operand (STAGES: QK_SLOTS and VO_SLOTS); LSE and delta of each QK tile; exchanged halves, or P of
-// SPLIT_R; partial sums.
+// ROLES; partial sums.
 constexpr u32 STATIONARY_VO_AT = QK_IN_REGS ? 0 : STATIONARY_ROWS * LayoutQK::ROW_BYTES,
               QK_TILES_AT = STATIONARY_VO_AT + (VO_IN_REGS ? 0 : STATIONARY_ROWS * LayoutVO::ROW_BYTES);
-constexpr int QK_SLOTS = DS_OVER_Q ? 1 : larger(STAGES, 2), VO_SLOTS = !STAGES ? 1 : SPLIT_R ? 2 : STAGES;
+constexpr int QK_SLOTS = DS_OVER_Q ? 1 : larger(STAGES, 2), VO_SLOTS = !STAGES ? 1 : ROLES ? 2 : STAGES;
 constexpr u32 QK_TILE_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, VO_TILE_BYTES = STREAMED_ROWS * LayoutVO::ROW_BYTES,
               VO_TILE_AT = QK_TILES_AT + QK_SLOTS * QK_TILE_BYTES;
+// Of a tile's LSE and delta, those that are loaded.
+constexpr int LOADED_ROW_VALUES = (FEW_KEYS ? 1 : 2) * STREAMED_ROWS;
 constexpr u32 ROW_VALUES_AT = VO_TILE_AT + VO_SLOTS * VO_TILE_BYTES;
 
 // Where a warp stores its half of a tile's P (`which` 0) or dS (`which` KEYS_STATIONARY) for its partner.
@@ -60,31 +62,4 @@ DEVICE void add_partial_scores(float (*c)[MMA_M][4], u32 at, int side) {
     add_partial(others, at + (((side ^ 3) * SPLIT_K + 1) * MMA_M + m) * 512);
     UNROLLED(e, 4) c[0][m][e] += others[e];
   }
-}
-
-// ---- WITH_DQ: a block of dkdv holds all keys of its sequence, and so finds dq too: its warps store dS^T of a tile, a
-// row for each key, and multiply it by K, 16 queries each. COLUMN_WARPS of them share queries, and take every
-// COLUMN_WARPS-th 16 channels each.
-// Before, they find delta. So no other kernel has a part in the backward.
-// DS_OVER_Q: dS takes the place of its tile of Q, which has one slot. So a multiprocessor of sm_75 holds two blocks.
-typedef Layout<STREAMED_ROWS> LayoutDS;
-// Of a tile's LSE and delta, those that are loaded.
-constexpr int LOADED_ROW_VALUES = (WITH_DQ ? 1 : 2) * STREAMED_ROWS;
-constexpr u32 DS_AT = DS_OVER_Q ? QK_TILES_AT : HALVES_AT;
-constexpr int ROW_WARPS = STREAMED_ROWS / 16,
-              COLUMN_WARPS = WARPS / ROW_WARPS <= LayoutQK::SPREAD / 2 ? larger(1, WARPS / ROW_WARPS) : 1;
-static_assert(!WITH_DQ || (KEYS_STATIONARY && TYPE == 0 && !EXCHANGES && !MMA_K16 && !QK_IN_REGS), "dq needs K");
-static_assert(!DS_OVER_Q || (WITH_DQ && D == DV && STATIONARY_ROWS <= D), "a tile of Q has room for dS");
-static_assert(!WITH_DQ || WARPS % ROW_WARPS == 0, "warps share out 16 queries each");
-
-// Stores blocks of dS from `first` on. Rows without a key get 0: their P may have overflowed, and K is 0 there.
-template <int N>
-DEVICE void store_ds(const u32 (&dS)[N][MMA_M][2], u32 shared, int thread, int first, int keys) {
-  const int key = group_of(thread) * WARP_ROWS + (thread >> 2 & 7);
-  const u32 at = shared + DS_AT + LayoutDS::at(key, 0) + (thread & 3) * 4;
-  UNROLLED(n, N)
-    UNROLLED(m, MMA_M)
-      UNROLLED(r, 2)
-        shared_store(LayoutDS::along(at, first + n) + (m * 16 + r * 8) * LayoutDS::ROW_BYTES,
-                     key + m * 16 + r * 8 < keys ? dS[n][m][r] : 0);
 }

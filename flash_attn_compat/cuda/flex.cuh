@@ -12,9 +12,7 @@ DEVICE float flex_log2(float x) { return __log2f(x); }
 DEVICE float flex_log(float x) { return __log2f(x) * LN2; }
 DEVICE float flex_log1p(float x) { return log1pf(x); }
 // 1 - 2 / (exp(2 x) + 1), good to 1e-7 as softcap's.
-DEVICE float flex_tanh(float x) {
-  return fmaf(-2.f, reciprocal_approx(exp2_approx(x * (2.f * LOG2E)) + 1.f), 1.f);
-}
+DEVICE float flex_tanh(float x) { return fmaf(-2.f, reciprocal_approx(exp2_approx(x * (2.f * LOG2E)) + 1.f), 1.f); }
 DEVICE float flex_reciprocal(float x) { return 1.f / x; }
 DEVICE float flex_sigmoid(float x) { return reciprocal_approx(1.f + exp2_approx(-x * LOG2E)); }
 DEVICE float flex_sqrt(float x) { return sqrtf(x); }
@@ -72,8 +70,8 @@ template <int STATIONARY, int STREAMED, int TILE> struct FlexTiles {
   static DEVICE int number_of(const FlexParams &f, int which, int b, int h, int first) {
     const FlexList &list = f.lists[which];
     if (!f.num[which]) return 0;
-    const i64 at = (i64)b * list.num_b + (i64)h * list.num_h +
-                   (i64)min(first / STATIONARY, list.rows - 1) * list.num_row;
+    const i64 at =
+        (i64)b * list.num_b + (i64)h * list.num_h + (i64)min(first / STATIONARY, list.rows - 1) * list.num_row;
     return clamp(global_load(f.num[which] + at), 0, list.columns) * EACH;
   }
   DEVICE FlexTiles() : partials(0), count(0) {}

@@ -1,37 +1,38 @@
 // FlashAttention-2, Algorithm 1 (Dao, 2023): attention of one tile of rows over all keys that it sees.
 //
-// A block holds BLOCK_M = WARPS * MMA_M * 16 rows of one head (the paper's Q_i): WARPS warps with MMA_M tiles of 16
-// rows each. With SPLIT_K, SPLIT_WARPS = 2^SPLIT_K warps share their rows, and each takes every SPLIT_WARPS-th 16
-// channels. The block walks over tiles of BLOCK_N = STREAMED_ROWS keys (the paper's K_j and V_j). K and V have one tile
-// of shared memory each; while the kernel multiplies one tile, the next is on its way from global memory. Q passes
-// through the same shared memory to registers (QK_IN_REGS), or has a place of its own. Scores and probabilities stay in
-// registers: mma returns S in the layout in which it takes P.
+// A block holds STATIONARY_ROWS = WARPS * MMA_M * 16 rows of one head (the paper's Q_i): WARPS warps with MMA_M tiles
+// of 16 rows each. With SPLIT_K, SPLIT_WARPS = 2^SPLIT_K warps share their rows, and each takes every SPLIT_WARPS-th 16
+// channels. The block walks over tiles of STREAMED_ROWS keys (the paper's K_j and V_j). K and V have one tile of shared
+// memory each; while the kernel multiplies one tile, the next is on its way from global memory. Q passes through the
+// same shared memory to registers (QK_IN_REGS), or has a place of its own. Scores and probabilities stay in registers:
+// mma returns S in the layout in which it takes P.
 //
 // grid: tiles * splits * nheads * batch blocks; with cu_seqlens_q as many as for one more sequence, which clear tokens
 // outside of all sequences.
 #include "splits.cuh"
 
-constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, BLOCK_M = WARPS / SPLIT_WARPS * MMA_M * 16,
-              BLOCK_N = STREAMED_ROWS, MMA_N = BLOCK_N / 8, WARP_ROWS = MMA_M * 16;
+constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, STATIONARY_ROWS = WARPS / SPLIT_WARPS * MMA_M * 16,
+              MMA_N = STREAMED_ROWS / 8, WARP_ROWS = MMA_M * 16;
 // P times 2^15 uses fp16's range below 1 as well: dropout may drop the largest probabilities, and bf16 would keep the
 // others' bits.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
 constexpr int AHEAD = CACHE && !MMA_K16 && !PAGED;   // 8-bit tiles are converted while tensor cores multiply
-constexpr int BOTH = AHEAD || V_EARLY;   // loads of K and of V are on their way at once
-static_assert(!V_EARLY || !(CACHE || STAGES || CP_ASYNC), "with one stage, through registers");
+constexpr int BOTH = AHEAD || LOAD_V_WITH_K;   // loads of K and of V are on their way at once
+static_assert(!LOAD_V_WITH_K || !(CACHE || STAGES || CP_ASYNC), "with one stage, through registers");
 constexpr bool CAN_SPLIT = D <= 192 || MMA_K16;   // Turing has no registers left to merge the widest heads
 typedef Layout<D> LayoutQK;   // of Q and K
 typedef Layout<DV> LayoutV;
 constexpr int OUT_BLOCKS = DV / 8 / SPLIT_WARPS;
-typedef TileCopy<THREADS, BLOCK_M, D> CopyQ;
-typedef TileCopy<THREADS, BLOCK_N, D> CopyK;
-typedef TileCopy<THREADS, BLOCK_N, DV> CopyV;
+typedef TileCopy<THREADS, STATIONARY_ROWS, D> CopyQ;
+typedef TileCopy<THREADS, STREAMED_ROWS, D> CopyK;
+typedef TileCopy<THREADS, STREAMED_ROWS, DV> CopyV;
 
 // Tiles of K and V in shared memory. STAGES: as in stages.cuh; V is read once more by warps that lag.
 constexpr int K_SLOTS = STAGES ? 2 : 1, V_SLOTS = larger(STAGES, 1);
-constexpr u32 K_BYTES = BLOCK_N * LayoutQK::ROW_BYTES, V_BYTES = BLOCK_N * LayoutV::ROW_BYTES;   // of a tile
-typedef MaskRange<WARP_ROWS, BLOCK_N> WarpRange;
+// Of a tile.
+constexpr u32 K_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, V_BYTES = STREAMED_ROWS * LayoutV::ROW_BYTES;
+typedef MaskRange<WARP_ROWS, STREAMED_ROWS> WarpRange;
 
 // A warp's rows, for change_scores() and hide_scores().
 struct TileRows {
@@ -58,9 +59,8 @@ DEVICE void apply_dropout(float (&P)[MMA_N][MMA_M][4], const DropoutWords &words
 }
 
 // O += P V. meanwhile(k): as in product(), for each 16 keys.
-template <class F>
-DEVICE void accumulate(float (&O)[OUT_BLOCKS][MMA_M][4], const float (&P)[MMA_N][MMA_M][4], u32 v_at,
-                       const F &meanwhile) {
+template <class F> DEVICE void accumulate(float (&O)[OUT_BLOCKS][MMA_M][4], const float (&P)[MMA_N][MMA_M][4], u32 v_at,
+                                          const F &meanwhile) {
 #pragma unroll
   for (int k = 0; k < MMA_N; k += 2) {
     u32 a[MMA_M][4];
@@ -88,15 +88,15 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   // Under a causal mask the last rows see most keys.
   const TileScheduler scheduled(p, blockIdx.x, p.tiles * p.splits);
   const int head = scheduled.batch_head % p.nheads, head_k = head / p.group, split = scheduled.tile % p.splits;
-  const VarlenTile<BLOCK_M, true> varlen(p, p.cu_seqlens_q, p.total_q, scheduled.batch_head / p.nheads,
-                                         scheduled.tile / p.splits);
+  const VarlenTile<STATIONARY_ROWS, true> varlen(p, p.cu_seqlens_q, p.total_q, scheduled.batch_head / p.nheads,
+                                                 scheduled.tile / p.splits);
   const int tile = varlen.tile, b = varlen.b;
   if (b == p.batch) {
-    mark_missing_rows(p, head, p.tiles * BLOCK_M, scheduled.tile, p.tiles * p.splits);
+    mark_missing_rows(p, head, p.tiles * STATIONARY_ROWS, scheduled.tile, p.tiles * p.splits);
     return clear_outside(p, head, SHARED_GRID ? tile : scheduled.tile, varlen.tiles * p.splits);
   }
   const Sequence seq = find_sequence(p, b);
-  const int first_row = tile * BLOCK_M;
+  const int first_row = tile * STATIONARY_ROWS;
   if (first_row >= seq.seqlen_q) return;
 
   const u16 *q = row_at(p.q, p.q_s, b, seq.first_q + first_row, head);
@@ -105,13 +105,14 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const int *pages = PAGED ? p.block_table + (i64)b * p.table_stride : nullptr;
   const int left = window(p.window_left), right = window(p.window_right);
   const WarpRange range = {first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, seq.seqlen_k, left, right};
-#if FLEX == 2   // places in the block's list of tiles, times BLOCK_N
-  static_assert(FLEX_BLOCK_Q % BLOCK_M == 0, "a block's rows lie in one block of the BlockMask");
-  const FlexTiles<FLEX_BLOCK_Q, FLEX_BLOCK_K, BLOCK_N> listed(p.flex, KV_LISTS, b, head, first_row);
-  Range keys = {0, listed.count * BLOCK_N};
+#if FLEX == 2   // places in the block's list of tiles, times STREAMED_ROWS
+  static_assert(FLEX_BLOCK_Q % STATIONARY_ROWS == 0, "a block's rows lie in one block of the BlockMask");
+  const FlexTiles<FLEX_BLOCK_Q, FLEX_BLOCK_K, STREAMED_ROWS> listed(p.flex, KV_LISTS, b, head, first_row);
+  Range keys = {0, listed.count * STREAMED_ROWS};
 #else
-  Range keys = visible_keys(first_row, min(first_row + BLOCK_M, seq.seqlen_q), range.shift, seq.seqlen_k, left, right);
-  keys.first = keys.first / BLOCK_N * BLOCK_N;
+  Range keys =
+      visible_keys(first_row, min(first_row + STATIONARY_ROWS, seq.seqlen_q), range.shift, seq.seqlen_k, left, right);
+  keys.first = keys.first / STREAMED_ROWS * STREAMED_ROWS;
 #endif
   int splits = 1;
   if (CAN_SPLIT && p.splits > 1) {
@@ -121,15 +122,16 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   }
   const DenseMask mask(p, b, head);
 #if FLEX == 2
-  const int first_place = keys.first / BLOCK_N, last_place = keys.end / BLOCK_N;   // [first, last)
+  const int first_place = keys.first / STREAMED_ROWS, last_place = keys.end / STREAMED_ROWS;   // [first, last)
   const auto tile_at = [&](int place) {
-    return listed.tile(p.flex, KV_LISTS, b, head, first_row, place, (seq.seqlen_k + BLOCK_N - 1) / BLOCK_N);
+    return listed.tile(p.flex, KV_LISTS, b, head, first_row, place, (seq.seqlen_k + STREAMED_ROWS - 1) / STREAMED_ROWS);
   };
   const bool some = first_place < last_place;
   const int first_tile = some ? tile_at(first_place) : 0;
 #else
-  const int last_tile = (keys.end + BLOCK_N - 1) / BLOCK_N,
-            first_tile = mask.next<BLOCK_M, BLOCK_N>(p, first_row, keys.first / BLOCK_N, last_tile);   // [first, last)
+  const int last_tile = (keys.end + STREAMED_ROWS - 1) / STREAMED_ROWS,
+            first_tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, first_row, keys.first / STREAMED_ROWS,
+                                                                   last_tile);   // [first, last)
   const bool some = first_tile < last_tile;
 #endif
 
@@ -138,23 +140,23 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const CopyK copy_k(thread);
   const CopyV copy_v(thread);
   const u32 shared = SHARED_BASE, q_tile = shared,
-            k_tile = QK_IN_REGS ? shared : shared + BLOCK_M * LayoutQK::ROW_BYTES,
+            k_tile = QK_IN_REGS ? shared : shared + STATIONARY_ROWS * LayoutQK::ROW_BYTES,
             v_tile = k_tile + K_SLOTS * K_BYTES;
   const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
               v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
   // K and V take turns in `staged`. Small tiles, whose loads take longer than their products, have a place for both
-  // there (V_EARLY), and so have 8-bit tiles, which are loaded one half of the loop before they are converted.
+  // there (LOAD_V_WITH_K), and so have 8-bit tiles, which are loaded one half of the loop before they are converted.
   uint4 q_staged[CopyQ::N], staged[1 + BOTH][larger(CopyK::N, CopyV::N)];
 #define LOAD(mover, place, base, strides, j, there, dim, target) \
-  mover.load(staged[place], p, base, strides, pages, seq.first_k + (j) * BLOCK_N, \
-             there ? seq.seqlen_k - (j) * BLOCK_N : 0, dim, target)
+  mover.load(staged[place], p, base, strides, pages, seq.first_k + (j) * STREAMED_ROWS, \
+             there ? seq.seqlen_k - (j) * STREAMED_ROWS : 0, dim, target)
 #define LOAD_KEYS(j, there) LOAD(copy_k, 0, k, p.k_s, j, there, p.head_dim, k_tile)
 #define LOAD_VALUES(j, there) LOAD(copy_v, BOTH, v, p.v_s, j, there, p.head_dim_v, v_tile)
   // cp.async may write K only once Q has left.
   const bool at_once = !(CP_ASYNC && QK_IN_REGS);
   copy_q.load_stationary(q_staged, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
   if (at_once && some) LOAD_KEYS(first_tile, true);
-  if (V_EARLY && some) LOAD_VALUES(first_tile, true);
+  if (LOAD_V_WITH_K && some) LOAD_VALUES(first_tile, true);
   float q_scale = 1.f;
 #if TYPE == 2   // the block's rows have a power of their own; the backward gets the head's maximum
   int largest = max_of<32>(finite_magnitude(q_staged));
@@ -212,24 +214,24 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #pragma unroll 1
 #if FLEX == 2
   for (int place = first_place, j = first_tile, next; place < last_place; place++, j = next) {
-    const int key = j * BLOCK_N;
+    const int key = j * STREAMED_ROWS;
     const bool more = place + 1 < last_place, has_hidden = FLEX_MASK && !listed.is_full(place);
     next = tile_at(min(place + 1, last_place - 1));
 #else
   for (int j = first_tile, next; j < last_tile; j = next) {
-    const int key = j * BLOCK_N;
-    next = mask.next<BLOCK_M, BLOCK_N>(p, first_row, j + 1, last_tile);
+    const int key = j * STREAMED_ROWS;
+    next = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, first_row, j + 1, last_tile);
     const bool more = next < last_tile, has_hidden = FLEX_MASK;
 #endif
     // Whether this warp's rows see a key of the tile. With STAGES masks hide all scores of a tile that they do not see:
     // a branch here costs more. Compiler steering: at 256 channels always true without a mask, but the compiler then
     // moves fewer operands across the loop.
-    const bool active = BIAS    ? mask.has<WARP_ROWS, BLOCK_N>(p, 0, range.first, key)
+    const bool active = BIAS    ? mask.has<WARP_ROWS, STREAMED_ROWS>(p, 0, range.first, key)
                         : LOCAL ? STAGES || range.sees_some(key)
                                 : D != 256 || MMA_K16 || p.zero == 0;
     if (AHEAD) LOAD_KEYS(next, more);
     else if (STAGES && more) LOAD_KEYS(next, true);
-    else if (!STAGES && !V_EARLY) LOAD_VALUES(j, true);
+    else if (!STAGES && !LOAD_V_WITH_K) LOAD_VALUES(j, true);
     float S[MMA_N][MMA_M][4];
     if (active) {   // S = Q K^T
       set_zero(S);
@@ -249,14 +251,14 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       if (!AHEAD || !active) copy_v.store(staged[BOTH], v_tile, v_scale);
       __syncthreads();
       if (!AHEAD && more) LOAD_KEYS(next, true);
-      if (AHEAD || (V_EARLY && more)) LOAD_VALUES(next, more);
+      if (AHEAD || (LOAD_V_WITH_K && more)) LOAD_VALUES(next, more);
     }
     const auto exponentiate = [&] {
       if (SPLIT_K)
         UNROLLED(i, MMA_N * MMA_M)
           add_partial(S[i / MMA_M][i % MMA_M], partials_at + ((side ^ 1) * MMA_N * MMA_M + i) * 512);
-      const bool mixed = BIAS ? mask.has<WARP_ROWS, BLOCK_N>(p, 1, range.first, key)
-                              : has_hidden || !range.sees_all(key);
+      const bool mixed =
+          BIAS ? mask.has<WARP_ROWS, STREAMED_ROWS>(p, 1, range.first, key) : has_hidden || !range.sees_all(key);
       if (modified) change_scores(S, p, mask, mixed, rows, key, t);
       if (mixed && BIAS < 2) hide_scores(S, p, mask, rows, key, t);
       online_softmax<P_SHIFT>(S, m, l, O, unit);

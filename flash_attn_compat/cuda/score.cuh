@@ -89,9 +89,7 @@ struct ScoreRule {
     return SOFTCAP ? fmaf(below, -2.f * p.softcap * LOG2E, from) : fmaf(S, unit, from);
   }
   // ahead: from the row's position to the key
-  DEVICE float with_alibi(float score, float ahead) const {
-    return ALIBI ? fmaf(-slope, fabsf(ahead), score) : score;
-  }
+  DEVICE float with_alibi(float score, float ahead) const { return ALIBI ? fmaf(-slope, fabsf(ahead), score) : score; }
   // NATURAL: the score in natural units, of a row and a key. A caller's functions see those that exist: for others they
   // get the last one.
 #if FLEX
@@ -118,9 +116,9 @@ struct ScoreRule {
 // Changes, then hides the scores of a tile of keys from `key` on. `rows` has a lane's rows by m and r, which are row
 // 16 m + g + 8 r of the warp's: row(m, r), position(m, r), rule(m, r), and visible(m, r, from), its keys counted from
 // the lane's first one. is_read: whether the dense mask has to be read.
-template <int N, int M, class Rows>
-DEVICE void change_scores(float (&S)[N][M][4], const Params &p, const DenseMask &mask, bool is_read, const Rows &rows,
-                          int key, int t) {
+template <int N, int M, class Rows> DEVICE void change_scores(float (&S)[N][M][4], const Params &p,
+                                                              const DenseMask &mask, bool is_read, const Rows &rows,
+                                                              int key, int t) {
   UNROLLED(m, M)
     UNROLLED(r, 2) {
       const ScoreRule &rule = rows.rule(m, r);
@@ -139,8 +137,7 @@ DEVICE void change_scores(float (&S)[N][M][4], const Params &p, const DenseMask 
     }
 }
 template <int N, int M, class Rows>
-DEVICE void hide_scores(float (&S)[N][M][4], const Params &p, const DenseMask &mask, const Rows &rows, int key,
-                        int t) {
+DEVICE void hide_scores(float (&S)[N][M][4], const Params &p, const DenseMask &mask, const Rows &rows, int key, int t) {
   UNROLLED(m, M)
     UNROLLED(r, 2) {
       const VisibleRows visible = rows.visible(m, r, key + 2 * t);

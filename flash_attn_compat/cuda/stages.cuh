@@ -5,7 +5,7 @@
 // of a scheduler multiplies while the other one exponentiates. Lagging warps pass a turn's barrier in the middle of
 // their own turn, so they still read its tiles while the others read the next turn's.
 //
-// SPLIT_R, in dkdv: two warps share their keys and take a role each. Warp 0 holds K, computes P and adds up dv; warp 1
+// ROLES, in dkdv: two warps share their keys and take a role each. Warp 0 holds K, computes P and adds up dv; warp 1
 // holds V, computes dP, gets P from warp 0 through shared memory, and adds up dk. With three stages warp 1 lags.
 #pragma once
 #include "backward.cuh"
@@ -13,10 +13,10 @@
 #if STAGES
 constexpr bool LAGS = STAGES == 3;
 static_assert(STAGES == 2 || STAGES == 3, "warps are at most half a turn apart");
-static_assert(!SPLIT_R || (KEYS_STATIONARY && D == DV && QK_IN_REGS), "both roles have the same code");
+static_assert(!ROLES || (KEYS_STATIONARY && D == DV && QK_IN_REGS), "both roles have the same code");
 static_assert(!SPLIT_N && !SPLIT_K && !CP_ASYNC, "left to Block::main_loop");
 
-// Where SPLIT_R's warp 0 stores P of a turn.
+// Where ROLES's warp 0 stores P of a turn.
 DEVICE u32 exchanged_at(u32 shared, int thread, int step) {
   const int buffer = LAGS ? step & 1 : 0;
   return shared + HALVES_AT + (buffer * GROUPS + group_of(thread)) * MMA_N * MMA_M * 512 + (thread & 31) * 16;
@@ -51,7 +51,7 @@ DEVICE void keep_role(Block &block, const uint4 *qk, const uint4 *vo, int qk_exp
                                            Block::stationary_at<LayoutQK>(threadIdx.x));
 }
 
-// As Block::main_loop. SPLIT_R: grad_qk is dv of warps that compute P, and dk of the others.
+// As Block::main_loop. ROLES: grad_qk is dv of warps that compute P, and dk of the others.
 DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &stationary_tile,
                         const StreamedTiles &streamed, GradientQK &grad_qk, GradientVO &grad_vo) {
   const u32 shared = block.shared;
@@ -59,13 +59,15 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
   Walk walk(p, stationary_tile, streamed);
   const int &tile = walk.tile, &this_head = walk.head;
   int steps = SKIPS ? walk.goes_on(streamed) : max(streamed.end - streamed.first, 0) * streamed.heads;
-  StreamedRows<CopyStreamedQK> qk(Roles::streamed_qk(p), Roles::streamed_qk_strides(p), streamed, tile, this_head);
-  StreamedRows<CopyStreamedVO> vo(Roles::streamed_vo(p), Roles::streamed_vo_strides(p), streamed, tile, this_head);
+  StreamedRows<CopyStreamedQK> qk(Operands::streamed_qk(p), Operands::streamed_qk_strides(p), streamed, tile,
+                                  this_head);
+  StreamedRows<CopyStreamedVO> vo(Operands::streamed_vo(p), Operands::streamed_vo_strides(p), streamed, tile,
+                                  this_head);
   const float *value_from = (threadIdx.x < STREAMED_ROWS ? p.lse : p.delta) + streamed.row_values(p, this_head, 0) +
                             tile * STREAMED_ROWS + threadIdx.x % STREAMED_ROWS;
   const auto load_value = [&](int left, u32 thread) {
-    return global_load_if(
-        KEYS_STATIONARY && thread < 2 * STREAMED_ROWS && (int)(thread % STREAMED_ROWS) < left, value_from, 0.f);
+    return global_load_if(KEYS_STATIONARY && thread < 2 * STREAMED_ROWS && (int)(thread % STREAMED_ROWS) < left,
+                          value_from, 0.f);
   };
   uint4 staged[larger(CopyStreamedQK::N, CopyStreamedVO::N)];   // the QK and the VO tile take turns
   if (steps) {
@@ -111,9 +113,9 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     Scores X;   // S and P, of the other role dP
     Packed packed;
     if (active) {
-      if (SPLIT_R && side) start_dp(X, block.stationary, rows_at);
+      if (ROLES && side) start_dp(X, block.stationary, rows_at);
       else set_zero(X);
-      const u32 tile_at = (SPLIT_R && side ? vo_tile : qk_tile) + LayoutQK::b_operand_at(thread);
+      const u32 tile_at = (ROLES && side ? vo_tile : qk_tile) + LayoutQK::b_operand_at(thread);
       product<QK_IN_REGS, D, MMA_N>(X, block.stationary_qk, shared + Block::stationary_at<LayoutQK>(thread), tile_at, 0,
                                     load_next);
     } else {
@@ -123,8 +125,8 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     if (active) {
       const DenseMask mask(p, b, head_now);
       block.score_params.set_head(p, b, head_now);
-      if (!SPLIT_R || side == 0) block.recompute(X, packed, p, mask, range, is_full, rows_at, first, g, t);
-      if (SPLIT_R && side == 0) {
+      if (!ROLES || side == 0) block.recompute(X, packed, p, mask, range, is_full, rows_at, first, g, t);
+      if (ROLES && side == 0) {
         UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], exchanged + i * 512);
         if (!LAGS) wait_at(barrier, 64);
       }
@@ -133,7 +135,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     block.store_row_value(p, streamed, value, tile, this_head, position_slope(p, b, head + this_head), thread,
                           next_slot);
     if (lags) __syncthreads();
-    if (active && SPLIT_R) {
+    if (active && ROLES) {
       if (side) {
         if (!LAGS) wait_at(barrier, 64);
         Scores P;
@@ -142,7 +144,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
       }
       accumulate<MMA_N>(grad_qk, packed, (side ? qk_tile : vo_tile) + LayoutQK::b_operand_at(thread));
     }
-    if (active && !SPLIT_R) {
+    if (active && !ROLES) {
       if (KEYS_STATIONARY) accumulate<MMA_N>(grad_vo, packed, vo_tile + LayoutVO::b_operand_at(thread));
 #pragma unroll
       for (int n = 0; n < MMA_N; n += AT_ONCE) {

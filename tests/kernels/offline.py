@@ -175,7 +175,7 @@ def store_complaints(variant: Variant, code: list[tuple[int, str]]) -> Iterator[
     """
     if dict(variant.macros).get("VEC") != 8:
         return
-    clearing = CLEARING_LOOPS.get(variant.entry, 0) + dict(variant.macros).get("WITH_DQ", 0)
+    clearing = CLEARING_LOOPS.get(variant.entry, 0) + dict(variant.macros).get("FEW_KEYS", 0)
     most = {32: lone_words(variant), 16: clearing * UNROLLED, 8: 0}
     found = bits_stored(code)
     for bits in most:
@@ -190,7 +190,7 @@ def lone_words(variant: Variant) -> int:
         return 4 * macros["MMA_M"] + 4
     if variant.entry == "decode":
         return 2 * (macros["D"] // 64 >> macros.get("SPLIT_K", 0)) + 6
-    if macros.get("WITH_DQ"):
+    if macros.get("FEW_KEYS"):
         return 5  # deltas: of up to four rows of a thread, and of rows without keys
     return {"delta": 4, "absmax": 1}.get(variant.entry, 0)
 

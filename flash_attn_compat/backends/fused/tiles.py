@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Tile(NamedTuple):
     """The size of a block's tile, its warps, and the operands that stay in registers instead of shared memory."""
 
-    step: int  # streamed rows (keys; queries for dkdv) of one turn of the main loop
+    streamed_rows: int  # streamed rows (keys; queries for dkdv) of one turn of the main loop
     warps: int
     mma_m: int  # tiles of 16 stationary rows (queries; keys for dkdv) of each warp
     min_blocks: int  # blocks that a multiprocessor has registers for
@@ -22,7 +22,7 @@ class Tile(NamedTuple):
     split_k: int = 0  # 2^split_k warps share rows; each multiplies a share of all channels, and they add up scores
     roles: bool = False  # two warps of a backward share rows; one computes P, the other dP
     stages: int = 1  # tiles of each streamed operand in shared memory
-    v_early: bool = False  # a forward with one stage loads V with K, not after it
+    load_v_with_k: bool = False  # a forward with one stage loads V with K, not after it
     ds_over_q: bool = False  # dkdv with dq stores dS over its tile of Q, which then has one slot
 
     @property
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
     def macros(self) -> list[tuple[str, int]]:
         """Of every kernel with tiles."""
-        found = [("STREAMED_ROWS", self.step), ("WARPS", self.warps), ("MMA_M", self.mma_m)]
+        found = [("STREAMED_ROWS", self.streamed_rows), ("WARPS", self.warps), ("MMA_M", self.mma_m)]
         return [*found, ("MIN_BLOCKS", self.min_blocks), ("QK_IN_REGS", int(self.qk_in_regs))]
 
 
@@ -73,8 +73,8 @@ TURING: dict[str, dict[int, Choice]] = {
         96: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
         112: Choice(Tile(32, 8, 1, 1, stages=3), Tile(16, 4, 1, 2)),
         128: Choice(Tile(32, 8, 1, 1, stages=3), Tile(16, 4, 1, 2, qk_in_regs=False)),
-        160: Choice(ROLES._replace(step=32, stages=2), SPLIT_N),
-        192: Choice(ROLES._replace(step=32, stages=2), SPLIT_N),
+        160: Choice(ROLES._replace(streamed_rows=32, stages=2), SPLIT_N),
+        192: Choice(ROLES._replace(streamed_rows=32, stages=2), SPLIT_N),
         224: Choice(SPLIT_K_2, SPLIT_K_2),
         256: Choice(ROLES, SPLIT_K_2),
         512: Choice(SPLIT_K_4, SPLIT_K_4),

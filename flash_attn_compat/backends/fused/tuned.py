@@ -61,7 +61,7 @@ class TileChoice(NamedTuple):
 
     def __str__(self) -> str:
         tile = self.tile
-        rows, keys = (tile.step, tile.rows) if self.entry == "dkdv" else (tile.rows, tile.step)
+        rows, keys = (tile.streamed_rows, tile.rows) if self.entry == "dkdv" else (tile.rows, tile.streamed_rows)
         return f"{self.entry} of head_dim {self.head_dim}, {self.dtype}: {rows} rows, {keys} keys, {tile.warps} warps"
 
 

@@ -49,7 +49,7 @@ _CONVERSIONS = 10
 
 # Macros that are 0 unless a variant sets them.
 _OFF = (
-    *("SPLIT_N", "SPLIT_K", "SPLIT_R", "STAGES", "V_EARLY", "WITH_DQ", "DS_OVER_Q", "APPEND", "SHARED_GRID"),
+    *("SPLIT_N", "SPLIT_K", "ROLES", "STAGES", "LOAD_V_WITH_K", "FEW_KEYS", "DS_OVER_Q", "APPEND", "SHARED_GRID"),
     *("MMA_K16", "CP_ASYNC", "FLEX", "FLEX_SCORE", "FLEX_MASK"),
 )
 # Features of a kind in kernels with tiles of rows and keys; only the forward reads pages.
@@ -150,7 +150,9 @@ class Kind(NamedTuple):
 
 def _halved(tile: Tile) -> Tile:
     """For sequences that leave half of a tile's rows and keys empty."""
-    return tile._replace(step=min(tile.step, SHORT), warps=tile.warps // 2, min_blocks=tile.min_blocks * 2)
+    return tile._replace(
+        streamed_rows=min(tile.streamed_rows, SHORT), warps=tile.warps // 2, min_blocks=tile.min_blocks * 2
+    )
 
 
 def _is_narrow(kind: Kind) -> bool:
@@ -200,8 +202,8 @@ def _for_few_rows(kind: Kind, small: Tile) -> Tile:
     if kind.type != FP16 or kind.vec != 8 or kind.bias:  # leave no registers
         return small
     more_blocks = kind.size <= 64 and (kind.local or kind.short > 0)
-    v_early = kind.short > 0 or not kind.local
-    return small._replace(v_early=v_early, min_blocks=4 if more_blocks else small.min_blocks)
+    load_v_with_k = kind.short > 0 or not kind.local
+    return small._replace(load_v_with_k=load_v_with_k, min_blocks=4 if more_blocks else small.min_blocks)
 
 
 def forward(kind: Kind) -> Variant:
@@ -211,11 +213,11 @@ def forward(kind: Kind) -> Variant:
     macros += tile.macros()
     macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + kind.newer()
     stages = 1 if kind.cache else tile.stages
-    macros += [("STAGES", stages)] * (stages > 1) + [("V_EARLY", 1)] * (tile.v_early and not kind.cache)
+    macros += [("STAGES", stages)] * (stages > 1) + [("LOAD_V_WITH_K", 1)] * (tile.load_v_with_k and not kind.cache)
     row, row_v = 2 * kind.D, 2 * kind.DV
     # Warps with the same rows exchange partial scores of a tile.
-    partial_sums = tile.warps * tile.mma_m * 16 * tile.step * 4 * (tile.split_k > 0)
-    stationary, streamed = tile.rows * row, tile.step * (min(stages, 2) * row + stages * row_v) + partial_sums
+    partial_sums = tile.warps * tile.mma_m * 16 * tile.streamed_rows * 4 * (tile.split_k > 0)
+    stationary, streamed = tile.rows * row, tile.streamed_rows * (min(stages, 2) * row + stages * row_v) + partial_sums
     shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
@@ -355,7 +357,7 @@ def dkdv(kind: Kind) -> Variant:
     else:
         tile = _tile("dkdv", kind, dkdv_tile)
     # A lane holds neighbouring queries, not keys: no pairs of biases.
-    return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.step * 8)
+    return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.streamed_rows * 8)
 
 
 def dq(kind: Kind) -> Variant:
@@ -368,21 +370,21 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
     macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
     has_dq = entry == "dkdv" and kind.few_keys > 0
-    macros += [("WITH_DQ", 1)] * has_dq + [("DS_OVER_Q", 1)] * tile.ds_over_q + [("SPLIT_N", 1)] * tile.split_n
-    macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + [("SPLIT_R", 1)] * tile.roles
+    macros += [("FEW_KEYS", 1)] * has_dq + [("DS_OVER_Q", 1)] * tile.ds_over_q + [("SPLIT_N", 1)] * tile.split_n
+    macros += [("SPLIT_K", tile.split_k)] * (tile.split_k > 0) + [("ROLES", 1)] * tile.roles
     macros += [("STAGES", tile.stages)] * (tile.stages > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
     stationary = tile.rows * ((not tile.qk_in_regs) * row + (not tile.vo_in_regs) * row_v)
     exchanges = tile.split_n or tile.split_k
-    exchanged = (tile.warps * tile.mma_m * 16 * tile.step // 2 * 2 * 2) * (exchanges > 0)  # halves of P and dS
+    exchanged = (tile.warps * tile.mma_m * 16 * tile.streamed_rows // 2 * 2 * 2) * (exchanges > 0)  # halves of P and dS
     partial_sums = tile.warps * tile.split_k * tile.mma_m * 512
     # Partial sums of S lie in the next tile's place, if that has room.
-    exchanged += tile.rows * tile.step * 2 * (has_dq and not tile.ds_over_q)
-    exchanged += partial_sums * (1 + (tile.step * row < partial_sums or ("CP_ASYNC", 1) in macros))
+    exchanged += tile.rows * tile.streamed_rows * 2 * (has_dq and not tile.ds_over_q)
+    exchanged += partial_sums * (1 + (tile.streamed_rows * row < partial_sums or ("CP_ASYNC", 1) in macros))
     if tile.roles:  # P, for each stage but the one that is loaded
-        exchanged = tile.rows * tile.step * 4 * (tile.stages - 1)
+        exchanged = tile.rows * tile.streamed_rows * 4 * (tile.stages - 1)
     slots, slots_v = 1 if tile.ds_over_q else max(tile.stages, 2), 2 if tile.roles else tile.stages
-    streamed = tile.step * (slots * row + slots_v * row_v) + row_values * slots + exchanged
+    streamed = tile.streamed_rows * (slots * row + slots_v * row_v) + row_values * slots + exchanged
     # Stationary operands go to registers through shared memory; gradients leave through all of it.
     through = tile.rows * max(tile.qk_in_regs * row, tile.vo_in_regs * row_v)
     through = 2 * through if tile.roles else through
