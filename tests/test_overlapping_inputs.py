@@ -233,6 +233,7 @@ def test_a_private_backward_reads_an_overlapping_out_dout_and_lse(backend: str, 
             check_equal(gradients(*given, lse), gradients(*map(copied, (*given, lse))))
 
 
+@originals.needs_grouped_heads
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout", "all four", "attn_mask"])
 def test_pytorchs_attention_on_our_kernels_reads_overlapping_memory(
     which: str, monkeypatch: pytest.MonkeyPatch
