@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ LINES = [line for line in (Path(__file__).parent / "signatures.txt").read_text()
 SIGNATURES = dict(line[:-1].split("(", 1) for line in LINES if "::" not in line)
 SCHEMAS = [line for line in LINES if "::" in line]
 PRIVATE = [name for name in SIGNATURES if ".flash_attn_interface._flash" in name and "2_6" not in name]
-EXTENSIONS = {"s_aux", "k_descale", "v_descale"}  # of ours: keywords at the end, without effect unless given
 
 
 def found(name: str) -> object:
@@ -25,12 +26,20 @@ def found(name: str) -> object:
     return value.forward if name.endswith(".forward") else value  # type: ignore[attr-defined]
 
 
+@functools.cache
+def extensions() -> set[str]:
+    """Keywords that a function documents as ours: at the end, without effect unless given."""
+    docs = "\n".join(inspect.getdoc(found(name)) or "" for name in SIGNATURES)
+    lines = re.findall(r"^ *([a-z_, ]+) \[not in flash-attn", docs, re.MULTILINE)
+    return {name for line in lines for name in line.split(", ")}
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_names_order_and_defaults_match_flash_attn(name: str) -> None:
     parameters = list(inspect.signature(found(name)).parameters.values())  # type: ignore[arg-type]
-    extensions = [p for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY]
-    assert all(p.name in EXTENSIONS and p.default is None for p in extensions)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters if p not in extensions]
+    ours = [p for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY]
+    assert all(p.name in extensions() and p.default is None for p in ours)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters if p not in ours]
     assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
 
 
@@ -41,7 +50,7 @@ def test_getfullargspec_finds_the_arguments_as_ring_attention_looks_for_them(nam
     assert spec.args == [part.split("=")[0] for part in SIGNATURES[name].split(", ")]
     assert (
         spec.varargs is None
-        and EXTENSIONS.issuperset(spec.kwonlyargs)
+        and extensions().issuperset(spec.kwonlyargs)
         and len(spec.defaults or ()) == SIGNATURES[name].count("=")
     )
 

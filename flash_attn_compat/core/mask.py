@@ -22,6 +22,8 @@ Made = TypeVar("Made")
 
 # No sequence is longer. Kernels add bounds to positions in int32, so none of ours may be larger either.
 MOST_TOKENS = 2**30
+# Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
+_MAX_WINDOW = 2**29
 
 
 class Range(NamedTuple):
@@ -38,8 +40,8 @@ class Range(NamedTuple):
 class Mask(NamedTuple):
     """A band of visible keys around each row's own position; ``None`` means unbounded on that side.
 
-    A rule beyond the band is a further field; it counts in ``of``, ``features``, ``is_full`` and ``hidden``. Backends
-    that ask the other methods decline its feature until these know it, too.
+    A rule beyond the band is a further field; it counts in ``of``, ``features`` and ``hidden``. Backends that ask the
+    other methods decline its feature until these know it, too.
     """
 
     left: int | None = None
@@ -78,6 +80,12 @@ class Mask(NamedTuple):
     def window(self) -> tuple[int, int]:
         """(left, right) as flash-attn takes them: -1 where unbounded."""
         return -1 if self.left is None else self.left, -1 if self.right is None else self.right
+
+    @property
+    def kernel_fields(self) -> dict[str, int]:
+        """The fields of struct Params (cuda/params.cuh) that say the mask."""
+        left, right = self.window
+        return {"window_left": min(left, _MAX_WINDOW), "window_right": min(right, _MAX_WINDOW)}
 
     @property
     def is_full(self) -> bool:

@@ -28,8 +28,6 @@ from flash_attn_compat.core.torch_state import note_written
 _INPUTS = (*PackedInputs._fields[:-1], "bias", "rng_state", *CacheInputs._fields[-4:])
 _MAX_INT = 2**31 - 1
 _MAX_BLOCKS = 2**31 - 1
-# Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
-_MAX_WINDOW = 2**29
 # Up to so many elements, loading them one by one costs less than an aligned copy.
 MAX_SCALAR_LOADS = 2**18
 
@@ -371,7 +369,6 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
 def call_fields(call: AttentionCall) -> dict[str, params.Value]:
     """Return the fields of struct Params that follow from a call's shapes and options, for any kernel."""
     q, k, v = call.q, call.k, call.v
-    left, right = call.mask.window
     same = "batch", "nheads", "nheads_k", "softmax_scale", "softcap"
     fields: dict[str, params.Value] = {name: getattr(call, name) for name in same}
     fields |= {
@@ -384,8 +381,7 @@ def call_fields(call: AttentionCall) -> dict[str, params.Value]:
         "total_k": k.shape[0] if call.cu_seqlens_k is not None else 0,
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
-        "window_left": min(left, _MAX_WINDOW),
-        "window_right": min(right, _MAX_WINDOW),
+        **call.mask.kernel_fields,
         "lse_has_position": int(call.lse_carries_alibi_position),
         "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
         "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
