@@ -14,7 +14,7 @@ from flash_attn_compat.core.arguments.options import split_descales
 from flash_attn_compat.core.call import BackwardInputs
 from flash_attn_compat.core.checks import is_given
 from flash_attn_compat.core.inputs import DenseInputs, Options, PackedInputs
-from flash_attn_compat.core.scores import key_block_size, round_up
+from flash_attn_compat.core.kernel_layout import key_block_size, round_up
 from flash_attn_compat.dispatch.raw import BACKWARD, backward, forward, forward_use, varlen_forward
 
 USE_TRITON_ROCM = False

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "flash_attn_compat"
 LAYERS = (
     ("settings", "installed", "bert_padding"),
     ("core",),  # values and arithmetic
-    ("backends.base",),
+    ("backends.base", "backends.varlen", "backends.scores", "backends.compilation"),
     ("backends",),
     ("dispatch",),
     ("dispatch",),

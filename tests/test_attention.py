@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_varlen_func
-from flash_attn_compat.backends import sdpa
-from flash_attn_compat.core import varlen
+from flash_attn_compat.backends import sdpa, varlen
 from flash_attn_compat.core.call import BackwardInputs
 from tests.fuzz import must_serve
 from tests.plain import some_of

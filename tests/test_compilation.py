@@ -11,7 +11,7 @@ import torch
 
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends import chunked
-from flash_attn_compat.core.compilation import OptionallyCompiled
+from flash_attn_compat.backends.compilation import OptionallyCompiled
 from verify.drawing import random_problem
 from verify.examination import Examination
 from verify.problems import Problem

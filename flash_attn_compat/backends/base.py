@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends.varlen import Block, Layout, Places, whole_block, with_folded_factor
 from flash_attn_compat.core import alibi, dropout
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.arguments import call_of
@@ -24,7 +25,6 @@ from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardR
 from flash_attn_compat.core.entry import BackwardRun, Run, RunInto
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
 from flash_attn_compat.core.inputs import NO_INPUTS, CacheInputs, Inputs, Options
-from flash_attn_compat.core.varlen import Block, Layout, Places, whole_block, with_folded_factor
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 FLOAT_DTYPES = HALF_DTYPES | {torch.float32, torch.float64}

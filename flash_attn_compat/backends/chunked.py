@@ -17,13 +17,13 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
+from flash_attn_compat.backends.compilation import OptionallyCompiled
+from flash_attn_compat.backends.varlen import Block
 from flash_attn_compat.core import alibi
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs
-from flash_attn_compat.core.compilation import OptionallyCompiled
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, lse_dtype
 from flash_attn_compat.core.features import Feature, all_but, lacks_tensor_cores
 from flash_attn_compat.core.kernel_layout import ready
 from flash_attn_compat.core.mask import ByDistance, Range
-from flash_attn_compat.core.varlen import Block, lse_dtype
 
 _BMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
 

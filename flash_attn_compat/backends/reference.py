@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
+from flash_attn_compat.backends.scores import scores_of
+from flash_attn_compat.backends.varlen import Block
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.features import all_but
 from flash_attn_compat.core.mask import Range
-from flash_attn_compat.core.scores import scores_of
-from flash_attn_compat.core.varlen import Block
 
 
 class Reference(BlockwiseBackend):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
@@ -214,3 +215,8 @@ def _given(softmax_lse: Tensor | None) -> Tensor:
     if softmax_lse is None:
         raise RuntimeError("softmax_lse is missing, although it was asked for")
     return softmax_lse
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return softmax_lse's dtype for q's: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""The memory layout that PyTorch's CUDA kernels need: channels in multiples of 8, aligned to 16 bytes."""
+"""What other kernels ask of memory: PyTorch's aligned channels, and the key blocks of flash-attn's forward."""
 
 from __future__ import annotations
 
@@ -34,3 +34,23 @@ def padded(tensor: Tensor) -> Tensor:
 def narrowed(result: Tensor, head_dim: int) -> Tensor:
     """Return the first ``head_dim`` channels: those that ``padded`` did not add."""
     return result if result.shape[-1] == head_dim else result[..., :head_dim]
+
+
+def round_up(number: int, multiple: int) -> int:
+    return (number + multiple - 1) // multiple * multiple
+
+
+def key_block_size(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """The key block of flash-attn 2.8's forward kernel for this head_dim.
+
+    On CUDA it depends on the GPU at head dims 97 to 128; other devices count as the common kind.
+    """
+    assert head_dim <= 256
+    if head_dim <= 32:
+        return 128
+    if head_dim <= 64:
+        return 64 if is_dropout else 128
+    if not 96 < head_dim <= 128:
+        return 64
+    is_small = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 6), (8, 9))
+    return 64 if not is_dropout and (is_causal or not is_small) else 32

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flash_attn_compat.core import checks, overlap
 from flash_attn_compat.core.arguments.options import integer, split_descales
+from flash_attn_compat.core.call import lse_dtype
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import CacheInputs, Options, new_tuple
-from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, sharding
 from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, refuse_private
 from flash_attn_compat.dispatch.serve import find, run

@@ -19,13 +19,12 @@ from flash_attn_compat import settings
 from flash_attn_compat.core import checks, dropout
 from flash_attn_compat.core.arguments.build import with_page_lengths
 from flash_attn_compat.core.arguments.options import CHECKS
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, lse_dtype
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, PackedInputs
-from flash_attn_compat.core.scores import round_up
+from flash_attn_compat.core.kernel_layout import round_up
 from flash_attn_compat.core.torch_state import tracing_state, with_autograd
-from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import op_derivatives, serve, sharding
 from flash_attn_compat.dispatch.autograd import (
     differentiable_gradients,

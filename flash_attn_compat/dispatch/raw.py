@@ -17,7 +17,7 @@ from flash_attn_compat.core.arguments.build import with_page_lengths
 from flash_attn_compat.core.call import BackwardInputs, Gradients
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import Inputs, Options, PackedInputs
-from flash_attn_compat.core.scores import round_up
+from flash_attn_compat.core.kernel_layout import round_up
 from flash_attn_compat.dispatch import choice, ops
 from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, recorded_use
 from flash_attn_compat.dispatch.serve import backward_inputs, find, gradients, run, run_outside_autograd

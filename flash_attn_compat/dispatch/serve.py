@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, NegatedView
+from flash_attn_compat.backends.scores import signed_probabilities
 from flash_attn_compat.core import checks, cuda_capture, torch_state
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.arguments import check as check_arguments
 from flash_attn_compat.core.arguments.options import checked, integers_of
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
+from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result, lse_dtype
 from flash_attn_compat.core.entry import BackwardRun, Entry, Key, Run, RunInto, never_run
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import NO_INPUTS, Inputs, Options, new_tuple
-from flash_attn_compat.core.scores import signed_probabilities
-from flash_attn_compat.core.varlen import lse_dtype
 from flash_attn_compat.dispatch import at_exit, call_cache, choice, sharding
 
 LSE = int(Feature.LSE)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends.varlen import Block, Layout
 from flash_attn_compat.core import alibi, torch_state
 from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.kernel_layout import key_block_size, round_up
 from flash_attn_compat.core.mask import Range
-from flash_attn_compat.core.varlen import Block, Layout
 
 
 def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tensor:
@@ -35,26 +36,6 @@ def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tenso
             rows, keys = min(tile.shape[1], shape[2]), min(tile.shape[2], shape[3])
             signed[block.sequences[0], :, :rows, :keys] = tile[:, :rows, :keys]
     return signed
-
-
-def round_up(number: int, multiple: int) -> int:
-    return (number + multiple - 1) // multiple * multiple
-
-
-def key_block_size(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """The key block of flash-attn 2.8's forward kernel for this head_dim.
-
-    On CUDA it depends on the GPU at head dims 97 to 128; other devices count as the common kind.
-    """
-    assert head_dim <= 256
-    if head_dim <= 32:
-        return 128
-    if head_dim <= 64:
-        return 64 if is_dropout else 128
-    if not 96 < head_dim <= 128:
-        return 64
-    is_small = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 6), (8, 9))
-    return 64 if not is_dropout and (is_causal or not is_small) else 32
 
 
 def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.core import alibi, cuda_capture, dropout
-from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.call import AttentionCall, lse_dtype
 from flash_attn_compat.core.eight_bit import as_bytes, dequantize, is_eight_bit
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.mask import Range
@@ -391,8 +391,3 @@ def _numbers(name: str, lengths: Tensor) -> list[int]:
             "explain() says why the backends that need not read it do not serve"
         )
     return numbers_of(lengths)
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return softmax_lse's dtype for q's: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
