@@ -56,11 +56,29 @@ def format_tile(tile: Tile | None) -> str:
 
 
 @contextmanager
-def replace_result(module: ModuleType, function: str, result: Tile | int | None) -> Iterator[None]:
+def replace_tile(entry: str, tile: Tile) -> Iterator[None]:
+    """Give a kernel ``tile`` during a block. entry: few_keys for dkdv where one tile holds all keys"""
+    before = variants.choose_tile
+
+    def choose(asked: str, kind: variants.Kind) -> Tile:
+        return tile if entry == ("few_keys" if kind.few_keys else asked) else before(asked, kind)
+
+    with _replace_function(variants, "choose_tile", choose):
+        yield
+
+
+@contextmanager
+def replace_result(module: ModuleType, function: str, result: int | None) -> Iterator[None]:
     """Make a function of ``module`` return ``result`` during a block, unless that is None."""
+    with _replace_function(module, function, None if result is None else lambda *arguments: result):
+        yield
+
+
+@contextmanager
+def _replace_function(module: ModuleType, function: str, instead: Callable[..., object] | None) -> Iterator[None]:
     before = getattr(module, function)
-    if result is not None:
-        setattr(module, function, lambda *arguments: result)
+    if instead is not None:
+        setattr(module, function, instead)
     call_cache.forget()
     try:
         with flash_attn_compat.use_backend("fused"):
@@ -86,9 +104,7 @@ def tile_jobs(entry: str, tiles: Tiles, problem: Workload, dtype: torch.dtype) -
     arguments = problem.call("cuda", dtype)
     attend = flash_attn_call(flash_attn_compat, arguments)
     call = partial(attend, *arguments.qkv) if entry == "forward" else backward_job(attend, arguments.qkv)
-    return forward_only(
-        {format_tile(tile): Job(call, partial(replace_result, variants, f"{entry}_tile", tile)) for tile in tiles}
-    )
+    return forward_only({format_tile(tile): Job(call, partial(replace_tile, entry, tile)) for tile in tiles})
 
 
 @cache
@@ -100,7 +116,7 @@ def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> 
     masked = {"local": True}
     compiled: list[variants.Variant] = []
     for tile in tiles:
-        with replace_result(variants, f"{entry}_tile", tile):
+        with replace_tile(entry, tile):
             for flags in ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True}):
                 compiled.append(getattr(variants, entry)(kind._replace(**flags)))
     nvrtc.load_all(compiled, 0)  # a tile that does not fit fails later, when it is timed

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernel_tiles import format_tile, replace_result
+from benchmarks.kernel_tiles import format_tile, replace_tile
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends.fused import aot, nvrtc, variants
 from flash_attn_compat.backends.fused.grids import choose_one_tile, takes_small_tiles
@@ -177,7 +177,7 @@ def variants_of(shape: Shape, number: int) -> set[variants.Variant]:
         make = variants.MAKERS["dkdv" if entry == "few_keys" else entry]
         found.add(make(kind))
         for tile in tiles:
-            with replace_result(variants, f"{entry}_tile", tile):
+            with replace_tile(entry, tile):
                 found.add(make(kind))
     return found
 
@@ -203,7 +203,7 @@ def time_calls(call: Callable[..., Tensor], qkv: tuple[Tensor, ...], choice: Cho
         with ExitStack() as stack:
             stack.enter_context(use_backend("fused"))
             for entry, tile in choice.items():
-                stack.enter_context(replace_result(variants, f"{entry}_tile", tile))
+                stack.enter_context(replace_tile(entry, tile))
             replays = [capture(Job(one), "cuda") for one in (partial(call, *qkv), train)]
         first, second = (fastest(replay, "cuda", readings=3, calls=10) for replay, _ in replays)
         return first, second

@@ -130,7 +130,7 @@ class Tuning:
     def _tiles(self, entry: str, shape: Shape) -> tuple[Tile | None, ...]:
         """Return the tiles to time; None stands for the default ones, which may differ between kinds of calls."""
         kind = Kind(self._number, variants.FP16, shape.head_dim)
-        default = getattr(variants, f"{entry}_tile")(kind)
+        default = variants.choose_tile(entry, kind)
         return None, *(tile for tile in candidates.candidate_tiles(entry, self._number, kind.D) if tile != default)
 
     def _card_with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:

@@ -184,7 +184,7 @@ CANDIDATES = [
     for entry in candidates.ENTRIES
     for D in variants.HEAD_DIMS
     for tile in candidates.candidate_tiles(entry, number, D)
-    if tile != getattr(variants, f"{entry}_tile")(Kind(number, FP16, D, local=True))
+    if tile != variants.choose_tile(entry, Kind(number, FP16, D, local=True))
 ]
 
 

@@ -81,7 +81,7 @@ def make_rows(
     for D, entry in itertools.product(head_dims, entries):
         kind = Kind(75, variants.FP16, D)
         tiles = (
-            getattr(variants, f"{entry}_tile")(kind),
+            variants.choose_tile(entry, kind),
             *(candidates.candidate_tiles(entry, 75, D) if every_tile else ()),
         )
         for tile in dict.fromkeys(tiles):

@@ -22,7 +22,7 @@ from verify.judge import Check
 from verify.problems import Problem
 
 
-def small_tile(kind: Kind) -> Tile:
+def small_tile(entry: str, kind: Kind) -> Tile:
     """The usual steps of keys, of rows no more than there are."""
     return Tile(64, 2, 1, 1)
 
@@ -33,7 +33,7 @@ def errors(problem: Problem, truncates: bool, decodes: bool = False) -> dict[str
         fused_on_cpu.emulate(patch, 75, truncates=truncates)
         patch.setattr(variants, "takes_decode", lambda *shapes: decodes)
         patch.setattr(grids, "count_splits", lambda *shapes: 1)
-        patch.setattr(variants, "forward_tile", small_tile)
+        patch.setattr(variants, "choose_tile", small_tile)
         verdict = Examination(problem).judge("fused")
     assert not verdict.refused and not verdict.errors, verdict
     return {check.quantity: check for check in verdict.checks}

@@ -162,7 +162,7 @@ def test_no_tile_is_wider_than_a_pass_over_a_mask_expects() -> None:
     ]
     for number in (75, 80):
         for kind in variants.kinds(number):
-            found += [table(kind) for table in (variants.forward_tile, variants.dkdv_tile, variants.dq_tile)]
+            found += [variants.choose_tile(entry, kind) for entry in ("forward", "dkdv", "dq")]
     assert all(variants.WIDEST_TILE % tile.streamed_rows == 0 for tile in found)
     assert all(variants.WIDEST_TILE % tile.rows == 0 for tile in found)
 

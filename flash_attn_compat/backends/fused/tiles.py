@@ -1,10 +1,12 @@
-"""The tiles of the fused kernels: their sizes, and those that calls on Turing take, by entry and head dim.
+"""The tiles of the fused kernels, in one table: by GPU, entry and head dim, then by the kind of call.
 
-variants.py has the rules for newer GPUs, and chooses; candidates.py lists the tiles among which ``tune`` looks.
+A call is of several kinds, the most particular first and USUAL last (variants.kinds_of_call). It takes the tile of the
+first one that its row has. candidates.py lists the tiles among which ``tune`` looks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -36,65 +38,171 @@ class Tile(NamedTuple):
         return [*found, ("MIN_BLOCKS", self.min_blocks), ("QK_IN_REGS", int(self.qk_in_regs))]
 
 
-class Choice(NamedTuple):
-    """small: the tile for few rows and narrow windows, which would leave most of a tall tile empty or masked"""
+# Kinds of calls. SHORT_SEQUENCES: leave half of a small tile's rows and keys empty; FEW_ROWS: leave half of a tall tile
+# empty, or multiprocessors idle. With few rows blocks mostly wait for their first loads: FEW_ROWS_AND_KEYS,
+# FEW_LOCAL_ROWS and FEW_FREE_ROWS are those for which the kernel has registers to load V with K. UNLIKE: q and v have
+# different head dims; CONVERTED: each tile converts bf16; LESS_SHARED: a multiprocessor has less shared memory than an
+# A100's or H100's.
+SHORT_SEQUENCES, NARROW_WINDOW, SOFTCAP, DROPOUT = "short sequences", "narrow window", "softcap", "dropout"
+FEW_ROWS_AND_KEYS, FEW_LOCAL_ROWS, FEW_FREE_ROWS = "few rows and keys", "few local rows", "few free rows"
+FEW_ROWS, UNLIKE, BIASES, DENSE_MASK = "few rows", "unlike head dims", "biases", "dense mask"
+UNALIGNED, CONVERTED, LOCAL, LESS_SHARED, USUAL = "unaligned", "converted", "local", "less shared memory", "usual"
 
-    usual: Tile
-    small: Tile
+Row = dict[str, Tile]
+
+
+def few_keys(keys: int) -> str:
+    """Return the kind of a backward whose one tile of ``keys`` has all keys of a sequence."""
+    return f"at most {keys} keys"
 
 
 SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
 ROLES = Tile(16, 8, 1, 1, roles=True, stages=3)
 SPLIT_K_2, SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
+_K_SHARED = Tile(32, 8, 1, 1, qk_in_regs=False)  # K stays in shared memory, where dq reads it
+# dS then takes the place of Q.
+_OVER_Q = _K_SHARED._replace(ds_over_q=True)
+_ASYNC = Tile(64, 4, 1, 1, qk_in_regs=False, vo_in_regs=False, cp_async=True)
+
+
+def _forward(usual: Tile, small: Tile, **others: Tile) -> Row:
+    row = dict.fromkeys((NARROW_WINDOW, SOFTCAP, DROPOUT, FEW_ROWS, FEW_LOCAL_ROWS), small)
+    early = small._replace(load_v_with_k=True)
+    return row | {FEW_FREE_ROWS: early, FEW_ROWS_AND_KEYS: early} | _named(others) | {USUAL: usual}
+
+
+def _narrow_forward(usual: Tile, small: Tile, **others: Tile) -> Row:
+    """Up to head dims of 64: more blocks find room, and short sequences have a tile of their own."""
+    packed = small._replace(min_blocks=4)
+    own = {FEW_LOCAL_ROWS: packed, FEW_ROWS_AND_KEYS: packed._replace(load_v_with_k=True)}
+    return _forward(usual, small, biases=small, **others) | {SHORT_SEQUENCES: Tile(32, 2, 1, 6)} | own
+
+
+def _backward(usual: Tile, small: Tile, **others: Tile) -> Row:
+    return dict.fromkeys((NARROW_WINDOW, FEW_ROWS), small) | _named(others) | {USUAL: usual}
+
+
+def _named(others: dict[str, Tile]) -> Row:
+    return {name.replace("_", " "): tile for name, tile in others.items()}
+
+
 # For sm_75: among tiles that hardly spill the best by the model of benchmarks.kernel_report, or by the simulation of
 # benchmarks.turing_sm where that is clear (docs/kernels.md).
-TURING: dict[str, dict[int, Choice]] = {
+TURING: dict[str, dict[int, Row]] = {
     "forward": {
-        16: Choice(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3)),
-        32: Choice(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3)),
-        48: Choice(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
-        64: Choice(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
-        80: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
-        96: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
-        112: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        128: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        160: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        192: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
-        224: Choice(Tile(32, 8, 1, 1), Tile(16, 4, 1, 2)),
-        256: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        512: Choice(SPLIT_K_2, SPLIT_K_2),
+        16: _narrow_forward(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), converted=Tile(64, 4, 2, 2)),
+        32: _narrow_forward(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), converted=Tile(64, 4, 2, 2)),
+        48: _narrow_forward(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
+        64: _narrow_forward(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
+        80: _forward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), biases=Tile(64, 4, 1, 2)),
+        96: _forward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), biases=Tile(64, 4, 1, 2)),
+        112: _forward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
+        128: _forward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
+        160: _forward(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
+        192: _forward(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2), biases=Tile(32, 8, 1, 1)),
+        224: _forward(Tile(32, 8, 1, 1), Tile(16, 4, 1, 2)),
+        256: _forward(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+        512: _forward(SPLIT_K_2, SPLIT_K_2),
     },
     "dkdv": {
-        16: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 3)),
-        32: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 2)),
-        48: Choice(Tile(64, 4, 1, 2), Tile(64, 4, 1, 2)),
-        64: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        80: Choice(Tile(32, 4, 1, 2), Tile(32, 4, 1, 2)),
-        96: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
-        112: Choice(Tile(32, 8, 1, 1, stages=3), Tile(16, 4, 1, 2)),
-        128: Choice(Tile(32, 8, 1, 1, stages=3), Tile(16, 4, 1, 2, qk_in_regs=False)),
-        160: Choice(ROLES._replace(streamed_rows=32, stages=2), SPLIT_N),
-        192: Choice(ROLES._replace(streamed_rows=32, stages=2), SPLIT_N),
-        224: Choice(SPLIT_K_2, SPLIT_K_2),
-        256: Choice(ROLES, SPLIT_K_2),
-        512: Choice(SPLIT_K_4, SPLIT_K_4),
+        16: _backward(Tile(64, 4, 1, 3), Tile(64, 4, 1, 3), short_sequences=Tile(32, 2, 1, 6)),
+        32: _backward(Tile(64, 4, 1, 3), Tile(64, 4, 1, 2), short_sequences=Tile(32, 2, 1, 4))
+        | {
+            few_keys(32): Tile(32, 2, 1, 3, qk_in_regs=False),
+            few_keys(64): Tile(32, 4, 1, 3, qk_in_regs=False),
+            **dict.fromkeys((few_keys(96), few_keys(128)), Tile(32, 4, 2, 2, qk_in_regs=False)),
+        },
+        48: _backward(Tile(64, 4, 1, 2), Tile(64, 4, 1, 2), short_sequences=Tile(32, 2, 1, 4)),
+        64: _backward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), short_sequences=Tile(32, 2, 1, 4))
+        | {
+            few_keys(32): Tile(32, 2, 1, 2, qk_in_regs=False),
+            few_keys(64): Tile(64, 4, 1, 2, qk_in_regs=False, ds_over_q=True),
+            few_keys(96): _K_SHARED,
+            few_keys(128): _K_SHARED._replace(streamed_rows=64),
+        },
+        80: _backward(Tile(32, 4, 1, 2), Tile(32, 4, 1, 2)),
+        96: _backward(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2))
+        | {few_keys(64): Tile(32, 4, 1, 2, qk_in_regs=False, ds_over_q=True)},
+        112: _backward(
+            Tile(32, 8, 1, 1, stages=3), Tile(16, 4, 1, 2), dense_mask=Tile(16, 8, 1, 1), unaligned=Tile(16, 8, 1, 1)
+        ),
+        128: _backward(
+            Tile(32, 8, 1, 1, stages=3), Tile(16, 4, 1, 2, qk_in_regs=False),
+            dense_mask=Tile(16, 8, 1, 1), unaligned=Tile(16, 8, 1, 1),
+        )
+        | {
+            few_keys(64): Tile(16, 4, 1, 2, qk_in_regs=False, ds_over_q=True),
+            **dict.fromkeys((few_keys(96), few_keys(128)), _OVER_Q),
+        },
+        160: _backward(ROLES._replace(streamed_rows=32, stages=2), SPLIT_N, unlike_head_dims=SPLIT_N),
+        192: _backward(ROLES._replace(streamed_rows=32, stages=2), SPLIT_N, unlike_head_dims=SPLIT_N),
+        224: _backward(SPLIT_K_2, SPLIT_K_2),
+        256: _backward(ROLES, SPLIT_K_2, unlike_head_dims=SPLIT_K_2),
+        512: _backward(SPLIT_K_4, SPLIT_K_4),
     },
     "dq": {
-        16: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
-        32: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
-        48: Choice(Tile(32, 4, 2, 2), Tile(32, 4, 1, 3)),
-        64: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
-        80: Choice(Tile(16, 4, 2, 2), Tile(64, 4, 1, 2)),
-        96: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
-        112: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
-        128: Choice(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
-        160: Choice(Tile(16, 4, 1, 2), SPLIT_N),
-        192: Choice(Tile(16, 4, 1, 2), SPLIT_N),
-        224: Choice(SPLIT_N, SPLIT_N),
-        256: Choice(SPLIT_N, SPLIT_N),
-        512: Choice(SPLIT_K_4, SPLIT_K_4),
+        16: _backward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3), short_sequences=Tile(32, 2, 1, 6)),
+        32: _backward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3), short_sequences=Tile(32, 2, 1, 6)),
+        48: _backward(Tile(32, 4, 2, 2), Tile(32, 4, 1, 3), short_sequences=Tile(32, 2, 1, 6)),
+        64: _backward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), short_sequences=Tile(32, 2, 1, 4)),
+        80: _backward(Tile(16, 4, 2, 2), Tile(64, 4, 1, 2)),
+        96: _backward(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
+        112: _backward(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
+        128: _backward(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2)),
+        160: _backward(Tile(16, 4, 1, 2), SPLIT_N),
+        192: _backward(Tile(16, 4, 1, 2), SPLIT_N),
+        224: _backward(SPLIT_N, SPLIT_N),
+        256: _backward(SPLIT_N, SPLIT_N),
+        512: _backward(SPLIT_K_4, SPLIT_K_4),
     },
+}  # fmt: skip
+
+
+def _by_size(*rows: tuple[Sequence[int], Row]) -> dict[int, Row]:
+    return {size: row for sizes, row in rows for size in sizes}
+
+
+def _more_work(usual: Tile, small: Tile, *names: str) -> Row:
+    return dict.fromkeys((DROPOUT, BIASES, *names), small) | {USUAL: usual}
+
+
+# From sm_80 on the fastest of benchmarks/kernel_tiles.py on an H200. At 64 dq's own rows in shared memory take 56 KB:
+# GPUs with 100 KB a multiprocessor would hold one block rather than two.
+NEWER: dict[str, dict[int, Row]] = {
+    "forward": _by_size(
+        ((16, 32), _more_work(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), NARROW_WINDOW, DENSE_MASK)),
+        ((48, 64), _more_work(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), SOFTCAP, NARROW_WINDOW, FEW_ROWS)),
+        ((80, 96, 112, 128), _more_work(Tile(64, 4, 2, 1, qk_in_regs=False), Tile(64, 4, 1, 2), SOFTCAP, FEW_ROWS)),
+        ((160, 192), {USUAL: Tile(64, 4, 1, 2)}),
+        ((224, 256), {USUAL: Tile(64, 4, 1, 1, qk_in_regs=False)}),
+        ((512,), {USUAL: SPLIT_K_2}),
+    ),
+    "dkdv": _by_size(
+        ((16, 32), {USUAL: Tile(64, 4, 1, 2, cp_async=True)}),
+        ((48, 64), {USUAL: Tile(32, 4, 2, 2, qk_in_regs=False, vo_in_regs=False, cp_async=True)}),
+        ((80, 96, 112, 128), {USUAL: _ASYNC}),
+        ((160,), {USUAL: _ASYNC._replace(streamed_rows=32)}),  # where dk and dv fit into registers together
+        ((192,), {USUAL: SPLIT_N._replace(cp_async=True)}),
+        ((224, 256), {USUAL: SPLIT_K_2._replace(cp_async=True)}),
+        ((512,), {USUAL: SPLIT_K_4._replace(cp_async=True)}),
+    ),
+    "dq": _by_size(
+        ((16, 32), {USUAL: Tile(32, 4, 2, 2)}),
+        (
+            (48, 64),
+            dict.fromkeys((LOCAL, LESS_SHARED), Tile(64, 4, 2, 1, cp_async=True))
+            | {USUAL: Tile(64, 4, 2, 1, qk_in_regs=False, vo_in_regs=False, cp_async=True)},
+        ),
+        ((80, 96, 112, 128), {USUAL: Tile(64, 4, 1, 1, cp_async=True)}),
+        ((160,), {USUAL: Tile(32, 4, 1, 1, cp_async=True)}),
+        ((192,), {USUAL: Tile(32, 4, 1, 1, vo_in_regs=False, cp_async=True)}),
+        ((224, 256), {USUAL: Tile(16, 4, 1, 1, qk_in_regs=False, vo_in_regs=False)}),
+        ((512,), {USUAL: SPLIT_K_4._replace(cp_async=True)}),
+    ),
 }
 
-# Under dense masks and for unaligned rows, where the usual tile would spill more than other tiles do.
-CROWDED = {("dkdv", 112): Tile(16, 8, 1, 1), ("dkdv", 128): Tile(16, 8, 1, 1)}
+
+def find_tile(number: int, entry: str, size: int, kinds: Sequence[str]) -> Tile:
+    """Return the tile of the first of ``kinds`` that the row has. number: of the architecture; size: of a head"""
+    row = (TURING if number < 80 else NEWER)[entry][size]
+    return next(row[kind] for kind in kinds if kind in row)

@@ -7,10 +7,11 @@ counts the blocks. The offline compile test, the self-test and ``compile`` read 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from flash_attn_compat.backends.fused.tiles import CROWDED, SPLIT_K_2, SPLIT_K_4, SPLIT_N, TURING, Tile
+from flash_attn_compat.backends.fused import tiles
+from flash_attn_compat.backends.fused.tiles import Tile
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
@@ -25,8 +26,8 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
 _NARROW = 256
 FEW_ROWS = 64
-# Rows and keys for which tiles are halved, up to a head dim at which two such blocks fit in the place of one.
-SHORT, _SHORT_SIZE = 32, 64
+# Rows and keys that leave half of a small tile empty.
+SHORT = 32
 # The most keys of sequences for which one tile holds all keys, and the sizes of heads that have room for it.
 _NARROW_HEADS, _WIDE_HEADS = (16, 32, 48, 64), (112, 128)
 ONE_TILE = {
@@ -148,66 +149,45 @@ class Kind(NamedTuple):
         return [("MMA_K16", 1), *([("CP_ASYNC", 1)] if asynchronous else [])]
 
 
-def _halved(tile: Tile) -> Tile:
-    """For sequences that leave half of a tile's rows and keys empty."""
-    return tile._replace(
-        streamed_rows=min(tile.streamed_rows, SHORT), warps=tile.warps // 2, min_blocks=tile.min_blocks * 2
-    )
-
-
 def _is_narrow(kind: Kind) -> bool:
     return kind.window is not None and kind.window < _NARROW
 
 
-def _tile(entry: str, kind: Kind, table: Callable[[Kind], Tile]) -> Tile:
-    """The tile that ``tune`` found for kinds like the timed ones; else the table's."""
-    usual = not (_is_narrow(kind) or kind.few_rows or kind.softcap or kind.dropout)
-    return (dict(kind.tiles).get(entry) if usual else None) or table(kind)
+def kinds_of_call(kind: Kind) -> list[str]:
+    """Return the names of tiles.py that a kind has, the most particular first."""
+    # Other kernels of few rows have no registers to load V with K.
+    loads_v = kind.few_rows and kind.type == FP16 and kind.vec == 8 and not kind.bias
+    named = {
+        tiles.few_keys(kind.few_keys): kind.few_keys > 0,
+        tiles.SHORT_SEQUENCES: kind.short == SHORT,
+        tiles.NARROW_WINDOW: _is_narrow(kind),
+        tiles.SOFTCAP: kind.softcap,
+        tiles.DROPOUT: kind.dropout,
+        tiles.FEW_ROWS_AND_KEYS: loads_v and kind.short > 0,
+        tiles.FEW_LOCAL_ROWS: loads_v and kind.local,
+        tiles.FEW_FREE_ROWS: loads_v,
+        tiles.FEW_ROWS: kind.few_rows,
+        tiles.UNLIKE: kind.D != kind.DV,
+        tiles.BIASES: kind.bias > BOOLEANS,
+        tiles.DENSE_MASK: kind.bias > 0,
+        tiles.UNALIGNED: kind.vec != 8,
+        tiles.CONVERTED: kind.type == BF16_AS_FP16 and not kind.copied,
+        tiles.LOCAL: kind.local,
+        tiles.LESS_SHARED: kind.number not in (80, 90),
+        tiles.USUAL: True,
+    }
+    return [name for name, has in named.items() if has]
 
 
-def _timed(kind: Kind) -> int:
-    """The next of the sizes that were timed on newer GPUs."""
-    return next(size for size in (32, 64, 128, 256, 512) if kind.size <= size)
-
-
-def forward_tile(kind: Kind) -> Tile:
-    """From sm80 on the fastest of benchmarks/kernel_tiles.py on an H200."""
-    more_work, D = kind.softcap or kind.dropout, _timed(kind)
-    if kind.number < 80:
-        choice = TURING["forward"][kind.size]
-        if kind.short == SHORT and kind.size <= _SHORT_SIZE:
-            return _halved(choice.small)
-        if _is_narrow(kind) or more_work or (kind.bias > BOOLEANS and kind.size <= 96):
-            return choice.small
-        if kind.few_rows:
-            return _for_few_rows(kind, choice.small)
-        converts = kind.type == BF16_AS_FP16 and not kind.copied
-        if kind.bias > BOOLEANS:  # leaves no registers for stages
-            return choice.usual._replace(stages=1)
-        return Tile(64, 4, 2, 2) if D == 32 and converts else choice.usual
-    if D == 512:
-        return SPLIT_K_2
-    more_work = more_work or kind.bias > BOOLEANS
-    if D == 32:
-        return Tile(64 if _is_narrow(kind) or kind.dropout or kind.bias else 128, 4, 1, 3)
-    if D == 64:
-        return Tile(64, 4, 1, 3) if _is_narrow(kind) or kind.few_rows or more_work else Tile(64, 4, 2, 2)
-    if D == 128:
-        return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, qk_in_regs=False)
-    return Tile(64, 4, 1, 2) if kind.size <= 192 else Tile(64, 4, 1, 1, qk_in_regs=False)
-
-
-def _for_few_rows(kind: Kind, small: Tile) -> Tile:
-    """The tile of a forward on Turing whose blocks mostly wait for their first loads."""
-    if kind.type != FP16 or kind.vec != 8 or kind.bias:  # leave no registers
-        return small
-    more_blocks = kind.size <= 64 and (kind.local or kind.short > 0)
-    load_v_with_k = kind.short > 0 or not kind.local
-    return small._replace(load_v_with_k=load_v_with_k, min_blocks=4 if more_blocks else small.min_blocks)
+def choose_tile(entry: str, kind: Kind) -> Tile:
+    """Return the tile that ``tune`` found, for kinds like the timed ones; else the table's."""
+    is_timed = not (_is_narrow(kind) or kind.few_rows or kind.softcap or kind.dropout or kind.few_keys)
+    found = dict(kind.tiles).get(entry) if is_timed else None
+    return found or tiles.find_tile(kind.number, entry, kind.size, kinds_of_call(kind))
 
 
 def forward(kind: Kind) -> Variant:
-    tile = _tile("forward", kind, forward_tile)
+    tile = choose_tile("forward", kind)
     kind = _rounded(kind, tile)
     macros = kind.macros(*_FEATURES)
     macros += tile.macros()
@@ -293,75 +273,18 @@ def _power_of_two(D: int) -> int:
     return 1 << (D - 1).bit_length()
 
 
-def _turings(entry: str, kind: Kind) -> Tile:
-    choice = TURING[entry][kind.size]
-    if kind.short == SHORT and kind.size <= _SHORT_SIZE:
-        return _halved(choice.small)
-    if (kind.bias or kind.vec != 8) and (entry, kind.size) in CROWDED:
-        choice = choice._replace(usual=CROWDED[entry, kind.size])
-    mixed = choice.usual.roles and kind.D != kind.DV  # both roles need operands of one size
-    return choice.small if _is_narrow(kind) or kind.few_rows or mixed else choice.usual
-
-
-def dkdv_tile(kind: Kind) -> Tile:
-    """As forward_tile."""
-    if kind.number < 80:
-        return _turings("dkdv", kind)
-    D = _timed(kind)
-    if D == 512:
-        return SPLIT_K_4._replace(cp_async=True)
-    if D == 64:
-        return Tile(32, 4, 2, 2, qk_in_regs=False, vo_in_regs=False, cp_async=True)
-    if D == 32:
-        return Tile(64, 4, 1, 2, cp_async=True)
-    if kind.size <= 160:  # where dk and dv fit into registers together
-        return Tile(64 if D == 128 else 32, 4, 1, 1, qk_in_regs=False, vo_in_regs=False, cp_async=True)
-    return (SPLIT_N if kind.size <= 192 else SPLIT_K_2)._replace(cp_async=True)
-
-
-def dq_tile(kind: Kind) -> Tile:
-    if kind.number < 80:
-        return _turings("dq", kind)
-    D = _timed(kind)
-    if D == 512:
-        return SPLIT_K_4._replace(cp_async=True)
-    if D == 32:
-        return Tile(32, 4, 2, 2)
-    if D == 64:
-        # Own rows in shared memory take 56 KB: GPUs with 100 KB a multiprocessor would hold one block rather than two.
-        kept = kind.local or kind.number not in (80, 90)
-        return Tile(64, 4, 2, 1, qk_in_regs=kept, vo_in_regs=kept, cp_async=True)
-    if kind.size <= 192:
-        return Tile(64 if D == 128 else 32, 4, 1, 1, vo_in_regs=kind.size <= 160, cp_async=True)
-    return Tile(16, 4, 1, 1, qk_in_regs=False, vo_in_regs=False)
-
-
-def few_keys_tile(kind: Kind) -> Tile:
-    """Of dkdv with dq, which reads K from shared memory: without spills, and on sm_75 most blocks at once."""
-    if kind.size <= 32 and kind.few_keys > 64:
-        return Tile(32, 4, 2, 2, qk_in_regs=False)
-    if kind.few_keys > 64:
-        step = 64 if kind.size == 64 and kind.few_keys == 128 else 32
-        return Tile(step, 8, 1, 1, qk_in_regs=False, ds_over_q=kind.size > 64)
-    if kind.few_keys == 64 and kind.size > 32:
-        return Tile({64: 64, 96: 32, 128: 16}[kind.size], 4, 1, 2, qk_in_regs=False, ds_over_q=True)
-    return Tile(32, kind.few_keys // 16, 1, 3 if kind.size <= 32 else 2, qk_in_regs=False)
-
-
 def dkdv(kind: Kind) -> Variant:
     if kind.few_keys:
         # Neighbouring lanes share a row if it has a multiple of 32 channels.
         size = -(-kind.size // 32) * 32
         kind = kind._replace(head_dim=size, head_dim_v=size)
-        tile = few_keys_tile(kind)
-    else:
-        tile = _tile("dkdv", kind, dkdv_tile)
+    tile = choose_tile("dkdv", kind)
     # A lane holds neighbouring queries, not keys: no pairs of biases.
     return _backward("dkdv", kind._replace(bias_pairs=False), tile, row_values=tile.streamed_rows * 8)
 
 
 def dq(kind: Kind) -> Variant:
-    return _backward("dq", kind, _tile("dq", kind, dq_tile), row_values=0)
+    return _backward("dq", kind, choose_tile("dq", kind), row_values=0)
 
 
 def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
