@@ -199,7 +199,8 @@ def emulate(
         if type(x) is not Tensor or not x.is_cpu:
             return empty_like(x, **kwargs)
         strides = empty_like(x, **kwargs | {"device": "meta"}).stride()  # x's own only where x leaves no gaps
-        return known_empty(x.shape, dtype=kwargs.get("dtype", x.dtype)).as_strided(x.shape, strides)
+        plain = known_empty(x.shape, **{"dtype": x.dtype, "device": x.device} | kwargs)
+        return plain.as_strided(x.shape, strides)
 
     def known_launch(tensors: Sequence[Tensor], *others: Any) -> None:
         by_thread[threading.get_ident()].extend(tensors)

@@ -12,7 +12,7 @@ import torch
 
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused import forward, variants
-from flash_attn_compat.dispatch import call_cache, kvcache
+from flash_attn_compat.dispatch import call_cache, serve
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
 from tests.kernels import emulate
@@ -43,8 +43,7 @@ def test_lengths_that_are_no_lengths_reach_nothing_outside(
 def launch_unchecked(args: dict[str, object]) -> None:
     """The call without the checks that CPU tensors allow: on a GPU nobody reads lengths before the launch."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_check", "_number_check"):
-            patch.setattr(kvcache, name, lambda *arguments: None)
+        patch.setattr(serve, "check_arguments", lambda *arguments: None)
         flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]  # the keys are its parameters
 
 

@@ -29,7 +29,7 @@ _TRANSFORMS = "vmap", "grad", "jvp", "functionalize"
 ERRORS: dict[tuple[str, str], str] = {
     **{(kind, call): _DERIVATIVES for kind in (*_TRANSFORMS, "dual") for call in ("cache", "private")},
     **{(kind, "backward"): _WITHIN for kind in (*_TRANSFORMS, "compile", "strict export")},
-    **{("jit.script", call): "keyword-only arguments|NamedTuple|Lambda" for call in CALLS},
+    **{("jit.script", call): "keyword-only arguments|NamedTuple|cannot be used as a value" for call in CALLS},
     ("jit.trace", "backward"): "sym_eq",
     ("export", "backward"): "fake tensor in the exported program|does not require grad",
 }

@@ -34,7 +34,7 @@ Written = tuple[Tensor | None, Tensor | None, Tensor | None]
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward_use(return_softmax: object) -> int:
+def forward_use(return_softmax: bool) -> int:
     """Return Options.use of a forward, with S_dmask or without."""
     return _FORWARD_WITH_DMASK if return_softmax else _FORWARD
 

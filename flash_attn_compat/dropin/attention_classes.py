@@ -137,13 +137,15 @@ def flash_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     The layers of GPT-Neo get no position_ids. For one row of packed sequences their mask is a stand-in for them, in
     int16: 0 where a sequence starts, a token that does not see the one before it, and else 1.
     """
-    from transformers import masking_utils
+    # Not from transformers itself: compilers up to PyTorch 2.11 trace no import of a lazy module.
+    from transformers.masking_utils import causal_mask_function
+    from transformers.masking_utils import flash_attention_mask as transformers_mask
 
-    mask: Tensor | None = masking_utils.flash_attention_mask(*args, **kwargs)
+    mask: Tensor | None = transformers_mask(*args, **kwargs)
     sees, length = kwargs.get("mask_function"), kwargs.get("q_length", 0)
     may_be_packed = mask is None and kwargs.get("batch_size") == 1 and length == kwargs.get("kv_length")
     is_neo = getattr(kwargs.get("config"), "model_type", None) == "gpt_neo"
-    if not (is_neo and may_be_packed) or sees is None or sees is masking_utils.causal_mask_function:
+    if not (is_neo and may_be_packed) or sees is None or sees is causal_mask_function:
         return mask
     tokens = torch.arange(length, device=kwargs.get("device"))
     zero = torch.zeros_like(tokens)

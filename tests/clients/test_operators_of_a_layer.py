@@ -83,6 +83,8 @@ def test_a_left_padded_batch_takes_the_result_a_launch_and_its_padding(step):
     mask = torch.ones(4, 9, dtype=torch.long)
     mask[0, :3] = mask[2, :5] = 0
     calls = step(token_ids(4, 9), mask)
-    # A CPU looks whether the lengths are equal; a GPU would have to be waited for, and is not asked.
-    attention = ("_flash_varlen_fn", ["equal", "empty_like"])
-    assert calls[-2 * LAYERS :] == [attention, ("_pad_fn", ["zeros", "index_put_", "view"])] * LAYERS
+    # A CPU looks whether the lengths are equal; a GPU would have to be waited for, and is not asked. The key asks, and
+    # for a new length, which the first layer prepares, the checked call and the plan.
+    prepares, hits = (("_flash_varlen_fn", ["equal"] * looks + ["empty_like"]) for looks in (3, 1))
+    pads = ("_pad_fn", ["zeros", "index_put_", "view"])
+    assert calls[-2 * LAYERS :] == [prepares, pads] + [hits, pads] * (LAYERS - 1)
