@@ -50,7 +50,8 @@ Run = Mapping[str, Any]
 def data_of(native: Run, forced: Run) -> dict[str, Any]:
     """Return the data file's content from two saved runs. flash-attn gets the better of its two times.
 
-    Raises SystemExit if the runs lack a workload, differ in the GPU or its software, or have a wrong answer.
+    Raises SystemExit if the runs lack a workload, differ in the GPU or its software, have a wrong answer, or measured
+    flash-attn as ours.
     """
     environment, other = native["environment"], forced["environment"]
     if any(environment.get(key) != other.get(key) for key in ("torch", "dtype", "official flash-attn")):
@@ -61,8 +62,13 @@ def data_of(native: Run, forced: Run) -> dict[str, Any]:
     if "forced" in gpu or "treated as 7.5 (forced)" not in forced_gpu or gpu.split(",")[0] != forced_gpu.split(",")[0]:
         sys.exit(f"the first run must be unforced, the second forced to 7.5 on the same GPU: {gpu!r}, {forced_gpu!r}")
     rows = [{(row["workload"], row["contestant"]): row for row in run["rows"]} for run in (native, forced)]
-    if wrong := [key for table in rows for key, row in table.items() if key[1] in CONTESTANTS and is_wrong(row)]:
+    shown = [
+        (key, row) for table in rows for key, row in table.items() if key[0] in WORKLOADS and key[1] in CONTESTANTS
+    ]
+    if wrong := [key for key, row in shown if is_wrong(row)]:
         sys.exit(f"wrong answers: {wrong}")
+    if any(key[1] == "default" and "official" in str(row.get("served_by")) for key, row in shown):
+        sys.exit("flash-attn served our calls: both runs need FLASH_ATTN_COMPAT_DISABLE_OFFICIAL=1")
     workloads, percent = {}, 0.0
     for name in WORKLOADS:
         try:

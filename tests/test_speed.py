@@ -119,3 +119,16 @@ def test_a_wrong_answer_is_refused(speed: ModuleType) -> None:
     native["rows"][0]["verdict"] = {"ok": False}
     with pytest.raises(SystemExit, match="wrong answers"):
         speed.data_of(native, run_of(1.0, 1.0, forced=True))
+
+
+def test_a_run_in_which_flash_attn_served_our_calls_is_refused(speed: ModuleType) -> None:
+    native = run_of(1.0, 1.0)
+    native["rows"][0]["served_by"] = "official"
+    with pytest.raises(SystemExit, match="FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"):
+        speed.data_of(native, run_of(1.0, 1.0, forced=True))
+
+
+def test_a_wrong_answer_outside_the_table_is_not_the_tables(speed: ModuleType) -> None:
+    native = run_of(1.0, 1.0)
+    native["rows"].append({**native["rows"][0], "workload": "decode_8x4096_d256", "verdict": {"ok": False}})
+    assert speed.data_of(native, run_of(1.0, 1.0, forced=True))["workloads"]
