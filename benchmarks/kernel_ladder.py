@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.kernel_report import Pipes, model_turing, useful_share
 from benchmarks.runner import relative_difference
 from flash_attn_compat import flash_attn_func, settings, use_backend
-from flash_attn_compat.backends.fused import launcher, nvrtc, params, variants
+from flash_attn_compat.backends.fused import launcher, layouts, nvrtc, params, variants
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from tests.kernels import offline
 from verify.environment import describe
@@ -133,7 +133,7 @@ def pack_argument(kernel: Variant, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     tiles = -(-seqlen_q // kernel.rows)
     rest = params.pack_rest(
         {
-            **{f"{name}_s": launcher.kernel_strides(tensor) for name, tensor in given.items()},
+            **{f"{name}_s": layouts.kernel_strides(tensor) for name, tensor in given.items()},
             "batch": batch,
             "nheads": nheads,
             "nheads_k": nheads_k,

@@ -26,6 +26,7 @@ from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import (
     Fused,
     cache,
+    calls,
     faults,
     grids,
     launcher,
@@ -141,7 +142,7 @@ def record(
     monkeypatch.setattr(nvrtc, "driver", lambda: driver)
     monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     monkeypatch.setattr(workspaces, "_workspaces", {})
-    monkeypatch.setattr(launcher, "count_multiprocessors", lambda device: 40)
+    monkeypatch.setattr(calls, "count_multiprocessors", lambda device: 40)
     monkeypatch.setattr(cache, "read", found.files.get)
     monkeypatch.setattr(cache, "write", found.write)
     monkeypatch.setattr(faults, "marks_folder", lambda: Path(os.devnull))

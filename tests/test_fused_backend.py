@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
-from flash_attn_compat.backends.fused import Fused, launcher, nvrtc, self_test, variants
+from flash_attn_compat.backends.fused import Fused, layouts, nvrtc, self_test, variants
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.call import AttentionCall
@@ -76,13 +76,13 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "small"), [(20, 0), (20, launcher.MAX_SCALAR_LOADS), (32, 0), (32, launcher.MAX_SCALAR_LOADS)]
+    ("head_dim", "small"), [(20, 0), (20, layouts.MAX_SCALAR_LOADS), (32, 0), (32, layouts.MAX_SCALAR_LOADS)]
 )
 def test_gradients_arrive_where_the_caller_wants_them(
     head_dim: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For gradients and dout of any strides, whatever strides an earlier plan had."""
-    monkeypatch.setattr(launcher, "MAX_SCALAR_LOADS", small)
+    monkeypatch.setattr(layouts, "MAX_SCALAR_LOADS", small)
     fused_on_cpu.emulate(monkeypatch)
     q, k, v = support.qkv(2, 40, 50, h=4, hk=2, d=head_dim, dtype=HALF)
     options = (0.0, head_dim**-0.5, True, -1, -1, 0.0, None, False)

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import Fused, forward, grids, launcher, params, self_test, variants
+from flash_attn_compat.backends.fused import Fused, forward, grids, layouts, params, self_test, variants
 from flash_attn_compat.core import eight_bit
 from flash_attn_compat.core.features import Feature, Traits
 from tests import fused_coverage, fused_on_cpu
@@ -275,7 +275,7 @@ def test_the_tiny_call_of_a_self_test_has_rows_as_aligned_as_its_kernel_needs(fe
     for kind in fused_coverage.eight_bit_kinds(75):
         if not kind.bias and not (few_rows and kind.dropout):
             call = self_test._make_problem(kind, few_rows)
-            assert launcher.vector_size(call[:3], in_place=few_rows or kind.paged) == kind.vec, kind
+            assert layouts.vector_size(call[:3], in_place=few_rows or kind.paged) == kind.vec, kind
 
 
 @pytest.mark.parametrize("number", [75, 90])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import flex, launcher, nvrtc
+from flash_attn_compat.backends.fused import flex, layouts, nvrtc
 from flash_attn_compat.backends.fused.flex import BlockLists, Blocks, FlexInputs, FlexUpstream, Mods
 from flash_attn_compat.backends.fused.variants import Kind
 from tests import fused_on_cpu
@@ -250,7 +250,7 @@ def test_a_scale_below_zero_matches_the_formula(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_large_copied_unaligned_call_matches_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.emulate(monkeypatch)
-    monkeypatch.setattr(launcher, "MAX_SCALAR_LOADS", 0)
+    monkeypatch.setattr(layouts, "MAX_SCALAR_LOADS", 0)
     check(BOTH, SHAPES["unaligned"])
 
 

@@ -22,8 +22,7 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import KernelsFailed
-from flash_attn_compat.backends.fused import forward, launcher, nvrtc, variants, workspaces
-from flash_attn_compat.backends.fused.launcher import Launch, Output
+from flash_attn_compat.backends.fused import forward, launcher, layouts, nvrtc, variants, workspaces
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import call_of, checked_call
@@ -60,7 +59,7 @@ def freed(size: int) -> Tensor:
 def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
     q, other = half(1, 1, 1, 8), tensor.view(1, 1, 1, 8)
     with pytest.raises(RuntimeError, match=rf"v must be torch.float16 on cpu, got {other.dtype} on {other.device}"):
-        launcher.Plan(checked_call(DenseInputs(q, q, q))._replace(v=other), [], [])
+        launcher.Plan(checked_call(DenseInputs(q, q, q))._replace(v=other), KIND, {}).load()
 
 
 @pytest.mark.parametrize(
@@ -71,11 +70,12 @@ def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
 @pytest.mark.usefixtures("launches")
 def test_an_address_of_too_little_memory_is_refused(tensor: Tensor) -> None:
     q = half(1, 1, 1, 8)
-    plan = launcher.Plan(checked_call(DenseInputs(q, q, q)), [], [])
+    plan = launcher.Plan(checked_call(DenseInputs(q, q, q)), KIND, {}).load()
     with pytest.raises(RuntimeError, match=r"q must have 16 bytes .*shape"):
         plan.run(DenseInputs(tensor, q, q))
 
 
+KIND = Kind(75, variants.FP16, 64)
 WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode().from_tensor(tensor)}
 
 
@@ -83,8 +83,11 @@ WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode(
 @pytest.mark.parametrize("what", WITHOUT_MEMORY)
 @pytest.mark.parametrize("name", "qkv")
 def test_a_tensor_without_memory_is_never_launched(name: str, what: str, launches: LaunchRecord) -> None:
-    q, variant = half(1, 90, 4, 64), variants.forward(Kind(75, variants.FP16, 64))
-    plan = launcher.Plan(checked_call(DenseInputs(q, q, q)), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
+    q = half(1, 90, 4, 64)
+    plan = launcher.Plan(checked_call(DenseInputs(q, q, q)), KIND, {})
+    plan.add_output("out", q.shape, HALF)
+    plan.add_launch(variants.forward(KIND), 1)
+    plan.load()
     given = {"q": q, "k": q, "v": q}
     plan.run(DenseInputs(**given))
     with pytest.raises(RuntimeError, match=rf"{name} must be a tensor with memory of its own; got (W|F)"):
@@ -102,8 +105,8 @@ def test_steps_that_no_int_holds_cannot_be_read() -> None:
     def far(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=HALF, device="meta")[..., :8]
 
-    assert not launcher.has_kernel_layout(far(1, 2, 1, 2**31)) and not launcher.has_kernel_layout(far(1, 1, 2, 2**31))
-    assert launcher.has_kernel_layout(far(2, 1, 1, 2**33))  # 64 bits hold the steps between sequences
+    assert not layouts.has_kernel_layout(far(1, 2, 1, 2**31)) and not layouts.has_kernel_layout(far(1, 1, 2, 2**31))
+    assert layouts.has_kernel_layout(far(2, 1, 1, 2**33))  # 64 bits hold the steps between sequences
 
 
 def test_small_problems_are_read_element_by_element_large_ones_copied(launches: LaunchRecord) -> None:
@@ -134,7 +137,7 @@ def test_results_lie_as_the_kernels_write_them_however_q_does(view: str, rows: i
     for call in calls:
         with use_backend("fused"):
             out = call()
-        assert launches.last.fields["out_s"] == launcher.contiguous_strides(out.shape)
+        assert launches.last.fields["out_s"] == layouts.contiguous_strides(out.shape)
         assert out.is_contiguous() and launches.last.fields["out"] == out.data_ptr()
 
 
@@ -395,7 +398,7 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
     if far is not None and far.endswith("cache"):
         assert run is None
     else:
-        assert isinstance(getattr(run, "__self__", None), forward.ForwardPlan) == (far is None)
+        assert isinstance(getattr(run, "__self__", None), forward.Forward) == (far is None)
 
 
 def test_appending_is_known_to_autograd(launches: LaunchRecord) -> None:

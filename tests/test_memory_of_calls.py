@@ -24,7 +24,7 @@ from flash_attn_compat import (
     reset_backend_counts,
     use_backend,
 )
-from flash_attn_compat.backends.fused import launcher
+from flash_attn_compat.backends.fused import layouts
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.inputs import Options, PackedInputs
@@ -161,7 +161,7 @@ def test_a_scale_of_any_type_finds_the_step_of_the_call_before(scale: Any, monke
 @functions
 def test_nothing_is_kept_alive(function: str, backend: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.record(monkeypatch)
-    monkeypatch.setattr(launcher, "MAX_SCALAR_LOADS", 0)
+    monkeypatch.setattr(layouts, "MAX_SCALAR_LOADS", 0)
     problem = FIRST[function]
     call = replace(problem, dtype="float16", head_dim=head_dim, rotary_dim=0).build()
     with use_backend(backend):

@@ -77,7 +77,7 @@ class Fused(Backend):
 
     def run_into(self, run: Run) -> RunInto | None:
         plan = getattr(run, "__self__", None)
-        return plan.run if isinstance(plan, forward.ForwardPlan) and plan.writes_given_out else None
+        return plan.run if isinstance(plan, forward.Forward) and plan.writes_given_out else None
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)

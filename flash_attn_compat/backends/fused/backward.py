@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import grids, launcher, masks, nvrtc, self_test, variants
+from flash_attn_compat.backends.fused import calls, grids, layouts, masks, nvrtc, self_test, variants
 from flash_attn_compat.backends.fused.launcher import Plan
-from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients
@@ -30,12 +29,12 @@ def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | Non
 
     Raises KernelError where a kernel fails.
     """
-    read = functools.partial(_prepare_inputs, launcher.find_strided_inputs(call), False)
+    read = functools.partial(_prepare_inputs, layouts.find_strided_inputs(call), False)
     tensors, ready, targets = read(call, upstream, into)
-    vec = launcher.vector_size((*tensors[:3], ready.dout, ready.out, *targets), in_place=False)
+    vec = layouts.vector_size((*tensors[:3], ready.dout, ready.out, *targets), in_place=False)
     copies = not vec or not all(map(_is_writable, targets))
     if copies:
-        read = functools.partial(_prepare_inputs, launcher.find_strided_inputs(call), True)
+        read = functools.partial(_prepare_inputs, layouts.find_strided_inputs(call), True)
         (tensors, ready, targets), vec = read(call, upstream, into), 8
     call = call.over(tensors)
     device, kind = call.q.get_device(), _choose_kind(call, vec)
@@ -77,12 +76,12 @@ def load_ahead(call: AttentionCall, vec: int) -> None:
 
 
 def _choose_kind(call: AttentionCall, vec: int) -> Kind:
-    kind, few_keys = launcher.choose_kind(call, vec), 0
+    kind, few_keys = calls.choose_kind(call, vec), 0
     if kind.type == variants.FP16 and kind.number < 80 and (call.cu_seqlens_q is None) == (call.cu_seqlens_k is None):
-        processors = launcher.count_multiprocessors(call.q.get_device())
-        sizes = launcher.max_rows(call), launcher.max_keys(call), kind.size
+        processors = calls.count_multiprocessors(call.q.get_device())
+        sizes = calls.max_rows(call), calls.max_keys(call), kind.size
         few_keys = grids.choose_one_tile(*sizes, call.batch * call.nheads_k, processors)
-    return enable_copies(call, kind._replace(few_keys=few_keys), True)
+    return calls.enable_copies(call, kind._replace(few_keys=few_keys), True)
 
 
 def _launch(plan: Plan, tensors: Inputs | AttentionCall, upstream: BackwardInputs, targets: Gradients) -> Tensor:
@@ -101,16 +100,16 @@ def _prepare_inputs(
     """Return inputs in the kernels' layout, and gradients to write into. copies: whether to copy unaligned tensors"""
     inputs: Any = tensors
     if strided:
-        inputs = inputs._replace(**{name: launcher.copy_contiguous(getattr(inputs, name)) for name in strided})
+        inputs = inputs._replace(**{name: layouts.copy_contiguous(getattr(inputs, name)) for name in strided})
     # Under causal ALiBi the reported LSE includes a position, which may be large: the forward saves the unshifted LSE.
     lse = upstream.saved[0] if upstream.saved else upstream.lse
     dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
     upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
     if not copies:
         return inputs, upstream, into or Gradients(*map(_empty_contiguous, inputs[:3]))
-    q, k, v, dout, out = map(launcher.align, (*inputs[:3], upstream.dout, upstream.out))
+    q, k, v, dout, out = map(layouts.align, (*inputs[:3], upstream.dout, upstream.out))
     targets = [
-        place if place is not None and _is_writable(place) and launcher.is_aligned(place) else _empty_contiguous(x)
+        place if place is not None and _is_writable(place) and layouts.is_aligned(place) else _empty_contiguous(x)
         for place, x in zip(into or (None, None, None), (q, k, v))
     ]
     return inputs._replace(q=q, k=k, v=v), upstream._replace(dout=dout, out=out), Gradients(*targets)
@@ -129,28 +128,28 @@ def _build_plan(
     """
     saved = dict(zip(masks.saved_names(upstream.saved), upstream.saved[1:]))
     results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}
-    fields = launcher.call_fields(call)
-    fields |= {"out_s": launcher.kernel_strides(upstream.out), "dout_s": launcher.kernel_strides(upstream.dout)}
-    fields |= {f"{name}_s": launcher.kernel_strides(target) for name, target in targets._asdict().items()}
+    fields = calls.call_fields(call)
+    fields |= {"out_s": layouts.kernel_strides(upstream.out), "dout_s": layouts.kernel_strides(upstream.dout)}
+    fields |= {f"{name}_s": layouts.kernel_strides(target) for name, target in targets._asdict().items()}
     if upstream.saved:
         fields["lse_has_position"] = 0
-    builder = PlanBuilder(call, kind, fields, has_mask="bias_map" in saved)
+    plan = Plan(call, kind, fields, has_mask="bias_map" in saved)
     if kind.type == variants.BF16_AS_FP16:
         if "absmax" not in saved:
-            builder.add_maxima_pass(of_rows=True)
-        builder.add_output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
-    builder.add_output("delta", call.lse_shape, torch.float32)
+            plan.add_maxima_pass(of_rows=True)
+        plan.add_output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
+    plan.add_output("delta", call.lse_shape, torch.float32)
     if kind.copied:
         elements = max(call.q.numel() + upstream.dout.numel(), call.k.numel() + call.v.numel())
-        builder.add_output("copies", (elements,), torch.float16)
-    rows = launcher.max_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
-    keys = launcher.max_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
+        plan.add_output("copies", (elements,), torch.float16)
+    rows = calls.max_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
+    keys = calls.max_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
     for variant, shares in zip(variants.backward(kind), shared_grid):
         longest, heads, tokens = keys if variant.entry == "dkdv" else rows
         clears = variant.entry != "delta"
         grid = grids.choose_grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)
-        builder.add_tiled_launch(variant, grid, heads, splits if variant.entry == "dkdv" else 1)
-    return builder.build(others={**results, **targets._asdict(), **saved})
+        plan.add_tiled_launch(variant, grid, heads, splits if variant.entry == "dkdv" else 1)
+    return plan.load(others={**results, **targets._asdict(), **saved})
 
 
 def _empty_contiguous(like: Tensor) -> Tensor:
@@ -160,4 +159,4 @@ def _empty_contiguous(like: Tensor) -> Tensor:
 def _is_writable(tensor: Tensor) -> bool:
     """Whether kernels can write the tensor: it has the kernel layout, and no two elements share memory."""
     is_disjoint = all(size <= 1 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride()))
-    return is_disjoint and launcher.has_kernel_layout(tensor)
+    return is_disjoint and layouts.has_kernel_layout(tensor)

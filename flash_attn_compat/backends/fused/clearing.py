@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from flash_attn_compat.backends.fused import launcher, nvrtc, params, self_test
+from flash_attn_compat.backends.fused import calls, launcher, nvrtc, params, self_test
 from flash_attn_compat.backends.fused.variants import Variant
 from flash_attn_compat.core import cuda_capture, unwritten
 from flash_attn_compat.core.call import AttentionCall
@@ -82,7 +82,7 @@ def _find_layout(
     if dk is not None:
         fields |= {"total_k": dk[0][0], "nheads_k": dk[0][1]}
     size = 2 * sum(shape.numel() for shape, _ in named.values()) + (4 * lse[0].numel() if lse is not None else 0)
-    blocks = max(1, min(-(-size // _BYTES_PER_BLOCK), 4 * launcher.count_multiprocessors(device)))
+    blocks = max(1, min(-(-size // _BYTES_PER_BLOCK), 4 * calls.count_multiprocessors(device)))
     names = ["cu_seqlens_q", "cu_seqlens_k", *(["out"] if rows else []), *(["lse"] if lse else [])]
     return _Layout(blocks, params.head_struct([*names, *(["dk", "dv"] if dk else [])]), params.pack_rest(fields))
 

@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES
-from flash_attn_compat.backends.fused import grids, launcher, params, variants
-from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, enable_copies
+from flash_attn_compat.backends.fused import calls, grids, layouts, params, variants
+from flash_attn_compat.backends.fused.launcher import Plan
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall
@@ -133,7 +133,7 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
             return "a captured tensor with a stride above 2^31"
     if mods.gradients:
         return "gradients of captured tensors"
-    kind = launcher.choose_kind(_call_of(inputs, 1.0), 8)
+    kind = calls.choose_kind(_call_of(inputs, 1.0), 8)
     for entry in ("forward", "dkdv", "dq") if backward else ("forward",):
         if _fit_tile(entry, kind, mods, inputs.blocks) is None:
             blocks = inputs.blocks
@@ -150,30 +150,28 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
     """
     _check_blocks(inputs)
     given = _call_of(inputs, scale)
-    vec = launcher.vector_size((given.q, given.k, given.v), in_place=False)
+    vec = layouts.vector_size((given.q, given.k, given.v), in_place=False)
     call = (
-        given
-        if vec
-        else given._replace(q=launcher.align(given.q), k=launcher.align(given.k), v=launcher.align(given.v))
+        given if vec else given._replace(q=layouts.align(given.q), k=layouts.align(given.k), v=layouts.align(given.v))
     )
-    kind = enable_copies(call, launcher.choose_kind(call, vec or 8), False)
+    kind = calls.enable_copies(call, calls.choose_kind(call, vec or 8), False)
     out_strides = _dense_strides(given.q, call.out_shape)
-    fields = launcher.call_fields(call) | _flex_fields(inputs)
-    builder = PlanBuilder(call, kind, fields | {"out_s": _row_strides(out_strides)})
-    builder.add_output("out", call.out_shape, call.q.dtype, strides=out_strides)
-    builder.add_output("lse", call.lse_shape, torch.float32)
+    fields = calls.call_fields(call) | _flex_fields(inputs)
+    plan = Plan(call, kind, fields | {"out_s": _row_strides(out_strides)})
+    plan.add_output("out", call.out_shape, call.q.dtype, strides=out_strides)
+    plan.add_output("lse", call.lse_shape, torch.float32)
     if kind.type == variants.BF16_AS_FP16:
-        builder.add_maxima_pass(of_rows=False)
+        plan.add_maxima_pass(of_rows=False)
     variant = make_variant("forward", kind, mods, inputs.blocks)
     grid = grids.choose_grid(call.q.shape[1], variant.rows, call.batch, call.nheads, None)
-    builder.add_tiled_launch(variant, grid, call.nheads, None)
+    plan.add_tiled_launch(variant, grid, call.nheads, None)
     names, others = _addresses(inputs, backward=False)
-    plan, width = builder.build(others=dict(zip(names, others))), given.v.shape[-1]
+    plan, width = plan.load(others=dict(zip(names, others))), given.v.shape[-1]
 
     def run(inputs: FlexInputs) -> tuple[Tensor, Tensor]:
         q, k, v = _rows_first(inputs)
         if not vec:
-            q, k, v = map(launcher.align, (q, k, v))
+            q, k, v = map(layouts.align, (q, k, v))
         outputs = plan.run(DenseInputs(q, k, v), others=_addresses(inputs, backward=False)[1])
         return _narrowed(outputs["out"], width).transpose(1, 2), outputs["lse"]
 
@@ -191,39 +189,39 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
         raise ValueError("a backward needs the lists of a BlockMask by keys (q_num_blocks and q_indices); got None")
     given = _call_of(inputs, scale)
     tensors = given.q, given.k, given.v, upstream.out.transpose(1, 2), upstream.dout.transpose(1, 2)
-    vec = launcher.vector_size(tensors, in_place=False)
-    q, k, v, out, dout = tensors if vec else map(launcher.align, tensors)
+    vec = layouts.vector_size(tensors, in_place=False)
+    q, k, v, out, dout = tensors if vec else map(layouts.align, tensors)
     call = given._replace(q=q, k=k, v=v)
-    kind = enable_copies(call, launcher.choose_kind(call, vec or 8), True)
+    kind = calls.enable_copies(call, calls.choose_kind(call, vec or 8), True)
     targets = {"dq": q, "dk": k, "dv": v}
     likes = zip(targets.items(), (given.q, given.k, given.v))
     target_strides = {name: _dense_strides(like, tuple(x.shape)) for (name, x), like in likes}
-    fields = launcher.call_fields(call) | _flex_fields(inputs)
-    fields |= {"out_s": launcher.kernel_strides(out), "dout_s": launcher.kernel_strides(dout)}
+    fields = calls.call_fields(call) | _flex_fields(inputs)
+    fields |= {"out_s": layouts.kernel_strides(out), "dout_s": layouts.kernel_strides(dout)}
     fields |= {f"{name}_s": _row_strides(strides) for name, strides in target_strides.items()}
-    builder = PlanBuilder(call, kind, fields)
+    plan = Plan(call, kind, fields)
     for name, x in targets.items():
-        builder.add_output(name, tuple(x.shape), x.dtype, strides=target_strides[name])
+        plan.add_output(name, tuple(x.shape), x.dtype, strides=target_strides[name])
     if kind.type == variants.BF16_AS_FP16:
-        builder.add_maxima_pass(of_rows=True)
-        builder.add_output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
-    builder.add_output("delta", call.lse_shape, torch.float32)
+        plan.add_maxima_pass(of_rows=True)
+        plan.add_output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
+    plan.add_output("delta", call.lse_shape, torch.float32)
     if kind.copied:
         elements = max(q.numel() + dout.numel(), k.numel() + v.numel())
-        builder.add_output("copies", (elements,), torch.float16)
+        plan.add_output("copies", (elements,), torch.float16)
     for entry in ("delta", "dkdv", "dq"):
         variant = make_variant(entry, kind, mods, inputs.blocks)
         longest, heads = (k.shape[1], call.nheads_k) if entry == "dkdv" else (q.shape[1], call.nheads)
         grid = grids.choose_grid(longest, variant.rows, call.batch, heads, None)
-        builder.add_tiled_launch(variant, grid, heads, None if entry == "dkdv" else 1)
+        plan.add_tiled_launch(variant, grid, heads, None if entry == "dkdv" else 1)
     names, others = _addresses(inputs, backward=True)
     results = {"dout": dout, "out": out, "lse": upstream.lse, "dlse": upstream.dlse}
-    plan = builder.build(others={**results, **dict(zip(names, others))})
+    plan = plan.load(others={**results, **dict(zip(names, others))})
 
     def run(inputs: FlexInputs, upstream: FlexUpstream) -> tuple[Tensor, ...]:
         out, lse, dout, dlse = upstream
         rows_first = (*_rows_first(inputs), out.transpose(1, 2), dout.transpose(1, 2))
-        q, k, v, out, dout = rows_first if vec else map(launcher.align, rows_first)
+        q, k, v, out, dout = rows_first if vec else map(layouts.align, rows_first)
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
         found = plan.run(DenseInputs(q, k, v), others=(dout, out, lse, dlse, *_addresses(inputs, backward=True)[1]))
         return tuple(_in_shape_of(x, found[name]) for name, x in zip(targets, inputs[:3]))
@@ -331,7 +329,7 @@ def _flex_fields(inputs: FlexInputs) -> dict[str, params.Value]:
     fields: dict[str, params.Value] = {}
     for name, (num, indices) in _lists(inputs.blocks, True).items():
         if num is not None and indices is not None:
-            apart = [launcher.effective_stride(x, axis) for x in (num, indices) for axis in range(x.dim())]
+            apart = [layouts.effective_stride(x, axis) for x in (num, indices) for axis in range(x.dim())]
             fields[f"{name}_list"] = (*apart, *indices.shape[2:])
     for i, x in enumerate(inputs.captured):
         rest = (0,) * (params.MAX_DIMS - x.dim())

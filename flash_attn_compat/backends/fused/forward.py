@@ -11,8 +11,18 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import NegatedView
-from flash_attn_compat.backends.fused import backward, grids, launcher, masks, self_test, tuned, variants
-from flash_attn_compat.backends.fused.plan_builder import PlanBuilder, choose_append_kind, enable_copies
+from flash_attn_compat.backends.fused import (
+    backward,
+    calls,
+    grids,
+    launcher,
+    layouts,
+    masks,
+    self_test,
+    tuned,
+    variants,
+)
+from flash_attn_compat.backends.fused.launcher import Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.core import dropout, kernel_layout
 from flash_attn_compat.core.append import Append
@@ -38,25 +48,25 @@ def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run
         call: over all slots of a cache; new: the keys that it appends
     """
     given = tensors = launcher.with_append(call, new)
-    few = variants.takes_decode(launcher.max_rows(call), call.nheads // call.nheads_k, call.bias is not None)
+    few = variants.takes_decode(calls.max_rows(call), call.nheads // call.nheads_k, call.bias is not None)
     in_place = not call.is_dense and call.cu_seqlens_k is None
     appended = _APPENDED if new is not None else ()
     read = ["q", "k", "v"]
-    copies: _Copies = dict.fromkeys(launcher.find_strided_inputs(tensors), launcher.copy_contiguous)
+    copies: _Copies = dict.fromkeys(layouts.find_strided_inputs(tensors), layouts.copy_contiguous)
     if is_over_cache:
         in_place = in_place or few
-        if not launcher.has_kernel_layout(call.q):
+        if not layouts.has_kernel_layout(call.q):
             copies["q"] = Tensor.contiguous
-        if new is not None and not launcher.append_has_kernel_layout(new):
+        if new is not None and not layouts.append_has_kernel_layout(new):
             copies |= {name: Tensor.contiguous for name in appended if getattr(tensors, name) is not None}
         if new is not None and few and new.k.shape[1] <= _MAX_NEW_KEYS:
             read += appended
     tensors = _apply_copies(tensors, copies)
-    vec = launcher.vector_size([getattr(tensors, name) for name in read], in_place)
+    vec = layouts.vector_size([getattr(tensors, name) for name in read], in_place)
     if not vec:
         if is_over_cache:
             return None
-        copies |= dict.fromkeys(read, launcher.align)
+        copies |= dict.fromkeys(read, layouts.align)
         tensors, vec = _apply_copies(given, copies), 8
     if copies:
         call = call.over(tensors)
@@ -65,8 +75,8 @@ def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run
     tuned.warn_if_slow(settings.gpu(call.q.device))
     if call.use & Feature.BACKWARD and call.q.is_cuda:
         backward.load_ahead(call, vec)
-    kind = launcher.choose_kind(call, vec, decodes=few and not call.dropout_p)
-    forward = ForwardPlan(call, kind if few or is_over_cache else enable_copies(call, kind, False), new)
+    kind = calls.choose_kind(call, vec, decodes=few and not call.dropout_p)
+    forward = Forward(call, kind if few or is_over_cache else calls.enable_copies(call, kind, False), new)
     forward.run_self_test()
     if new is not None and forward.appends_first:
         self_test_append(call, new)
@@ -86,12 +96,12 @@ def _apply_copies(tensors: Inputs, copies: _Copies) -> Inputs:
 
 def self_test_append(call: AttentionCall, new: Append) -> None:
     """Self-test the kernel that only appends. Raises KernelError if it fails."""
-    kind, place = choose_append_kind(call, new), call.q.device
+    kind, place = calls.choose_append_kind(call, new), call.q.device
 
     def run_tiny(call: AttentionCall, new: Append) -> dict[str, Tensor]:
-        builder = PlanBuilder(call, kind, launcher.call_fields(call) | launcher.append_fields(new))
-        builder.add_append(new)
-        outputs = builder.build(new).run(launcher.with_append(call, new))
+        plan = Plan(call, kind, calls.call_fields(call) | calls.append_fields(new))
+        plan.add_append(new)
+        outputs = plan.load(new).run(launcher.with_append(call, new))
         return {"q": outputs.get("q_rotated", call.q)}
 
     def find_error(watch: self_test.Watch) -> str | None:
@@ -100,7 +110,7 @@ def self_test_append(call: AttentionCall, new: Append) -> None:
     self_test.check_kernels((variants.append(kind),), call.q.get_device(), find_error)
 
 
-class ForwardPlan:
+class Forward:
     """The plan of a forward or decode kernel. The decode kernel appends a few ``new`` keys itself.
 
     A launch before it appends more new keys, or those of more rows.
@@ -111,26 +121,26 @@ class ForwardPlan:
         self, call: AttentionCall, kind: Kind, new: Append | None = None, splits: int | None = None,
         shared_grid: bool = False,
     ) -> None:  # fmt: skip
-        rows, group = launcher.max_rows(call), call.nheads // call.nheads_k
+        rows, group = calls.max_rows(call), call.nheads // call.nheads_k
         self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout or kind.bias > 0)
         self.appends, self.appends_first = new is not None, False
         self.needs_grad, self.drops = bool(call.use & Feature.BACKWARD), call.dropout_p > 0.0
         self.saved = masks.SAVED[: 3 if kind.bias == variants.BOOLEANS else 1]
-        fields = launcher.call_fields(call) | {"out_s": launcher.contiguous_strides(call.out_shape)}
-        builder = PlanBuilder(call, kind, fields)
+        fields = calls.call_fields(call) | {"out_s": layouts.contiguous_strides(call.out_shape)}
+        plan = Plan(call, kind, fields)
         if new is not None:
-            fields |= launcher.append_fields(new)
+            fields |= calls.append_fields(new)
             self.appends_first = not (self.is_decode and new.k.shape[1] <= _MAX_NEW_KEYS)
             if self.appends_first:
-                builder.add_append(new)
-        builder.add_output("out", call.out_shape, call.q.dtype)
+                plan.add_append(new)
+        plan.add_output("out", call.out_shape, call.q.dtype)
         if call.use & (Feature.LSE | Feature.BACKWARD):
-            builder.add_output("lse", call.lse_shape, torch.float32)
+            plan.add_output("lse", call.lse_shape, torch.float32)
         if self.needs_grad and fields["lse_has_position"]:
-            builder.add_output("lse_true", call.lse_shape, torch.float32)
+            plan.add_output("lse_true", call.lse_shape, torch.float32)
         # The decode kernel finds a scale for each step itself.
         if kind.type == variants.BF16_AS_FP16 and not (self.is_decode or kind.cache):
-            builder.add_maxima_pass(of_rows=False)
+            plan.add_maxima_pass(of_rows=False)
         is_packed = call.cu_seqlens_q is not None
         if self.is_decode:  # the query heads of a group are rows of one tile
             variant = (variants.decode_append if self.appends and not self.appends_first else variants.decode)(kind)
@@ -138,8 +148,8 @@ class ForwardPlan:
         else:
             variant, heads, tokens = variants.forward(kind), call.nheads, call.q.shape[0] if is_packed else None
             grid = grids.choose_grid(rows, variant.rows, call.batch, heads, tokens, shares=shared_grid)
-        builder.add_tiled_launch(variant, grid, heads, splits)
-        self.plan = builder.build(new)
+        plan.add_tiled_launch(variant, grid, heads, splits)
+        self.plan = plan.load(new)
 
     def run_self_test(self) -> None:
         """Self-test the kernel of this plan. Raises KernelError if it fails."""
@@ -147,7 +157,7 @@ class ForwardPlan:
         shared_grid = variants.has_shared_grid(plan.variants[-1])
 
         def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
-            forward = ForwardPlan(call, kind, new, splits=2, shared_grid=shared_grid)
+            forward = Forward(call, kind, new, splits=2, shared_grid=shared_grid)
             result = forward.run(launcher.with_append(call, new))
             return {"out": result.out, "softmax_lse": result.lse}
 

@@ -1,24 +1,38 @@
 """The only file that turns a tensor into an address. It checks there everything that a kernel relies on.
 
 A plan holds everything about a call's launches that follows from shapes, strides and options. It is built once for all
-calls with the same cache key. Each call only adds its addresses.
+calls with the same cache key: passes over a kernel's inputs, then the kernel itself. Each call only adds its addresses.
+
+Where tensor cores take fp16 only, bf16 is scaled by powers of two, which a pass finds. Each tile converts the operands
+that it streams to fp16 again. Where many tiles stream the same operand, a pass converts it once to a copy for all.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_attn_compat import settings
 from flash_attn_compat.backends.base import NegatedView
-from flash_attn_compat.backends.fused import caches, grids, masks, nvrtc, params, tuned, variants, workspaces
+from flash_attn_compat.backends.fused import (
+    caches,
+    calls,
+    grids,
+    layouts,
+    masks,
+    nvrtc,
+    params,
+    variants,
+    workspaces,
+)
+from flash_attn_compat.backends.fused.grids import Grid
 from flash_attn_compat.backends.fused.variants import Kind, Variant
-from flash_attn_compat.core import checks, dropout, kernel_layout
+from flash_attn_compat.core import checks
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.inputs import CacheInputs, Inputs, PackedInputs
@@ -26,10 +40,11 @@ from flash_attn_compat.core.torch_state import note_written
 
 # The tensors of all families, in the order of struct Params.
 _INPUTS = (*PackedInputs._fields[:-1], "bias", "rng_state", *CacheInputs._fields[-4:])
-_MAX_INT = 2**31 - 1
 _MAX_BLOCKS = 2**31 - 1
-# Up to so many elements, loading them one by one costs less than an aligned copy.
-MAX_SCALAR_LOADS = 2**18
+# The elements that a thread of the append kernel copies at once.
+_ELEMENTS_PER_LOAD = 8
+# Plans take their outputs in the order of the head.
+_HEAD_POSITIONS = {name: place for place, (name, _) in enumerate(params.HEAD_FIELDS)}
 
 # Dtypes of the tensors that are not in q's dtype.
 _DTYPES = {
@@ -72,23 +87,113 @@ class Launch(NamedTuple):
 
 
 class Plan:
-    """A sequence of launches over the same addresses."""
+    """The launches for every call of one cache key, over the same addresses: built, loaded, then run for each call.
+
+    ``fields`` go to every later launch, ``redirects`` to every later tiled launch.
+    has_mask: whether the call's inputs include the results of the pass over its dense mask
+    """
 
     def __init__(
-        self, call: AttentionCall, outputs: Sequence[Output], launches: Sequence[Launch], new: Append | None = None,
-        others: Mapping[str, Tensor] | None = None, workspace: int = 0,
+        self, call: AttentionCall, kind: Kind, fields: dict[str, params.Value], has_mask: bool = False
+    ) -> None:
+        self.call, self.kind, self.fields = call, kind, fields
+        self.redirects: dict[str, tuple[str, int]] = {}
+        self.outputs, self.launches = ([], []) if has_mask else _plan_mask(call, kind, fields)
+        self.workspace = 0
+
+    def add_output(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, starts_as_zero: bool = False,
+        strides: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        """others: further inputs of a call, by their names in struct Params; workspace: bytes that splits need"""
+        """Add an output, as Output describes it."""
+        self.outputs.append(Output(name, shape, dtype, starts_as_zero, strides))
+
+    def add_launch(self, variant: Variant, blocks: int, **fields: params.Value) -> None:
+        """Add a launch. fields: in addition to those of every launch"""
+        self.launches.append(Launch(variant, blocks, {**self.fields, **fields}))
+
+    def add_append(self, new: Append) -> None:
+        """Add a launch that writes ``new`` keys, and rotates q for later launches if the append rotates.
+
+        The call has the lengths before the append; ``fields`` must include those of the append.
+        """
+        call, rotates, (batch, seqlen_new) = self.call, new.rotary_cos is not None, new.k.shape[:2]
+        rows = 2 * batch * seqlen_new * call.nheads_k + rotates * batch * call.nheads * call.q.shape[1]
+        pieces = rows * -(-max(call.q.shape[-1], call.v.shape[-1]) // _ELEMENTS_PER_LOAD)
+        variant, strides = (
+            variants.append(calls.choose_append_kind(call, new)),
+            layouts.contiguous_strides(call.q.shape),
+        )
+        blocks = max(1, min(-(-pieces // variant.threads), 32 * calls.count_multiprocessors(call.q.get_device())))
+        self.add_launch(variant, blocks, q_rotated_s=strides)
+        if rotates:
+            self.add_output("q_rotated", call.q.shape, call.q.dtype)
+            self.fields["q_s"], self.redirects["q"] = strides, ("q_rotated", 0)
+
+    def add_maxima_pass(self, of_rows: bool) -> None:
+        """Add a pass for the largest finite magnitudes of k, v and q, as bits of fp32 numbers: they set bf16's scales.
+
+        of_rows: include q's maxima, which the forward kernel finds itself. Without them, and if the forward reads
+        copies of keys and values, the pass also writes these copies, scaled by the maxima known so far.
+        """
+        call, kind = self.call, self.kind._replace(copied=self.kind.copied and not of_rows)
+        self.add_output("absmax", (3, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
+        if kind.copied:
+            marks = variants.marks(kind, call.k.shape[:-2].numel(), call.batch)
+            self.add_output("copies", (call.k.numel() + call.v.numel(),), torch.float16)
+            self.add_output("marks", (2, call.nheads_k, marks), torch.int32)
+        self._add_pass(variants.absmax(kind), 2 + of_rows)
+
+    def _add_pass(self, variant: Variant, tensors: int, **fields: params.Value) -> None:
+        """Add a pass over ``tensors`` tensors of the call's key heads. Blocks share a sequence."""
+        call = self.call
+        heads, longest = call.batch * call.nheads_k, max(calls.max_rows(call), calls.max_keys(call))
+        processors = calls.count_multiprocessors(call.q.get_device())
+        splits = max(1, min(-(-longest // variants.ABSMAX_ROWS), -(-8 * processors // heads), 32))
+        self.add_launch(variant, tensors * heads * splits, **fields, splits=splits)
+
+    def add_tiled_launch(self, variant: Variant, grid: Grid, heads: int, splits: int | None = 1) -> None:
+        """Add a kernel with a block for each tile; before it the pass that writes or corrects copies of its operands.
+
+        grid: of each of the ``heads``; splits: blocks that share a tile, None for the best number
+        """
+        call, of_keys, redirects = self.call, variant.entry == "dkdv", {**self.redirects}
+        tiles = grid.tiles * heads * call.batch
+        if grid.varlen_tiles:
+            variant, splits = variants.with_shared_grid(variant), 1
+        elif splits is None:
+            splits = (calls.choose_head_splits if of_keys else calls.choose_splits)(call, variant, tiles)
+        if splits > 1:
+            self.workspace = workspaces.PARTS_OFFSET + tiles * splits * grids.split_bytes(variant)
+        fields = {**self.fields, "tiles": grid.tiles, "splits": splits, "varlen_tiles": grid.varlen_tiles}
+        if variant.entry != "delta":  # delta streams no operands
+            fields["resident"] = calls.find_gpu(call).resident_blocks(variant)
+            if self.kind.copied:
+                self._add_pass(variants.to_half(self.kind), 2, converts_rows=int(of_keys))
+                rows, keys = {"q": call.q.shape, "dout": call.out_shape}, {"k": call.k.shape, "v": call.v.shape}
+                offset = 0
+                for name, shape in (rows if of_keys else keys).items():
+                    fields[f"{name}_s"] = layouts.contiguous_strides(shape)
+                    redirects[name] = "copies", offset
+                    offset += 2 * math.prod(shape)
+        self.launches.append(Launch(variant, splits * grid.tiles * heads * grid.groups, fields, redirects))
+
+    def load(self, new: Append | None = None, others: Mapping[str, Any] | None = None) -> Plan:
+        """Load the kernels, and check and order the inputs of runs; returns the plan, which lets the call's tensors go.
+
+        others: further inputs, by their names in struct Params
+        """
+        call, launches, workspace = self.call, self.launches, self.workspace
+        outputs = sorted(self.outputs, key=lambda output: _HEAD_POSITIONS[output.name])
         most = max(launches, key=lambda launch: launch.blocks, default=None)
         if most is not None and most.blocks > _MAX_BLOCKS:
             raise nvrtc.TooManyBlocks(
                 f"{most.variant.entry} would need {most.blocks} blocks, a launch has {_MAX_BLOCKS} at most: batch "
-                f"{call.batch}, {call.nheads} heads, sequences of up to {max_rows(call)} rows and "
-                f"{max_keys(call)} keys"
+                f"{call.batch}, {call.nheads} heads, sequences of up to {calls.max_rows(call)} rows and "
+                f"{calls.max_keys(call)} keys"
             )
         self.torch_device, self.device = call.q.device, call.q.get_device()
-        self.seqlen_k, self._seqlen_new = max_keys(call), 0 if new is None else new.k.shape[1]
-        self._workspace = workspace
+        self.seqlen_k, self._seqlen_new = calls.max_keys(call), 0 if new is None else new.k.shape[1]
         self.variants = tuple(launch.variant for launch in launches)
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
         whole, others = with_append(call, new), dict(others or {})
@@ -101,8 +206,10 @@ class Plan:
             if tensor is not None and (tensor.dtype, tensor.device) != (dtype, self.torch_device):
                 raise RuntimeError(f"{name} must be {dtype} on {call.q.device}, got {tensor.dtype} on {tensor.device}")
         in_tail = *params.TAIL_ADDRESSES, *params.FLEX_ADDRESSES
-        tail = [name for name in in_tail if addressed_bytes(inputs.get(name))]
-        sizes = {name: addressed_bytes(inputs[name]) for name in dict.fromkeys((*tail, *inputs))}  # the tail's first
+        tail = [name for name in in_tail if layouts.addressed_bytes(inputs.get(name))]
+        sizes = {
+            name: layouts.addressed_bytes(inputs[name]) for name in dict.fromkeys((*tail, *inputs))
+        }  # the tail's first
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
             (name, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _UNCHECKED else size)
@@ -129,6 +236,8 @@ class Plan:
             )
             for variant, blocks, fields, redirects in launches
         ]
+        del self.call
+        return self
 
     def run(
         self,
@@ -167,8 +276,8 @@ class Plan:
             addresses.append(output.data_ptr())
         for name in self._zeroed:
             outputs[name].zero_()
-        if self._workspace:
-            workspace = workspaces.acquire(self._workspace, self.device, self.torch_device)  # lives until the launches
+        if self.workspace:
+            workspace = workspaces.acquire(self.workspace, self.device, self.torch_device)  # lives until the launches
             start = workspace.data_ptr()
             addresses += start, start + workspaces.PARTS_OFFSET
         if 0 in addresses:  # a launch over a null address would break the GPU's context
@@ -220,6 +329,18 @@ class Plan:
         return NegatedView(f"{name} must not be a lazily negated view")
 
 
+def _plan_mask(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[list[Output], list[Launch]]:
+    """Return the outputs and launches of the pass over a dense mask; none without such a mask."""
+    if call.bias is None:
+        return [], []
+    blocks, map_shape, rows_shape = masks.mask_pass_shapes(call.bias)
+    outputs = [
+        Output("bias_map", map_shape, torch.int32),
+        Output("bias_of_rows", rows_shape, torch.int32, starts_as_zero=kind.bias != variants.BOOLEANS),
+    ]
+    return outputs, [Launch(variants.mask(kind._replace(bias_words=masks.words_per_block(call.bias))), blocks, fields)]
+
+
 @functools.lru_cache(4096)
 def _template(
     shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
@@ -243,228 +364,9 @@ def launch_over(
     nvrtc.driver().launch(kernel, blocks, tensors[0].get_device(), head.pack(*addresses, seqlen_k) + rest)
 
 
-def addressed_bytes(tensor: Tensor | None) -> int:
-    """Return the bytes from the first element to the end of the last one that shape and strides address."""
-    if tensor is None or not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return (last + 1) * tensor.element_size()
-
-
-def kernel_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Return strides (batch or page, row, head) in elements; 0 for packed tensors' batch and axes of one element."""
-    *batch, row, head, _ = (effective_stride(tensor, axis) for axis in range(tensor.dim()))
-    return batch[0] if batch else 0, row, head
-
-
-def effective_stride(tensor: Tensor, axis: int) -> int:
-    """Return the stride along an axis in elements; 0 for an axis of one element, whose stride is arbitrary."""
-    return tensor.stride(axis) if tensor.shape[axis] > 1 else 0
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return ``kernel_strides`` of a contiguous tensor without making one: growing caches need a plan each step."""
-    *batch, rows, heads, width = (max(size, 1) for size in shape)
-    return rows * heads * width if batch else 0, heads * width, width
-
-
-def has_kernel_layout(tensor: Tensor) -> bool:
-    """Whether kernels can read the tensor: contiguous channels, and row and head strides within an int."""
-    *rows, (channels, channel) = list(zip(tensor.shape, tensor.stride()))[-3:]
-    return (channels == 1 or channel == 1) and all(size == 1 or stride <= _MAX_INT for size, stride in rows)
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether every row is aligned to 16 bytes and a multiple of 16 bytes long."""
-    unit = 16 // tensor.element_size()
-    return (
-        tensor.shape[-1] % unit == 0
-        and tensor.data_ptr() % 16 == 0
-        and all(stride % unit == 0 for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1)
-    )
-
-
-def vector_size(tensors: Iterable[Tensor | None], in_place: bool) -> int:
-    """Return the elements of a load: 8; 1 if unaligned and copies cost more, or ``in_place``; 0 to copy the tensors."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if not all(map(has_kernel_layout, present)):
-        return 0
-    if all(map(is_aligned, present)):
-        return 8
-    return 1 if in_place or sum(tensor.numel() for tensor in present) <= MAX_SCALAR_LOADS else 0
-
-
-def align(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` if aligned, else a copy with aligned rows, channels padded with 0 to a multiple of 16 bytes."""
-    if not has_kernel_layout(tensor):
-        tensor = tensor.contiguous()
-    return tensor if is_aligned(tensor) else kernel_layout.padded(tensor)
-
-
 def with_append(call: AttentionCall, new: Append | None) -> Any:
     """Return what ``Plan.run`` reads a call's tensors from."""
     if new is None:
         return call
     own = {name: getattr(call, name) for name in CacheInputs._fields[:-4]}
     return CacheInputs(**own, k_new=new.k, v_new=new.v, rotary_cos=new.rotary_cos, rotary_sin=new.rotary_sin)
-
-
-def find_strided_inputs(tensors: Inputs | AttentionCall) -> list[str]:
-    """Return the names of slopes, block table and bias (unless boolean) that lack a contiguous last axis."""
-    present = {name: x for name in ("alibi_slopes", "block_table", "bias") if (x := getattr(tensors, name)) is not None}
-    strided = {name: x for name, x in present.items() if x.stride(-1) != 1 and x.shape[-1] > 1}
-    return [name for name, tensor in strided.items() if tensor.dtype is not torch.bool]
-
-
-def copy_contiguous(tensor: Tensor) -> Tensor:
-    """Return a copy with a contiguous last axis. Broadcast axes are copied once and stay broadcast."""
-    unique = tensor[tuple([slice(None if stride else 1) for stride in tensor.stride()[:-1]])]
-    return unique.contiguous().expand(tensor.shape)
-
-
-def append_has_kernel_layout(new: Append) -> bool:
-    """Whether kernels can read the appended tensors: each has the kernel layout, cos and sin have equal strides."""
-    cos, sin = new.rotary_cos, new.rotary_sin
-    have_layout = all(tensor is None or has_kernel_layout(tensor) for tensor in new[:4])
-    return have_layout and (cos is None or sin is None or cos.stride() == sin.stride())
-
-
-def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
-    """Return a call's kind. decodes: for the decode kernel, which rejects sequences longer than max_rows."""
-    left, right = call.mask.left, call.mask.right
-    has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
-    device, number = call.q.device, nvrtc.target(call.q.get_device()).number
-    half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
-    cache = caches.cache_macro(call.k)
-    is_plain = half == variants.FP16 and number < 80 and call.cu_seqlens_q is None
-    fills = not is_plain or grids.fills_gpu(
-        max_rows(call), max_keys(call), call.batch * call.nheads, count_multiprocessors(call.q.get_device())
-    )
-    # A single row is at the last key: no key is to its right.
-    local, size = left is not None or (right is not None and not has_one_row), max(call.q.shape[-1], call.v.shape[-1])
-    rows, longest = max_rows(call), max(max_rows(call), max_keys(call))
-    few_rows = grids.takes_small_tiles(rows, size, local) if number < 80 else rows <= variants.FEW_ROWS
-    is_long = call.bias is not None or call.block_table is not None
-    kind = Kind(
-        number=number,
-        type=variants.BF16_AS_FP16 if half and (number < 80 or cache) else half,
-        cache=cache,
-        head_dim=call.q.shape[-1],
-        head_dim_v=call.v.shape[-1],
-        local=local,
-        alibi=call.alibi_slopes is not None,
-        softcap=call.softcap > 0.0,
-        dropout=call.dropout_p > 0.0,
-        paged=call.block_table is not None,
-        vec=vec,
-        window=None if left is None or right is None else left + right + 1,
-        few_rows=few_rows or not fills,
-        short=0 if is_long else next((most for most in (variants.SHORT, variants.FEW_ROWS) if longest <= most), 0),
-        bias=masks.bias_macro(call.bias),
-        bias_pairs=masks.can_load_pairs(call.bias),
-    )
-    return kind._replace(tiles=tuned.find_tiles(settings.gpu(device), number, kind.size, call.q.dtype))
-
-
-def call_fields(call: AttentionCall) -> dict[str, params.Value]:
-    """Return the fields of struct Params that follow from a call's shapes and options, for any kernel."""
-    q, k, v = call.q, call.k, call.v
-    same = "batch", "nheads", "nheads_k", "softmax_scale", "softcap"
-    fields: dict[str, params.Value] = {name: getattr(call, name) for name in same}
-    fields |= {
-        "q_s": kernel_strides(q),
-        "k_s": kernel_strides(k),
-        "v_s": kernel_strides(v),
-        "group": call.nheads // call.nheads_k,
-        "seqlen_q": max_rows(call),
-        "total_q": q.shape[0] if call.cu_seqlens_q is not None else 0,
-        "total_k": k.shape[0] if call.cu_seqlens_k is not None else 0,
-        "head_dim": q.shape[-1],
-        "head_dim_v": v.shape[-1],
-        **call.mask.kernel_fields,
-        "lse_has_position": int(call.lse_carries_alibi_position),
-        "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
-        "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
-        **caches.cache_fields(call),
-    }
-    if call.bias is not None:
-        fields |= masks.mask_fields(call.bias)
-    table, slopes = call.block_table, call.alibi_slopes
-    if slopes is not None:
-        fields["slopes_batch"] = effective_stride(slopes, 0) if slopes.dim() == 2 else 0
-    if table is not None:
-        fields |= {
-            "table_stride": effective_stride(table, 0),
-            "page_size": k.shape[1],
-            "pages_per_sequence": table.shape[1],
-            "num_pages": k.shape[0],
-        }
-    if call.dropout_p:
-        fields["dropout_limit"] = dropout.word_limit(call.dropout_p)
-        fields["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
-    return fields
-
-
-def append_fields(new: Append) -> dict[str, params.Value]:
-    """Return the fields of struct Params that follow from an append."""
-    cos = new.rotary_cos
-    fields: dict[str, params.Value] = {
-        "k_new_s": kernel_strides(new.k),
-        "v_new_s": kernel_strides(new.v),
-        "seqlen_new": new.k.shape[1],
-    }
-    if cos is not None:
-        fields |= {
-            "rotary_dim": 2 * cos.shape[1],
-            "rotary_interleaved": int(new.rotary_interleaved),
-            "rotary_rows": cos.shape[0],
-            "rotary_row_stride": effective_stride(cos, 0),
-            "rotate_rows_apart": int(new.rows_have_own_position),
-        }
-    return fields
-
-
-def max_rows(call: AttentionCall) -> int:
-    """Return the most query rows that a sequence may have."""
-    if call.cu_seqlens_q is None:
-        return call.q.shape[1]
-    return max(1, min(call.max_seqlen_q, call.q.shape[0]))
-
-
-def max_keys(call: AttentionCall) -> int:
-    """Return the most keys that a sequence may have: of a cache its slots."""
-    if call.block_table is not None:
-        return call.block_table.shape[1] * call.k.shape[1]
-    if call.cu_seqlens_k is None:
-        return call.k.shape[1]
-    return max(1, min(call.max_seqlen_k, call.k.shape[0]))
-
-
-def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
-    """Return the number of blocks that share the keys of each of a call's ``tiles``."""
-    if tiles > workspaces.COUNTERS:  # enough tiles to fill any GPU
-        return 1
-    left, right = call.mask.left, call.mask.right
-    keys = max_keys(call)
-    if left is not None and right is not None:
-        keys = min(keys, left + min(max_rows(call), variant.rows) + right)
-    return grids.count_splits(variant, tiles, keys, find_gpu(call))
-
-
-def choose_head_splits(call: AttentionCall, variant: Variant, blocks: int) -> int:
-    """Return the number of blocks that share the query heads of each of the ``blocks`` of a call's dkdv."""
-    if blocks > workspaces.COUNTERS:
-        return 1
-    group = call.nheads // call.nheads_k
-    return grids.count_head_splits(variant, blocks, group, max_rows(call), find_gpu(call))
-
-
-def find_gpu(call: AttentionCall) -> grids.Gpu:
-    device = call.q.get_device()
-    return grids.Gpu(count_multiprocessors(device), nvrtc.target(device).number)
-
-
-@functools.cache
-def count_multiprocessors(device: int) -> int:
-    """Return the number of a GPU's streaming multiprocessors."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
