@@ -109,7 +109,7 @@ def literal(x: float | int | bool, c_type: str) -> str:
         x = math.trunc(x)
     number = int(x)
     if c_type == "bool":
-        return str(int(number != 0))
+        return "true" if number else "false"
     low, high = 0 if c_type == "u8" else -(2 ** INTEGERS[c_type]), 2 ** INTEGERS[c_type]
     if not low <= number < high:
         raise Declined(f"the number {number} as a {c_type}")

@@ -209,6 +209,7 @@ OPTIONS: dict[str, Function] = {
     "elu": F.elu, "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
     "a cast to int and back": lambda x: x.clamp(-100, 100).nan_to_num(0.0).int().float(),
     "a cast to bool": lambda x: x.bool(),
+    "a mask beside True and False": lambda x: torch.where((x > 1) == True, x < 3, False),  # noqa: E712
     "integers": lambda x: (x.clamp(-100, 100).nan_to_num(0.0).int() * 7) // 3 % 5,
 }  # fmt: skip
 
