@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 # Returns the name that torch.nn.attention.activate_flash_attention_impl was given; None for PyTorch's own kernels.
 flash_implementation: Callable[[], str | None] = getattr(
@@ -43,13 +44,14 @@ def with_autograd() -> contextlib.AbstractContextManager[None]:
     return torch._C._ForceDispatchKeyGuard(seen, hidden)
 
 
-def is_fake_mode_on() -> bool:
-    return _mode_of(_MODES.FAKE) is not None
+def is_traced() -> bool:
+    """Whether operators go into a graph: of torch.compile, torch.export, make_fx or torch.jit.trace."""
+    return is_compiling() or tracing_state() is not None or _mode_of(_MODES.PROXY) is not None
 
 
 def is_hidden(tensor: Tensor) -> bool:
     """Whether a tensor's numbers cannot be read: it is fake, traced, or batched by vmap."""
-    if tracing_state() is not None or is_fake_mode_on() or _mode_of(_MODES.PROXY) is not None:
+    if is_traced() or _mode_of(_MODES.FAKE) is not None:
         return True
     while _is_wrapped(tensor):
         if _is_batched(tensor):

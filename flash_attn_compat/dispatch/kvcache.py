@@ -14,8 +14,8 @@ from flash_attn_compat.core.arguments.options import integer, split_descales
 from flash_attn_compat.core.call import lse_dtype
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import CacheInputs, Options, new_tuple
-from flash_attn_compat.dispatch import op_derivatives, sharding
-from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, refuse_private
+from flash_attn_compat.dispatch import sharding
+from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, refuse_private, refuse_transforms
 from flash_attn_compat.dispatch.serve import find, run
 
 _LSE = int(Feature.LSE)
@@ -144,4 +144,4 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, *arguments:
     return out, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
 
 
-op_derivatives.refuse_derivatives(_kvcache_op, refuse_private)
+refuse_transforms(_kvcache_op, refuse_private)

@@ -1,21 +1,23 @@
 """Who observes or differentiates a call: compilers, traces, dispatch modes, tensor classes, transforms and autograd.
 
 Every call asks before anything is converted or checked. The answers decide between an operator and an eager call, and
-set how the latter is used (Options.use).
+set how the latter is used (Options.use). Operators refuse transforms.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.features import SLOPES_GRADIENT, Feature
-from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on
+from flash_attn_compat.core.torch_state import count_modes, is_traced, tracing_state, transforms_are_on
 from flash_attn_compat.dispatch import flops, sharding
 
 BACKWARD, TRANSFORMS = int(Feature.BACKWARD), int(Feature.TRANSFORMS)
@@ -66,6 +68,8 @@ def recorded_use(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> in
     """Return Options.use for a call that autograd records, or that torch.func or forward-mode AD derives; else 0."""
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
         sharding.check_untransformed((*inputs, slopes))
+        if is_traced():
+            refuse_in_graphs()
         return TRANSFORMS
     if torch.is_grad_enabled():
         if slopes is not None and are_trained(slopes):
@@ -97,6 +101,36 @@ def have_tangents(values: tuple[object, ...]) -> bool:
             isinstance(x, Tensor) and x.is_floating_point() and forward_ad.unpack_dual(x, level=0).tangent is not None
             for x in values
         )
+
+
+# More specific than Autograd, which torch.library.custom_op takes for itself.
+_AUTOGRAD = [f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "Meta", "PrivateUse1")]
+
+
+def refuse_transforms(operator: Any, refuse: Callable[..., NoReturn]) -> None:
+    """Let ``refuse`` raise where a torch.func transform or a tangent meets a custom operator.
+
+    PyTorch would fail in words of its own at a transform, and lose a tangent without any.
+    """
+    as_registered = make_autograd_impl(operator._opoverload, operator)
+
+    def autograd(keyset: Any, *arguments: Any, **named: Any) -> Any:
+        if forward_ad._current_level >= 0 and have_tangents(arguments):
+            refuse()
+        return as_registered(keyset, *arguments, **named)
+
+    for key in _AUTOGRAD:
+        operator._lib.impl(operator._name, autograd, key, with_keyset=True)
+    operator._lib.impl(operator._name, refuse, "FuncTorchDynamicLayerFrontMode")
+
+
+def refuse_in_graphs(*arguments: Any, **named: Any) -> NoReturn:
+    """Of the operators of public functions."""
+    raise RuntimeError(
+        "attention in a compiled, traced or exported graph, or under a dispatch mode, cannot be combined with "
+        "torch.func transforms (vmap, grad, jvp, ...) or forward-mode derivatives: transform the function without "
+        "compiling or tracing it. Autograd, with second derivatives, goes through graphs, too"
+    )
 
 
 def refuse_private(*arguments: Any, **named: Any) -> NoReturn:

@@ -19,20 +19,19 @@ from flash_attn_compat import settings
 from flash_attn_compat.core import checks, dropout
 from flash_attn_compat.core.arguments.build import with_page_lengths
 from flash_attn_compat.core.arguments.options import CHECKS
-from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, lse_dtype
+from flash_attn_compat.core.call import BackwardInputs, Gradients, lse_dtype
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, PackedInputs
 from flash_attn_compat.core.kernel_layout import round_up
 from flash_attn_compat.core.torch_state import tracing_state, with_autograd
-from flash_attn_compat.dispatch import op_derivatives, serve, sharding
+from flash_attn_compat.dispatch import observers, serve, sharding
 from flash_attn_compat.dispatch.autograd import (
     differentiable_gradients,
     gradient_of_lse,
     gradient_of_slopes,
     is_wrapped,
 )
-from flash_attn_compat.dispatch.observers import are_trained
 
 _LSE = int(Feature.LSE)
 
@@ -43,7 +42,7 @@ def forward(x: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor
     options.use: LSE and DMASK count, the other bits follow from the tensors
     """
     q, k, v, slopes = x.q, x.k, x.v, x.alibi_slopes
-    arguments, trains_slopes = _flatten(x, options), are_trained(slopes)
+    arguments, trains_slopes = _flatten(x, options), observers.are_trained(slopes)
     drops = arguments[_DROPOUT_P] > 0.0
     return_lse, return_dmask = bool(options.use & _LSE), bool(options.use & DMASK) and drops
     theirs = under_flash_attns_name
@@ -150,29 +149,20 @@ _SCHEMA = schema(dict.fromkeys(NAMES, Tensor | None) | dict.fromkeys("qkv", Tens
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return_lse, return_dmask, needs_grad, rng_state = _asked(arguments)
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
-    use = Feature.SHARED_DROPOUT_MASK | _use(return_lse, return_dmask) | (Feature.BACKWARD if needs_grad else 0)
+    use = Feature.SHARED_DROPOUT_MASK | (Feature.BACKWARD if needs_grad else 0)
+    use |= (Feature.LSE if return_lse else 0) | (DMASK if return_dmask else 0)
     # A copy, since an operator must not return its argument.
     copy = None if rng_state is None else rng_state.clone(memory_format=torch.contiguous_format)
-    return _results(arguments, use, copy)
+    x: Any
+    x, options = _find(arguments, use)
+    out, lse, dmask, rng_state = serve.run_outside_autograd(x._replace(rng_state=copy), options)
+    return out.contiguous(), lse, dmask, rng_state
 
 
 def _asked(arguments: Sequence[Any]) -> tuple[bool, bool, bool, Tensor | None]:
     """Return the forward's last arguments. PyTorch leaves out the last one if it has its default."""
     return_lse, return_dmask, needs_grad, rng_state = (*arguments[_COUNT:], None)[:4]
     return return_lse, return_dmask, needs_grad, rng_state
-
-
-def _use(return_lse: bool, return_dmask: bool) -> int:
-    return (Feature.LSE if return_lse else 0) | (DMASK if return_dmask else 0)
-
-
-def _results(
-    arguments: Sequence[Any], use: int, rng_state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x: Any
-    x, options = _find(arguments, use)
-    out, lse, dmask, rng_state = serve.run_outside_autograd(x._replace(rng_state=rng_state), options)
-    return out.contiguous(), lse, dmask, rng_state
 
 
 @_forward_op.register_fake
@@ -298,12 +288,8 @@ def differentiable(
 
     arguments: the operators'
     """
-    call = _differentiable_call(arguments, rng_state)
+    call = serve.differentiable_call(*_find(arguments, Feature.TRANSFORMS | Feature.LSE), rng_state)
     return differentiable_gradients((call.alibi_slopes, call.q, call.k, call.v), wanted, call, dout, dlse)
-
-
-def _differentiable_call(arguments: Sequence[Any], rng_state: Tensor | None) -> AttentionCall:
-    return serve.differentiable_call(*_find(arguments, Feature.TRANSFORMS | Feature.LSE), rng_state)
 
 
 def _refuse_joint_graph(*arguments: Any, **named: Any) -> NoReturn:
@@ -314,16 +300,9 @@ def _refuse_joint_graph(*arguments: Any, **named: Any) -> NoReturn:
     )
 
 
-def _refuse_transforms(*arguments: Any, **named: Any) -> NoReturn:
-    raise RuntimeError(
-        "torch.func transforms and forward-mode derivatives of attention are not supported inside compiled, traced or "
-        "exported graphs: apply them to the eager function"
-    )
-
-
-op_derivatives.refuse_derivatives(_forward_op, _refuse_transforms)
 for operator in (backward_op, slopes_backward_op):
     operator.register_autograd(_refuse_joint_graph)
-    op_derivatives.refuse_derivatives(operator, _refuse_joint_graph)
+for operator in (_forward_op, backward_op, slopes_backward_op):
+    observers.refuse_transforms(operator, observers.refuse_in_graphs)
 
 sharding.register_if_needed()  # for compiled calls, which cannot while they are traced

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import private_interface, settings
-from flash_attn_compat.dispatch import observers, op_derivatives, ops
+from flash_attn_compat.dispatch import observers, ops
 from flash_attn_compat.dispatch.autograd import is_wrapped
 from flash_attn_compat.dispatch.ops import SPELLINGS
 from flash_attn_compat.dropin import installed_package
@@ -48,7 +48,7 @@ def register() -> None:
             **_DRAWS if name.endswith("forward") else {},
         )
         operator.register_fake(_make_fake(function))
-        op_derivatives.refuse_derivatives(operator, observers.refuse_private)
+        observers.refuse_transforms(operator, observers.refuse_private)
         _ours[f"flash_attn::{name}"] = operator
     ops.under_flash_attns_name = _call_operators
 
@@ -106,11 +106,11 @@ class _OperatorCall(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         with settings.using_backend(ctx.used):
             # flash-attn's operators take no gradient of the LSE, and are not differentiable themselves.
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):
                 needs_grad = False, *ctx.needs_input_grad[2:5]  # a call with trained slopes does not come here
                 derived = ops.differentiable(dout, dlse, rng_state, arguments, needs_grad)
                 return None, None, *derived[1:], *no_gradients
-            if dlse is not None or is_wrapped(dout):
+            if dlse is not None:
                 return None, None, *ops.backward_op(dout, out, lse, rng_state, dlse, *arguments), *no_gradients
             q, k, v = arguments[:3]
             gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

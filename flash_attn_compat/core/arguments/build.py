@@ -41,14 +41,6 @@ def check_packed(x: Inputs, options: Options, length: int | None) -> Check | Non
     checks.descales(k, x.k_descale, x.v_descale, options.k_factor, options.v_factor, batch)
     if options.use & _DERIVED:
         checks.no_gradients(k)
-    if options.use & Feature.TRANSFORMS:
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"):
-            lengths = getattr(x, name)
-            if lengths is not None and torch_state.is_hidden(lengths):
-                raise RuntimeError(
-                    f"{name} cannot be read: vmap gives it another axis, or a compiler traces it. Transforms need the "
-                    "lengths of packed sequences: call the function for each set of lengths"
-                )
     if used is not None:
         checks.per_sequence("seqused_k", used, batch, q.device)
     if leftpad is not None:
@@ -59,7 +51,8 @@ def check_packed(x: Inputs, options: Options, length: int | None) -> Check | Non
     for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_k", longest_k)):
         if longest > MOST_TOKENS:
             raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {longest}")
-    return functools.partial(_check_numbers, options) if checks.may_read(starts_q) else None
+    has_check = options.use & Feature.TRANSFORMS or checks.may_read(starts_q)
+    return functools.partial(_check_numbers, options) if has_check else None
 
 
 def packed_call(x: Inputs, options: Options, length: int | None) -> tuple[AttentionCall, Append | None]:
@@ -98,6 +91,8 @@ def with_page_lengths(x: Any) -> Any:
 
 def _check_numbers(options: Options, x: Inputs, length: int | None) -> None:
     starts_q, used, leftpad, table = x.cu_seqlens_q, x.seqused_k, x.leftpad_k, x.block_table
+    if options.use & Feature.TRANSFORMS:
+        _refuse_hidden_lengths(x)
     if not checks.may_read(starts_q):  # which a capture forbids
         return
     longest_q, longest_k, total_k = int(options.max_seqlen_q), int(options.max_seqlen_k), x.k.shape[0]
@@ -108,6 +103,18 @@ def _check_numbers(options: Options, x: Inputs, length: int | None) -> None:
         checks.values_of_pages(x.k, table, used)
     if leftpad is not None and checks.may_read(leftpad):
         checks.values_of_leftpad("leftpad_k", leftpad)
+
+
+def _refuse_hidden_lengths(x: Inputs) -> None:
+    """Raise RuntimeError if the numbers of lengths or pages, which differentiable operators need, cannot be read."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"):
+        value = getattr(x, name)
+        if isinstance(value, Tensor) and torch_state.is_hidden(value):
+            raise RuntimeError(
+                f"{name} must hold numbers that can be read: they are fake, traced, or have an axis of vmap. "
+                "torch.func transforms, forward-mode and second derivatives compute each packed sequence by its own "
+                "length: call them outside of traces and fake modes, and vmap over q, k and v alone"
+            )
 
 
 def make_call(
