@@ -104,3 +104,16 @@ def assert_close(found: Answer, right: Answer, dtype: torch.dtype) -> None:
         largest = y.abs().max().item() or 1.0
         torch.testing.assert_close(x.float(), y.float(), rtol=4 * eps, atol=2 * eps * max(largest, 1.0))
     torch.testing.assert_close(found.lse, right.lse, rtol=2e-5, atol=2e-5)
+
+
+def in_own_dtype(qkv: Sequence[Tensor], *arguments: Any, **named: Any) -> Answer:
+    """The same call in its dtype by PyTorch's own composition."""
+    from flash_attn_compat.torch_flex import override
+
+    switch = override._active
+    assert switch is not None
+    policy, switch.policy = switch.policy, None
+    try:
+        return call(qkv, *arguments, **named)
+    finally:
+        switch.policy = policy
