@@ -10,6 +10,8 @@ PROGRAMS = {
     "cpu": "speed on a CPU, as ratios to PyTorch's own attention",
     "host_time": "host time of one small call with our kernels, no GPU needed; --packed: by each backend",
     "sdpa": "F.scaled_dot_product_attention without and with our kernels under it",
+    "flex": "flex_attention on our kernels, beside Triton's and our own features",
+    "flex_pictures": "the pictures of docs/flex.md; no GPU needed",
     "head_dims": "our kernels beside PyTorch's flash kernel, head dim by head dim",
     "eight_bit": "our kernels over 8-bit caches beside 16-bit ones",
     "turing_peer": "our kernels beside flash-attention-turing's",

@@ -1,0 +1,269 @@
+"""flex_attention on our kernels as on a Turing GPU, beside Triton's with all of this GPU's instructions, and our own.
+
+`python -m benchmarks.flex [--head-dim 64] [--only TEXT] [--tokens 4096] [--json FILE]`
+
+Twelve pairs of functions. "own" is flash_attn_func with the same mask as a feature (causal, window, softcap, ALiBi), by
+the same kernels without functions. Contestants take turns. Before that, several processes compile everything in
+parallel into the caches on disk; their seconds are listed apart. FLASH_ATTN_COMPAT_CAPABILITY is 7.5 unless it is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat import settings
+
+BATCH, HEADS, WINDOW, CAP = 2, 16, 512, 20.0
+KEY_HEADS = {64: 16, 128: 4}
+REPEATS, WARM = 15, 3
+Mod = Callable[..., Tensor]
+
+
+class Entry(NamedTuple):
+    """Functions, and the same as keywords of flash_attn_func where they are a feature of ours."""
+
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
+    per_batch: bool = False
+    own: Mapping[str, Any] | None = None
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (q - kv <= WINDOW)
+
+
+def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return CAP * torch.tanh(score / CAP)
+
+
+def checkerboard(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return torch.where((q - kv).abs() % 2 == 1, score * 0.5, score)
+
+
+def entries(tokens: int, device: str) -> dict[str, Entry]:
+    """Return the twelve pairs of functions over ``tokens`` tokens."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 8, (BATCH, tokens), generator=generator).sort()[0].to(device)
+    slopes = torch.exp2(-(torch.arange(1, HEADS + 1, dtype=torch.float32) * 8 / HEADS)).to(device)
+    table = torch.randn(HEADS, 2 * tokens, generator=generator).to(device)
+    lengths = torch.tensor([tokens // 4, tokens // 2], dtype=torch.int32, device=device)
+    width = int(tokens**0.5)
+
+    def document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (numbers[b, q] == numbers[b, kv])
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score - slopes[h] * (q - kv).abs()
+
+    def relative(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + table[h, q - kv + tokens]
+
+    def prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv < lengths[b]) | (q >= kv)
+
+    def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return ((q % width - kv % width).abs() <= 6) & ((q // width - kv // width).abs() <= 6)
+
+    return {
+        "causal": Entry(None, causal, own={"causal": True}),
+        "window": Entry(None, window, own={"window_size": (WINDOW, 0)}),
+        "softcap": Entry(softcap, own={"softcap": CAP}),
+        "softcap, causal": Entry(softcap, causal, own={"softcap": CAP, "causal": True}),
+        "ALiBi": Entry(alibi, own={"alibi_slopes": slopes}),
+        "ALiBi, causal": Entry(alibi, causal, own={"alibi_slopes": slopes, "causal": True}),
+        "documents": Entry(None, document, per_batch=True),
+        "documents, softcap": Entry(softcap, document, per_batch=True),
+        "prefix LM": Entry(None, prefix, per_batch=True),
+        "natten": Entry(None, natten),
+        "relative positions": Entry(relative, causal),
+        "checkerboard": Entry(checkerboard, causal),
+    }
+
+
+class Calls(NamedTuple):
+    """A contestant: forward, and forward with backward."""
+
+    forward: Callable[[], Any]
+    training: Callable[[], Any]
+    is_ours: bool
+
+
+def make_calls(entry: Entry, head_dim: int, tokens: int, device: str) -> dict[str, Calls]:
+    """Return the contestants of an entry over the same tensors."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.manual_seed(0)
+    heads_k = KEY_HEADS.get(head_dim, HEADS)
+    shapes = [(BATCH, tokens, heads, head_dim) for heads in (HEADS, heads_k, heads_k)]
+    qkv = [torch.randn(shape, dtype=torch.float16, device=device).transpose(1, 2) for shape in shapes]
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    dout = torch.randn(shapes[0], dtype=torch.float16, device=device).transpose(1, 2)
+    options: dict[str, Any] = {"enable_gqa": heads_k != HEADS, "score_mod": entry.score_mod}
+    if entry.mask_mod is not None:
+        batch = BATCH if entry.per_batch else None
+        options["block_mask"] = create_block_mask(entry.mask_mod, batch, None, tokens, tokens, device=device)
+
+    def make_flex(is_ours: bool) -> Calls:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return flex_attention(q, k, v, **options)
+
+        compiled = torch.compile(attend, dynamic=False)
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return compiled(*qkv)
+
+        return Calls(forward, lambda: torch.autograd.grad(compiled(*leaves), leaves, dout), is_ours)
+
+    found = {"ours": make_flex(True), "triton": make_flex(False)}
+    if entry.own is not None:
+        own, turned = dict(entry.own), [x.transpose(1, 2) for x in qkv]
+        turned_leaves = [x.detach().requires_grad_() for x in turned]
+
+        def attend(tensors: Sequence[Tensor]) -> Tensor:
+            with flash_attn_compat.use_backend("fused"):
+                return flash_attn_compat.flash_attn_func(*tensors, **own)
+
+        found["own"] = Calls(
+            lambda: attend(turned),
+            lambda: torch.autograd.grad(attend(turned_leaves), turned_leaves, dout.transpose(1, 2)),
+            False,
+        )
+    return found
+
+
+def run(calls: Calls, name: str) -> Any:
+    with flash_attn_compat.flex() if calls.is_ours else contextlib.nullcontext():
+        return getattr(calls, name)()
+
+
+def compile_part(names: Sequence[str], options: argparse.Namespace) -> dict[str, float]:
+    """Compile entries into the caches on disk; return the seconds of each, by contestant."""
+    seconds: dict[str, float] = {}
+    for name in names:
+        dim, _, entry = name.partition(" ")
+        found = make_calls(entries(options.tokens, options.device)[entry], int(dim), options.tokens, options.device)
+        for contestant, calls in found.items():
+            begun = time.perf_counter()
+            for mode in ("forward", "training"):
+                run(calls, mode)
+            torch.cuda.synchronize()
+            seconds[f"{contestant} {name}"] = time.perf_counter() - begun
+        torch._dynamo.reset()
+    return seconds
+
+
+def compile_in_parallel(names: Sequence[str], options: argparse.Namespace) -> dict[str, float]:
+    """Run ``compile_part`` in several processes."""
+    arguments = [sys.executable, "-m", "benchmarks.flex", "--tokens", str(options.tokens), "--compile"]
+    parts = [names[start :: options.workers] for start in range(options.workers)]
+    children = [
+        subprocess.Popen([*arguments, *part], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for part in parts
+        if part
+    ]
+    seconds: dict[str, float] = {}
+    for child in children:
+        told, errors = child.communicate()
+        if child.returncode:
+            print(f"compiling failed: {errors.strip().splitlines()[-1:]}", file=sys.stderr)
+        else:
+            seconds |= json.loads(told.strip().splitlines()[-1])
+    return seconds
+
+
+def time_in_turns(found: Mapping[str, Calls], mode: str) -> dict[str, float]:
+    """Return the median milliseconds of each contestant, which take turns."""
+    readings: dict[str, list[float]] = {name: [] for name in found}
+    for turn in range(3):
+        for name, calls in found.items():
+            with flash_attn_compat.flex() if calls.is_ours else contextlib.nullcontext():
+                call = getattr(calls, mode)
+                for _ in range(WARM if turn else 2 * WARM):
+                    call()
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+                for event in events:
+                    event.record()
+                    call()
+                torch.cuda.synchronize()
+                readings[name] += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return {name: statistics.median(each) for name, each in readings.items()}
+
+
+def relative_difference(found: Mapping[str, Calls]) -> float:
+    """Return the largest difference between our out and Triton's, as a share of the largest number."""
+    ours, right = (run(found[name], "forward").float() for name in ("ours", "triton"))
+    return float((ours - right).abs().max() / right.abs().max())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.flex", description=__doc__)
+    parser.add_argument("--head-dim", type=int, action="append", metavar="N", help="64 and 128; repeatable")
+    parser.add_argument("--only", default="", metavar="TEXT", help="entries whose names have this text")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes that compile; 0: none"
+    )
+    parser.add_argument("--compile", nargs="+", default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args(argv)
+    os.environ.setdefault(settings.CAPABILITY, "7.5")
+    if options.compile:
+        print(json.dumps(compile_part(options.compile, options)))
+        return 0
+    all_entries = entries(options.tokens, options.device)
+    names = [f"{dim} {name}" for dim in options.head_dim or (64, 128) for name in all_entries if options.only in name]
+    begun = time.perf_counter()
+    seconds = compile_in_parallel(names, options) if options.workers else {}
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {BATCH} x {HEADS} heads x {options.tokens}, fp16"
+    )
+    print(f"compiled in {time.perf_counter() - begun:.0f} s; ms of ours / own (ratio) / Triton (Triton over ours)")
+    rows: dict[str, Any] = {}
+    ratios: dict[str, list[float]] = {"forward": [], "training": []}
+    for name in names:
+        dim, _, entry = name.partition(" ")
+        found = make_calls(all_entries[entry], int(dim), options.tokens, options.device)
+        row: dict[str, Any] = {"difference": relative_difference(found)}
+        words = []
+        for mode in ("forward", "training"):
+            row[mode] = times = time_in_turns(found, mode)
+            ours, own = times["ours"], times.get("own")
+            ratios[mode].append(times["triton"] / ours)
+            beside = "" if own is None else f" / {own:.3f} ({ours / own:.2f})"
+            words.append(f"{mode} {ours:.3f}{beside} / {times['triton']:.3f} ({times['triton'] / ours:.2f})")
+        row["seconds"] = {who: seconds.get(f"{who} {name}") for who in found}
+        compiled = ", ".join(f"{who} {s:.1f} s" for who, s in row["seconds"].items() if s is not None)
+        print(f"{name:22} {'; '.join(words)}; differ {row['difference']:.1e}; compiling {compiled}", flush=True)
+        rows[name] = row
+        torch._dynamo.reset()
+    for mode, each in ratios.items():
+        print(f"geometric mean of Triton over ours, {mode}: {math.exp(statistics.mean(map(math.log, each))):.3f}")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
