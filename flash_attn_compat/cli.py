@@ -300,13 +300,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     from flash_attn_compat import tune
-    from flash_attn_compat.backends.fused import cache, tuned
+    from flash_attn_compat.backends.fused import kernel_files, tuned
 
     try:
         tuning = tune.plan_tuning(options.head_dim, options.dtype, options.seqlen)
     except tune.CannotTune as error:
         return _report_error(error)
-    write_error = cache.write_error()
+    write_error = kernel_files.write_error()
     if write_error and not options.json:
         return _report_error(write_error)
     tuning.run_all()
@@ -333,7 +333,7 @@ def _write(path: Path, line: str) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from flash_attn_compat.backends.fused import aot, cache, clearing, variants
+    from flash_attn_compat.backends.fused import aot, clearing, kernel_files, variants
     from flash_attn_compat.backends.fused.nvrtc import KernelError
 
     if options.into:
@@ -342,7 +342,7 @@ def _compile(options: argparse.Namespace) -> int:
         numbers = {architecture: aot.parse_architecture(architecture) for architecture in options.architectures}
     except KernelError as error:
         return _report_error(error, 2)
-    if write_error := cache.write_error():
+    if write_error := kernel_files.write_error():
         return _report_error(write_error)
     masks = options.sdpa or settings.value_of(settings.SDPA) in ("1", "always")
     is_more = options.all or options.head_dim or options.dtype or masks
@@ -356,7 +356,8 @@ def _compile(options: argparse.Namespace) -> int:
     about = f"at most {minutes:.0f} minute{'s' * (minutes > 1)} on {os.cpu_count()} processors"
     print(f"{len(jobs)} kernels for {', '.join(numbers)}: {about}", file=sys.stderr, flush=True)
     compiled, errors = aot.compile_all(jobs, lambda jobs: progress.show_progress(jobs, lambda job: ""))
-    print(f"{compiled} kernels compiled, {len(jobs) - compiled - len(errors)} were there: {cache.describe_folder()}")
+    were_there = len(jobs) - compiled - len(errors)
+    print(f"{compiled} kernels compiled, {were_there} were there: {kernel_files.describe_folder()}")
     for message in dict.fromkeys(errors):
         _report_error(message)
     return 1 if errors else 0

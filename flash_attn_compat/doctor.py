@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import flash_attn_compat
 from flash_attn_compat import installed, self_check, settings
-from flash_attn_compat.backends.fused import cache, faults, nvrtc, tuned
+from flash_attn_compat.backends.fused import faults, kernel_files, nvrtc, tuned
 from flash_attn_compat.core.features import dtype_name, lacks_tensor_cores
 from flash_attn_compat.dropin import install, installed_package
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
@@ -283,7 +283,7 @@ def describe_kernels(device: torch.device) -> list[str]:
     compiler = f"for {nvrtc.target(index).architecture} by NVRTC {version}, driver for CUDA {driver}"
     gpu = str(settings.gpu(device))
     advice = ["this GPU has no tensor cores: use float32 there"] if lacks_tensor_cores(gpu) else []
-    return [f"{compiler}, kept in {cache.describe_folder()}", *advice, *tuned.summarize(gpu)]
+    return [f"{compiler}, kept in {kernel_files.describe_folder()}", *advice, *tuned.summarize(gpu)]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:

@@ -25,10 +25,10 @@ from torch import Tensor
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import (
     Fused,
-    cache,
     calls,
     faults,
     grids,
+    kernel_files,
     launcher,
     nvrtc,
     params,
@@ -143,8 +143,8 @@ def record(
     monkeypatch.setattr(nvrtc, "stream", lambda device: 0)
     monkeypatch.setattr(workspaces, "_workspaces", {})
     monkeypatch.setattr(calls, "count_multiprocessors", lambda device: 40)
-    monkeypatch.setattr(cache, "read", found.files.get)
-    monkeypatch.setattr(cache, "write", found.write)
+    monkeypatch.setattr(kernel_files, "read", found.files.get)
+    monkeypatch.setattr(kernel_files, "write", found.write)
     monkeypatch.setattr(faults, "marks_folder", lambda: Path(os.devnull))
     monkeypatch.setattr(tuned, "_cards", {})
     monkeypatch.setattr(self_test, "_passed", set())

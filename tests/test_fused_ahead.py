@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import cli, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import aot, cache, nvrtc, variants
+from flash_attn_compat.backends.fused import aot, kernel_files, nvrtc, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind, Variant
 from tests import fused_on_cpu
@@ -49,7 +49,7 @@ def test_a_gpu_finds_kernels_compiled_ahead(
     target = nvrtc.target(0)
     for flags in ({}, {"local": True}, {"local": True, "softcap": True}, {"dropout": True}):
         for variant in variants.made_for([Kind(target.number, FP16, 64, **flags)]):
-            kept = cache.read(nvrtc.cache_name(variant, target.architecture))
+            kept = kernel_files.read(nvrtc.cache_name(variant, target.architecture))
             assert kept == f"{variant.entry} for {architecture}".encode()
 
 
@@ -92,7 +92,7 @@ def test_a_kernel_that_fails_to_compile_is_named_and_the_others_are_kept(
     assert cli.main(["compile", "--for", "sm_75", *ONLY]) == 1
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == "flash-attn-compat: NVRTC refuses delta.cu"
-    assert len(list(cache.folder().iterdir())) > 10
+    assert len(list(kernel_files.folder().iterdir())) > 10
 
 
 def test_a_folder_that_keeps_nothing_is_an_error_before_anything_is_compiled(

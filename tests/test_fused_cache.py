@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from flash_attn_compat.backends.fused import cache, faults
+from flash_attn_compat.backends.fused import faults, kernel_files
 
 
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "kernels"))
-    cache._warn.cache_clear()
+    kernel_files._warn.cache_clear()
     return tmp_path / "kernels"
 
 
@@ -33,32 +33,32 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_written_entries_are_read_and_damaged_or_renamed_ones_are_not(damage: str, kernels: Path) -> None:
-    assert cache.read("name") is None
-    assert cache.write("name", b"payload" * 100) and cache.read("name") == b"payload" * 100
+    assert kernel_files.read("name") is None
+    assert kernel_files.write("name", b"payload" * 100) and kernel_files.read("name") == b"payload" * 100
     content = (kernels / "name").read_bytes()
     (kernels / "other").write_bytes(content)
     (kernels / "name").write_bytes(DAMAGES[damage](content))
-    assert cache.read("name") is cache.read("other") is None
-    assert cache.write("name", b"shorter") and cache.read("name") == b"shorter"
+    assert kernel_files.read("name") is kernel_files.read("other") is None
+    assert kernel_files.write("name", b"shorter") and kernel_files.read("name") == b"shorter"
 
 
 def test_the_first_written_entry_stays(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache.write_if_absent("answer", b"first") == b"first"
-    assert cache.write_if_absent("answer", b"second") == b"first" == cache.read("answer")
-    assert not cache.write("answer", b"third", only_first=True) and cache.read("answer") == b"first"
+    assert kernel_files.write_if_absent("answer", b"first") == b"first"
+    assert kernel_files.write_if_absent("answer", b"second") == b"first" == kernel_files.read("answer")
+    assert not kernel_files.write("answer", b"third", only_first=True) and kernel_files.read("answer") == b"first"
     assert len(list(kernels.iterdir())) == 1, "nothing is left beside it"
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", "/dev/null")
-    assert cache.write_if_absent("answer", b"mine") == b"mine"
+    assert kernel_files.write_if_absent("answer", b"mine") == b"mine"
 
 
 def test_a_write_that_fails_leaves_nothing_behind(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*paths: object) -> None:
         raise PermissionError
 
-    cache.write("name", b"before")
+    kernel_files.write("name", b"before")
     monkeypatch.setattr(os, "replace", refuse)
-    assert not cache.write("name", b"after")
-    assert cache.read("name") == b"before" and [path.name for path in kernels.iterdir()] == ["name"]
+    assert not kernel_files.write("name", b"after")
+    assert kernel_files.read("name") == b"before" and [path.name for path in kernels.iterdir()] == ["name"]
 
 
 has_owners = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owners here")
@@ -96,17 +96,17 @@ def test_entries_writable_by_others_are_ignored_with_one_warning_unless_trusted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for name in ("name", "other"):
-        cache.write(name, b"payload")
+        kernel_files.write(name, b"payload")
         (kernels / name).chmod(mode)
     owned_by({"this user": os.getuid(), "root": 0, "another user": 4242}[owner])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found = [cache.read(name) for name in ("name", "other", "name")]
+        found = [kernel_files.read(name) for name in ("name", "other", "name")]
     assert found == [None if said else b"payload"] * 3 and len(warned) == bool(said)
     for warning in warned:
         assert re.search(said or "", str(warning.message)) and "FLASH_ATTN_COMPAT_TRUST_CACHE=1" in str(warning.message)
     monkeypatch.setenv("FLASH_ATTN_COMPAT_TRUST_CACHE", "1")
-    assert cache.read("name") == b"payload"
+    assert kernel_files.read("name") == b"payload"
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
@@ -120,11 +120,11 @@ def test_a_named_pipe_is_neither_waited_for_nor_read_and_a_kernel_takes_its_plac
     os.mkfifo(kernels / "name")
     found: list[bytes | None] = []
     with pytest.warns(RuntimeWarning, match="they are no regular files"):
-        reader = threading.Thread(target=lambda: found.append(cache.read("name")), daemon=True)
+        reader = threading.Thread(target=lambda: found.append(kernel_files.read("name")), daemon=True)
         reader.start()
         reader.join(300)
     assert found == [None]
-    assert cache.write("name", b"payload") and cache.read("name") == b"payload"
+    assert kernel_files.write("name", b"payload") and kernel_files.read("name") == b"payload"
 
 
 @has_owners
@@ -134,10 +134,10 @@ def test_an_unreadable_entry_warns_once_and_a_missing_one_does_not(monkeypatch: 
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cache.read("name") is None
+        assert kernel_files.read("name") is None
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.warns(RuntimeWarning, match="you may not read them"):
-        assert cache.read("name") is cache.read("name") is None
+        assert kernel_files.read("name") is kernel_files.read("name") is None
 
 
 @has_owners
@@ -146,12 +146,12 @@ def test_a_folder_that_was_chosen_can_be_shared_and_files_are_their_owners_to_wr
 ) -> None:
     before = os.umask(0)
     try:
-        cache.write("name", b"payload")
+        kernel_files.write("name", b"payload")
         monkeypatch.delenv("FLASH_ATTN_COMPAT_CACHE")
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setenv("HOME", str(tmp_path))
-        own = cache.folder()
-        cache.write("name", b"payload")
+        own = kernel_files.folder()
+        kernel_files.write("name", b"payload")
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (kernels, own)] == [0o755, 0o700]
@@ -165,21 +165,24 @@ def test_the_default_folder_is_the_users_cache_and_to_have_none_is_no_error(monk
 
     monkeypatch.delenv("FLASH_ATTN_COMPAT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.folder() == Path("/somewhere/flash_attn_compat")
+    assert kernel_files.folder() == Path("/somewhere/flash_attn_compat")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
-    assert not cache.write("name", b"payload") and cache.read("name") is None
+    assert not kernel_files.write("name", b"payload") and kernel_files.read("name") is None
     told = "there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder"
-    assert cache.describe_folder() == f"no folder: {told}" and cache.write_error() == f"kernels cannot be kept: {told}"
+    assert (
+        kernel_files.describe_folder() == f"no folder: {told}"
+        and kernel_files.write_error() == f"kernels cannot be kept: {told}"
+    )
 
 
 def test_whether_files_can_be_kept_is_known_before_one_is_and_leaves_nothing(
     kernels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cache.write_error() is None and list(kernels.iterdir()) == []
+    assert kernel_files.write_error() is None and list(kernels.iterdir()) == []
     (kernels / "file").touch()
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(kernels / "file"))
-    assert (cache.write_error() or "").startswith(f"{kernels / 'file'} cannot be written: ")
+    assert (kernel_files.write_error() or "").startswith(f"{kernels / 'file'} cannot be written: ")
 
 
 @pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="XDG_CACHE_HOME does not count here")
@@ -193,9 +196,9 @@ def test_new_folders_are_the_users_alone_whatever_the_umask_and_the_first_file(
     before = os.umask(umask)
     try:
         if first == "a kernel":
-            cache.write("name", b"payload")
+            kernel_files.write("name", b"payload")
         elif first == "a look":
-            cache.write_error()
+            kernel_files.write_error()
         with faults.watch_trial("tried-abc", "forward", lambda: None):
             pass
     finally:
@@ -207,13 +210,13 @@ def test_new_folders_are_the_users_alone_whatever_the_umask_and_the_first_file(
 
 @pytest.mark.parametrize("size", [2**29, 2**40])
 def test_a_file_of_absurd_size_is_none_and_is_replaced(size: int, kernels: Path) -> None:
-    cache.write("name", b"payload")
+    kernel_files.write("name", b"payload")
     try:
         os.truncate(kernels / "name", size)  # without contents: it takes no room
     except OSError:
         pytest.skip("the file system has no files of this size")
-    assert cache.read("name") is None
-    assert cache.write("name", b"payload") and cache.read("name") == b"payload"
+    assert kernel_files.read("name") is None
+    assert kernel_files.write("name", b"payload") and kernel_files.read("name") == b"payload"
 
 
 def test_concurrent_writers_leave_one_complete_file() -> None:
@@ -221,11 +224,11 @@ def test_concurrent_writers_leave_one_complete_file() -> None:
 
     def write_often(payload: bytes) -> None:
         for _ in range(60):
-            cache.write("name", payload)
+            kernel_files.write("name", payload)
 
     writers = [threading.Thread(target=write_often, args=(payload,)) for payload in payloads]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        assert cache.read("name") in (None, *payloads)
-    assert cache.read("name") in payloads
+        assert kernel_files.read("name") in (None, *payloads)
+    assert kernel_files.read("name") in payloads

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flash_attn_compat import backend_counts, explain, flash_attn_func, isolation, reset_backend_counts, use_backend
-from flash_attn_compat.backends.fused import cache, faults, nvrtc, params, self_test
+from flash_attn_compat.backends.fused import faults, kernel_files, nvrtc, params, self_test
 from flash_attn_compat.backends.fused.nvrtc import ContextLost
 from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.dispatch import call_cache
@@ -57,7 +57,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def start(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Start a process with a GPU, as far as kernels can see; ``start(kernel, code, blocking)``: that kernel faults."""
     real = {(module, name): getattr(module, name)
-            for module, name in ((nvrtc, "kernel"), (cache, "read"), (cache, "write"),
+            for module, name in ((nvrtc, "kernel"), (kernel_files, "read"), (kernel_files, "write"),
                                  (faults, "marks_folder"))}  # fmt: skip
     fused_on_cpu.record(monkeypatch, tried=True)
     for (module, name), function in real.items():

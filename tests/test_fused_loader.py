@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flash_attn_compat.backends.fused import cache, nvrtc, params, variants
+from flash_attn_compat.backends.fused import kernel_files, nvrtc, params, variants
 from flash_attn_compat.backends.fused.nvrtc import Kernel, KernelError, Target
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import cuda_capture
@@ -85,8 +85,8 @@ def loading(gpu: pytest.MonkeyPatch, kept: bytes | None = None, understood: byte
 
     gpu.setattr(nvrtc, "driver", lambda: SimpleNamespace(load=load))
     gpu.setattr(nvrtc, "compile_variant", binary)
-    gpu.setattr(cache, "read", lambda name: kept)
-    gpu.setattr(cache, "write", lambda name, payload: done.append(f"keep {payload.decode()}") or True)
+    gpu.setattr(kernel_files, "read", lambda name: kept)
+    gpu.setattr(kernel_files, "write", lambda name, payload: done.append(f"keep {payload.decode()}") or True)
     return done
 
 

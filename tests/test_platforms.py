@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flash_attn_compat import cli
-from flash_attn_compat.backends.fused import cache, nvrtc
+from flash_attn_compat.backends.fused import kernel_files, nvrtc
 from tests import interpreters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,16 +152,16 @@ def test_kernels_are_kept_where_the_platform_keeps_caches(
     monkeypatch.delenv("FLASH_ATTN_COMPAT_CACHE", raising=False)
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    monkeypatch.setattr(cache, "sys", SimpleNamespace(platform=platform))
-    assert cache.folder() == tmp_path / expected
+    monkeypatch.setattr(kernel_files, "sys", SimpleNamespace(platform=platform))
+    assert kernel_files.folder() == tmp_path / expected
 
 
 def test_cached_files_are_used_on_systems_without_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path))
-    assert cache.write("name", b"payload")
+    assert kernel_files.write("name", b"payload")
     (tmp_path / "name").chmod(0o666)
     monkeypatch.delattr(os, "getuid", raising=False)
-    assert cache.read("name") == b"payload"
+    assert kernel_files.read("name") == b"payload"
 
 
 def test_on_windows_run_waits_for_the_script_and_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

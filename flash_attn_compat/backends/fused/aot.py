@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
-from flash_attn_compat.backends.fused import cache, nvrtc, variants
+from flash_attn_compat.backends.fused import kernel_files, nvrtc, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 
@@ -95,8 +95,8 @@ def compile_all(
 def _compile(variant: Variant, architecture: str) -> bool:
     """Compile the kernel if the cache lacks it; returns whether it did. Raises KernelError."""
     name = nvrtc.cache_name(variant, architecture)
-    if cache.read(name) is not None:
+    if kernel_files.read(name) is not None:
         return False
-    if not cache.write(name, nvrtc.compile_variant(variant, architecture)):
-        raise KernelError(f"{cache.describe_folder()} cannot be written")
+    if not kernel_files.write(name, nvrtc.compile_variant(variant, architecture)):
+        raise KernelError(f"{kernel_files.describe_folder()} cannot be written")
     return True

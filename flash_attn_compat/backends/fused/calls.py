@@ -7,7 +7,17 @@ import functools
 import torch
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import caches, grids, layouts, masks, nvrtc, params, tuned, variants, workspaces
+from flash_attn_compat.backends.fused import (
+    eight_bit,
+    grids,
+    layouts,
+    masks,
+    nvrtc,
+    params,
+    tuned,
+    variants,
+    workspaces,
+)
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import dropout
 from flash_attn_compat.core.append import Append
@@ -23,7 +33,7 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
     device, number = call.q.device, nvrtc.target(call.q.get_device()).number
     half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
-    cache = caches.cache_macro(call.k)
+    cache = eight_bit.cache_macro(call.k)
     is_plain = half == variants.FP16 and number < 80 and call.cu_seqlens_q is None
     fills = not is_plain or grids.fills_gpu(
         max_rows(call), max_keys(call), call.batch * call.nheads, count_multiprocessors(call.q.get_device())
@@ -73,7 +83,7 @@ def call_fields(call: AttentionCall) -> dict[str, params.Value]:
         "lse_has_position": int(call.lse_carries_alibi_position),
         "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
         "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
-        **caches.cache_fields(call),
+        **eight_bit.cache_fields(call),
     }
     if call.bias is not None:
         fields |= masks.mask_fields(call.bias)

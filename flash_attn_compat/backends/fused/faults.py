@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import cache, end_signals
+from flash_attn_compat.backends.fused import end_signals, kernel_files
 from flash_attn_compat.backends.fused.nvrtc import ContextLost
 
 _FOLDER = "trials"
@@ -34,7 +34,7 @@ RETRY_COMMAND = "flash-attn-compat doctor --again"
 
 def marks_folder() -> Path:
     """Return the folder of the marks. Raises RuntimeError where there is no home directory."""
-    return cache.folder() / _FOLDER
+    return kernel_files.folder() / _FOLDER
 
 
 def decline_reason(trial: str) -> str | None:
@@ -101,8 +101,8 @@ class _Mark:
 
     def begin(self, reason: str) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
-            path = cache.create_folder(_FOLDER) / self._name
-            self._file = open(path, "xb", buffering=0, opener=cache.open_readable_by_all)  # noqa: SIM115
+            path = kernel_files.create_folder(_FOLDER) / self._name
+            self._file = open(path, "xb", buffering=0, opener=kernel_files.open_readable_by_all)  # noqa: SIM115
             with _changing:
                 _running.append(self)
                 end_signals.note_in(self._file.fileno())
@@ -137,7 +137,7 @@ class _Mark:
         if self._file is not None:
             self._file.seek(0)
             self._file.truncate(0)
-            self._file.write(cache.seal(f"{_FOLDER}/{self._name}", payload))
+            self._file.write(kernel_files.seal(f"{_FOLDER}/{self._name}", payload))
 
     def leave_to_parent(self) -> None:
         """Let go of the file in a forked child: the trial is the parent's, and so is the lock."""
@@ -185,7 +185,7 @@ def _find_fault_marks(trial: str = "") -> Iterator[tuple[Path, str]]:
         if trial and name.partition(".")[0] != trial:
             continue
         path = marks_folder() / name
-        content = cache.read(f"{_FOLDER}/{name}") or b""
+        content = kernel_files.read(f"{_FOLDER}/{name}") or b""
         if not content.startswith(_BROKEN):
             is_whole = content.startswith(_TRYING)
             if not (is_whole or _notes_a_signal(name)) or not _is_abandoned(path):
@@ -207,21 +207,21 @@ def _remove_if_told_to_end(name: str, names: list[str]) -> bool:
         return False
     for other in sorted(siblings, key=noted.__contains__):  # the note last: another process may look meanwhile
         with contextlib.suppress(OSError):
-            if not (cache.read(f"{_FOLDER}/{other}") or b"").startswith(_BROKEN):
+            if not (kernel_files.read(f"{_FOLDER}/{other}") or b"").startswith(_BROKEN):
                 os.unlink(marks_folder() / other)
     return True
 
 
 def _notes_a_signal(name: str) -> bool:
     """Whether end_signals wrote to the mark, whose seal is broken then."""
-    with contextlib.suppress(OSError), open(marks_folder() / name, "rb", opener=cache.open_nonblocking) as file:
+    with contextlib.suppress(OSError), open(marks_folder() / name, "rb", opener=kernel_files.open_nonblocking) as file:
         return end_signals.NOTE in file.read(_MAX_MARK_BYTES)
     return False
 
 
 def _is_abandoned(path: Path) -> bool:
     try:
-        with open(path, "rb", buffering=0, opener=cache.open_nonblocking) as file:
+        with open(path, "rb", buffering=0, opener=kernel_files.open_nonblocking) as file:
             # A self-test that ends now empties its mark before it releases the lock.
             return _acquire_lock(file, wait=False) and bool(file.read(1))
     except OSError:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import NegatedView
 from flash_attn_compat.backends.fused import (
-    caches,
     calls,
+    eight_bit,
     grids,
     layouts,
     masks,
@@ -198,7 +198,7 @@ class Plan:
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
         whole, others = with_append(call, new), dict(others or {})
         inputs: dict[str, Any] = {name: getattr(whole, name, None) for name in _INPUTS} | others
-        dtypes = _DTYPES | (dict.fromkeys("kv", call.k.dtype) if caches.cache_macro(call.k) else {})
+        dtypes = _DTYPES | (dict.fromkeys("kv", call.k.dtype) if eight_bit.cache_macro(call.k) else {})
         dtypes |= {} if call.bias is None else {"bias": call.bias.dtype}
         dtypes |= {name: others[name].dtype for name in params.FLEX_ADDRESSES if name in others}
         for name, tensor in inputs.items():

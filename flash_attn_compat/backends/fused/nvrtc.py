@@ -1,7 +1,7 @@
 """From kernel sources to loaded kernels: NVRTC compiles, the CUDA driver loads and launches, ctypes calls both.
 
 NVRTC comes with every CUDA build of PyTorch; no compiler has to be installed. Compiled kernels are kept on disk
-(cache.py). Importing this module has no effects.
+(kernel_files.py). Importing this module has no effects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import CallRefused, KernelsFailed
-from flash_attn_compat.backends.fused import cache
+from flash_attn_compat.backends.fused import kernel_files
 from flash_attn_compat.backends.fused.variants import DEFAULTS, Variant
 from flash_attn_compat.core import cuda_capture
 
@@ -314,12 +314,12 @@ def reject(variant: Variant, device: int, error: KernelError) -> None:
 def _load_or_error(variant: Variant, architecture: str, device: int) -> Kernel | KernelError:
     try:
         name = cache_name(variant, architecture)
-        stored = cache.read(name)
+        stored = kernel_files.read(name)
         if stored is not None:
             with contextlib.suppress(KernelError):  # for example by an NVRTC whose output this driver cannot load
                 return driver().load(variant, stored, device)
         code = compile_variant(variant, architecture)
-        cache.write(name, code)
+        kernel_files.write(name, code)
         return driver().load(variant, code, device)
     except KernelError as error:
         return error
@@ -339,7 +339,7 @@ def cache_name(variant: Variant, architecture: str) -> str:
     """Return the name of a compiled variant's file, unique to its sources, options and compiler."""
     sources = *map(read_source, (variant.source, *HEADERS)), variant.text
     options = *compile_options(variant, architecture), str(compiler().version)
-    return cache.make_name(f"{variant.entry}-{architecture}", *sources, *options)
+    return kernel_files.make_name(f"{variant.entry}-{architecture}", *sources, *options)
 
 
 @functools.cache

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import cache, caches, faults, nvrtc, variants, workspaces
+from flash_attn_compat.backends.fused import faults, kernel_files, nvrtc, variants, workspaces
+from flash_attn_compat.backends.fused.eight_bit import DTYPES as EIGHT_BIT_DTYPES
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
@@ -59,7 +60,7 @@ def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callab
     if key in _passed or cuda_capture.is_capturing(device):
         return
     name = _result_name(variants, device)
-    if cache.read(name) is None:
+    if kernel_files.read(name) is None:
         kernels = f"{' and '.join(variant.entry for variant in variants)} ({dict(variants[-1].macros)})"
         reason = faults.decline_reason(name)
         if reason is not None:
@@ -70,7 +71,7 @@ def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callab
         if error is not None:
             workspaces.discard()
             raise _reject_kernels(variants, device, f"{kernels} computes wrong numbers on this GPU: {error}")
-        cache.write(name, b"right")
+        kernel_files.write(name, b"right")
     _passed.add(key)
 
 
@@ -85,7 +86,9 @@ def _reject_kernels(variants: tuple[Variant, ...], device: int, reason: str) -> 
 def _result_name(variants: tuple[Variant, ...], device: int) -> str:
     """Return the name of the result's file: another kernel, GPU model, driver or self-test needs a new test."""
     kernels = [nvrtc.cache_name(variant, nvrtc.target(device).architecture) for variant in variants]
-    return cache.make_name("tried", *kernels, nvrtc.device_name(device), str(nvrtc.driver().version), *_test_digests())
+    return kernel_files.make_name(
+        "tried", *kernels, nvrtc.device_name(device), str(nvrtc.driver().version), *_test_digests()
+    )
 
 
 @functools.cache
@@ -199,7 +202,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
             k[sequence, length:] = v[sequence, length:] = torch.nan
     descales: dict[str, Any] = {}
     if kind.cache:
-        k, v = k.to(caches.DTYPES[kind.cache]), v.to(caches.DTYPES[kind.cache])
+        k, v = k.to(EIGHT_BIT_DTYPES[kind.cache]), v.to(EIGHT_BIT_DTYPES[kind.cache])
         descales = {"k_descale": torch.tensor([[0.5, 1.25], [2.0, 0.75]], dtype=torch.float32, device="cpu")}
         descales |= {"v_descale": descales["k_descale"].flip(0)[:, :1], "k_factor": 0.8, "v_factor": 1.5}
     if kind.paged:  # in reverse order

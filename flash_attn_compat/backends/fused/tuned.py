@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import cache, candidates, nvrtc, variants
+from flash_attn_compat.backends.fused import candidates, kernel_files, nvrtc, variants
 from flash_attn_compat.backends.fused.tiles import Tile
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, lacks_tensor_cores
 
@@ -150,7 +150,7 @@ def store_card(card: Card) -> bool:
     """Merge the card into this user's file; returns False if that is not writable: then only this process uses it."""
     stored = _read_stored(card.gpu)
     card = stored.merge(card) if stored else card
-    written = cache.write(_file_name(card.gpu), to_row(card).encode())
+    written = kernel_files.write(_file_name(card.gpu), to_row(card).encode())
     _cards.pop(card.gpu, None)
     if not written:
         _cards[card.gpu] = card
@@ -240,7 +240,7 @@ def format_lines(card: Card) -> list[str]:
 
 
 def _read_stored(gpu: str) -> Card | None:
-    return _parse_rows([(cache.read(_file_name(gpu)) or b"").decode(errors="replace")]).get(gpu)
+    return _parse_rows([(kernel_files.read(_file_name(gpu)) or b"").decode(errors="replace")]).get(gpu)
 
 
 @functools.cache
@@ -262,4 +262,4 @@ def _parse_rows(rows: Iterable[str]) -> dict[str, Card]:
 def _file_name(gpu: str) -> str:
     """Return the name of a GPU model's file. It changes with the kernels and with PyTorch, which need new times."""
     sources = sorted(path.name for path in nvrtc.SOURCES.glob("*.cu*"))
-    return cache.make_name("tuned", gpu, torch.__version__, *map(nvrtc.read_source, sources))
+    return kernel_files.make_name("tuned", gpu, torch.__version__, *map(nvrtc.read_source, sources))
