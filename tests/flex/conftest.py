@@ -1,14 +1,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from flash_attn_compat.torch_flex import launch, override
 from flash_attn_compat.torch_flex.policy import Policy
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
+
+
+class _Refused(pytest.Module):
+    def collect(self) -> NoReturn:
+        pytest.skip("flex needs PyTorch 2.6 or newer", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip this folder where PyTorch is too old to import what it tests."""
+    if TorchVersion(torch.__version__) >= "2.6":
+        return None
+    refused: pytest.Module = _Refused.from_parent(parent, path=module_path)
+    return refused
 
 
 @pytest.fixture
