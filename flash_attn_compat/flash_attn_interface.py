@@ -130,7 +130,7 @@ def flash_attn_func(
     """
     return attend(
         (q, k, v), alibi_slopes, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
-        return_attn_probs, s_aux=s_aux,
+        return_attn_probs, s_aux,
     )  # fmt: skip
 
 

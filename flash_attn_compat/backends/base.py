@@ -213,17 +213,18 @@ class BlockwiseBackend(Backend):
         layout = Layout(call)
         out, lse = layout.empty_result()
         # The reported LSE can be much larger than the unshifted one, which the backward needs to its last digit.
-        saved = (lse.clone(),) if call.lse_carries_alibi_position else ()
+        true_lse = lse.clone() if call.lse_carries_alibi_position else None
         for block, rows, _ in layout.blocks(layout.plans()):
             block_out, block_lse = self.forward_block(call, block, rng_state)
             rows.scatter(out, block_out)
             if block_lse is None:
                 has_lse = False
             elif has_lse:
-                if saved:
-                    rows.scatter_lse(saved[0], block_lse)
+                if true_lse is not None:
+                    rows.scatter_lse(true_lse, block_lse)
                     block_lse = block_lse + _position_shift(block, block_lse.dtype)
                 rows.scatter_lse(lse, block_lse)
+        saved = () if true_lse is None else (true_lse,)
         return Result(out, lse, rng_state, saved) if has_lse else Result(out, None, rng_state)
 
     def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
@@ -263,7 +264,7 @@ def _unshifted_lse(
 
     rows: places of the block's rows in the call's tensors, None for a block that is the whole call
     """
-    lse = upstream.saved[0] if upstream.saved else upstream.softmax_lse
+    lse, *_ = upstream.saved or (upstream.softmax_lse,)
     if lse is None:
         return None
     lse = lse if rows is None else rows.gather_lse(lse)

@@ -33,7 +33,7 @@ from flash_attn_compat.core.flex_operators import (
     literal,
 )
 
-MOST_TENSORS, MOST_DIMS, MOST_NUMBERS = 16, 4, 8  # of FlexParams, as backends/fused/flex.py has them
+MOST_CAPTURED, MOST_DIMS, MOST_NUMBERS = 16, 4, 8  # of FlexParams, as backends/fused/flex.py has them
 
 
 class Bound(NamedTuple):
@@ -165,7 +165,7 @@ class _Table:
     def add_tensor(self, argument: TensorArgument) -> int:
         if argument.dims > MOST_DIMS:
             raise Declined(f"a captured tensor of {argument.dims} axes: our kernels take {MOST_DIMS} at most")
-        return _place(argument.position, self.tensors, MOST_TENSORS, "captured tensors")
+        return _place(argument.position, self.tensors, MOST_CAPTURED, "captured tensors")
 
     def add_number(self, position: int, is_float: bool = False, is_on_host: bool = False) -> int:
         return _place(

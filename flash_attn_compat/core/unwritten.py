@@ -73,7 +73,8 @@ def clear(cu_seqlens: Tensor, tensors: Sequence[Tensor], longest: int) -> None:
     """Set the unwritten tokens of each (total, heads, head_dim) tensor to 0, in place."""
     if not tensors:
         return
-    total = tensors[0].shape[0]
+    first, *_ = tensors
+    total = first.shape[0]
     if cu_seqlens.is_cpu and cu_seqlens[0] == 0 and cu_seqlens[-1] == total and int(cu_seqlens.diff().max()) <= longest:
         return
     lies_outside = is_unwritten(cu_seqlens, total, longest).view(-1, 1, 1)

@@ -67,8 +67,9 @@ def look_up(x: Inputs, options: Options) -> tuple[Key | None, Entry | None]:
     if transforms_are_on():
         return None, None
     try:
-        signatures = tensor_signatures(x)
-        key = type(x), options, signatures, type(x) is PackedInputs and have_equal_lengths(x), context_key(x.q)
+        signatures, family = tensor_signatures(x), type(x)
+        is_equal = family is PackedInputs and (x.cu_seqlens_q is x.cu_seqlens_k or have_equal_lengths(x))
+        key = family, options, signatures, is_equal, context_key(x.q)
         return key, _current.calls.get(key)
     except (AttributeError, RuntimeError, TypeError):
         return None, None  # q is no tensor, a tensor has no address, an option has no hash: the checks name it

@@ -85,12 +85,12 @@ def backward(x: Inputs, options: Options, upstream: BackwardInputs) -> Gradients
 
 
 # The operators' arguments: tensors, the longest lengths where they are tensors, then numbers.
-_TENSORS = PackedInputs._fields[:-1]
+_NAMED = [name for name in PackedInputs._fields if name != "rng_state"]
 _LONGEST = {"max_seqlen_q_tensor": "max_seqlen_q", "max_seqlen_k_tensor": "max_seqlen_k"}
 _NOT_TAKEN = {"use", "rotary_interleaved", "num_splits", "has_rows", "has_length", "side"}
 _NUMBERS = {name: kind for name, kind in typing.get_type_hints(Options).items() if name not in _NOT_TAKEN}
 _NUMBERS |= {"softcap": float, "max_seqlen_q": int, "max_seqlen_k": int}
-NAMES = *_TENSORS, *_LONGEST, *_NUMBERS
+NAMES = *_NAMED, *_LONGEST, *_NUMBERS
 _SLOPES, _DROPOUT_P = NAMES.index("alibi_slopes"), NAMES.index("dropout_p")
 _COUNT = len(NAMES)
 # Integers may be a compiler's symbols, and the operator's schema checks them.
@@ -101,10 +101,10 @@ def _flatten(x: Inputs, options: Options) -> tuple[Any, ...]:
     """Return the operators' arguments. A longest length given as a tensor stays one: tracing need not read it."""
     if type(x) is DenseInputs:  # in PyTorch 2.4 Dynamo can't read what a named tuple has beside its fields
         x = PackedInputs(x.q, x.k, x.v, x.alibi_slopes)
-    tensors = [getattr(x, name) for name in _TENSORS]
+    tensors = [getattr(x, name) for name in _NAMED]
     longest = [getattr(options, name) for name in _LONGEST.values()]
     numbers = [_operator_number(name, getattr(options, name)) for name in _NUMBERS]
-    sharding.check_call(zip(_TENSORS, tensors), checks.number("dropout_p", options.dropout_p))
+    sharding.check_call(zip(_NAMED, tensors), checks.number("dropout_p", options.dropout_p))
     return *tensors, *[one if isinstance(one, Tensor) else None for one in longest], *numbers
 
 
@@ -122,7 +122,7 @@ def _find(arguments: Sequence[Any], use: int) -> tuple[Inputs, Options]:
     options = Options(use=use, **numbers)
     if named["cu_seqlens_q"] is None:
         return DenseInputs(named["q"], named["k"], named["v"], named["alibi_slopes"]), options
-    x: Inputs = with_page_lengths(PackedInputs(**{name: named[name] for name in _TENSORS}))
+    x: Inputs = with_page_lengths(PackedInputs(**{name: named[name] for name in _NAMED}))
     return x, options
 
 

@@ -26,7 +26,6 @@ from flash_attn_compat.core.inputs import NO_INPUTS, Inputs, Options, new_tuple
 from flash_attn_compat.dispatch import at_exit, call_cache, choice, sharding
 
 LSE = int(Feature.LSE)
-_INT = frozenset({int})
 
 
 def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
@@ -40,7 +39,11 @@ def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
         BackendNotSupported, CallRefused: no backend serves the call, or not the forced one
         RuntimeError, IndexError: an argument is malformed (core/checks.py); ValueError: an environment variable is
     """
-    if not _INT.issuperset(map(type, integers_of(options))):
+    try:
+        has_integers = type(sum(integers_of(options))) is int  # in a fifth of the time of looking at each
+    except TypeError:
+        has_integers = False
+    if not has_integers:  # 1.0 is no bound, and equals 1 in a key
         options = checked(options)
     key, entry = call_cache.look_up(x, options)
     if entry is None and (numbers := checked(options)) is not options:

@@ -78,7 +78,8 @@ def make_operator(override: Override) -> Callable[..., Tensor]:
             or forward_ad._current_level >= 0
         ):
             k, v = _repeat_keys_in_graphs(policy, call)
-            return graphs.trace(call.query, k, v, *arguments[3:], **named)
+            _, _, _, *others = arguments
+            return graphs.trace(call.query, k, v, *others, **named)
         reason = decline_reason(policy, call)
         if reason is BROADCAST:
             reason, call = None, _broadcast(call)

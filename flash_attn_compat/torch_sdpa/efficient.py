@@ -89,28 +89,27 @@ def make_operator(override: Override, name: str) -> Callable[..., Any]:
     compute = forward if name == FORWARD else backward
     redispatch = getattr(torch.ops.aten, name).default._handle.redispatch_boxed
 
-    def attention(keys: Any, *arguments: Any, **named: Any) -> Any:
-        policy, first = override.policy, arguments[0]
+    def attention(keys: Any, first: Tensor, *others: Any, **named: Any) -> Any:
+        policy = override.policy
         # Fake tensors and tensors on other devices come here too: all of them share the operator's key.
         if policy is not None and not DECIDED.yet and type(first) in PLAIN and first.device.type == policy.device:
-            results = compute(policy, *arguments, **named)
+            results = compute(policy, first, *others, **named)
             if results is not None:
                 return results
-        return redispatch(keys & _BELOW, *arguments, **named)
+        return redispatch(keys & _BELOW, first, *others, **named)
 
     return attention
 
 
 def forward(
-    policy: Policy, *arguments: Any, scale: float | None = None, seqlen_k: Tensor | None = None,
+    policy: Policy, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None, dropout_p: float,
+    custom_mask_type: int, return_lse: bool = False, *, scale: float | None = None, seqlen_k: Tensor | None = None,
     window_size: int | None = None,
 ) -> Any:  # fmt: skip
-    """Compute the forward operator, or return None to decline it.
-
-    arguments: the first ten fields of ``Problem``, then compute_log_sumexp unless it is False
-    """
-    problem = Problem._make((*arguments[:10], scale, seqlen_k, window_size))
-    return_lse, q = arguments[10] if len(arguments) > 10 else False, problem.query
+    """Compute the forward operator, or return None to decline it."""
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    problem = Problem(q, k, v, bias, *lengths, dropout_p, custom_mask_type, scale, seqlen_k, window_size)
     reason = decline_reason(policy, problem, return_lse)
     if settings.is_explaining():
         bridge.explain([reason] if reason else bridge.decline_reasons(*_as_flash(problem)))

@@ -32,11 +32,11 @@ class _State:
     is_watching = False
 
 
-def trace(*arguments: Any, **named: Any) -> Any:
+def trace(query: Any, *others: Any, **named: Any) -> Any:
     """Run PyTorch's composition of a call that may be traced."""
-    if named.get("enable_gqa") and type(arguments[0]) not in PLAIN:
+    if named.get("enable_gqa") and type(query) not in PLAIN:
         _add_guard()
-    return compose(*arguments, **named)
+    return compose(query, *others, **named)
 
 
 def follow(policy: Policy | None) -> None:

@@ -31,7 +31,7 @@ def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | Non
     """
     read = functools.partial(_prepare_inputs, layouts.find_strided_inputs(call), False)
     tensors, ready, targets = read(call, upstream, into)
-    vec = layouts.vector_size((*tensors[:3], ready.dout, ready.out, *targets), in_place=False)
+    vec = layouts.vector_size((tensors.q, tensors.k, tensors.v, ready.dout, ready.out, *targets), in_place=False)
     copies = not vec or not all(map(_is_writable, targets))
     if copies:
         read = functools.partial(_prepare_inputs, layouts.find_strided_inputs(call), True)
@@ -87,7 +87,8 @@ def _choose_kind(call: AttentionCall, vec: int) -> Kind:
 def _launch(plan: Plan, tensors: Inputs | AttentionCall, upstream: BackwardInputs, targets: Gradients) -> Tensor:
     """Launch a plan, which writes gradients into ``targets``; returns delta."""
     dout, out, lse, _, saved, dlse = upstream
-    return plan.run(tensors, others=(dout, out, lse, dlse, *targets, *saved[1:]))["delta"]
+    _, *passes = saved or (None,)
+    return plan.run(tensors, others=(dout, out, lse, dlse, *targets, *passes))["delta"]
 
 
 def _prepare_inputs(
@@ -102,7 +103,7 @@ def _prepare_inputs(
     if strided:
         inputs = inputs._replace(**{name: layouts.copy_contiguous(getattr(inputs, name)) for name in strided})
     # Under causal ALiBi the reported LSE includes a position, which may be large: the forward saves the unshifted LSE.
-    lse = upstream.saved[0] if upstream.saved else upstream.lse
+    lse, *_ = upstream.saved or (upstream.lse,)
     dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
     upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
     if not copies:
@@ -122,11 +123,11 @@ def _build_plan(
     """Return a plan of three launches. Converted bf16 needs one more if the forward saved no maxima, and two more with
     copies: the same memory holds q and dout for dkdv, then k and v for dq.
 
-    upstream.saved: empty; or the forward's unshifted LSE, alone or followed by the tensors of masks.saved_names
+    upstream.saved: empty; or the forward's unshifted LSE, alone or followed by the tensors of masks.saved_by_name
     splits: blocks that share the query heads of a tile of keys, None for the best number
     shared_grid: as shares in grids.py, for each of the three
     """
-    saved = dict(zip(masks.saved_names(upstream.saved), upstream.saved[1:]))
+    saved = masks.saved_by_name(upstream.saved)
     results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}
     fields = calls.call_fields(call)
     fields |= {"out_s": layouts.kernel_strides(upstream.out), "dout_s": layouts.kernel_strides(upstream.dout)}

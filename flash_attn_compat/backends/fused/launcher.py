@@ -301,7 +301,7 @@ class Plan:
                     for index, output_at, offset in redirects:
                         redirected[index] = addresses[output_at] + offset
                     packed = self._head.pack(*redirected, seqlen_k)
-                self._launch(kernel, blocks, self.device, packed + rest + tail + behind)
+                self._launch(kernel, blocks, self.device, packed + rest + tail + behind if tail else packed + rest)
                 launched += 1
         except nvrtc.ContextLost as error:
             raise nvrtc.ContextLost(f"launching {self.variants[launched].entry}: {error}") from None
@@ -361,7 +361,8 @@ def launch_over(
 ) -> None:
     """Launch a kernel over tensors that another kernel has written or read just now. head: packs their addresses"""
     addresses = [tensor.data_ptr() for tensor in tensors]
-    nvrtc.driver().launch(kernel, blocks, tensors[0].get_device(), head.pack(*addresses, seqlen_k) + rest)
+    first, *_ = tensors
+    nvrtc.driver().launch(kernel, blocks, first.get_device(), head.pack(*addresses, seqlen_k) + rest)
 
 
 def with_append(call: AttentionCall, new: Append | None) -> Any:

@@ -14,18 +14,21 @@ from flash_attn_compat.backends.fused import params, variants
 SAVED = "absmax", "bias_map", "bias_of_rows"
 
 
-def saved_names(saved: Sequence[Tensor]) -> tuple[str, ...]:
-    """Return the names of ``saved[1:]``: the maxima, the results of the mask pass, both or none."""
-    return SAVED[1:] if len(saved) == 3 else SAVED[: len(saved) - 1] if saved else ()
+def saved_by_name(saved: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return what a forward saved behind the LSE: the maxima, the results of the mask pass, both or none."""
+    _, *found = saved or (None,)
+    names = SAVED[1:] if len(found) == 2 else SAVED
+    return dict(zip(names, found))
 
 
 def unpack_saved_mask(bias: Tensor, saved: Sequence[Tensor]) -> Tensor | None:
     """Return the boolean mask that a forward saved, expanded to the shape of ``bias``; None if it saved none."""
-    if "bias_of_rows" not in saved_names(saved):
+    bands = saved_by_name(saved).get("bias_of_rows")
+    if bands is None:
         return None
     sizes, keys = [size if stride else 1 for size, stride in zip(bias.shape[:3], bias.stride())], bias.shape[-1]
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=bias.device)
-    visible = (saved[-1].view(torch.uint8)[..., None] & bits).bool().flatten(-2)[..., :keys]
+    visible = (bands.view(torch.uint8)[..., None] & bits).bool().flatten(-2)[..., :keys]
     return visible.reshape(*sizes, keys).expand(bias.shape)
 
 

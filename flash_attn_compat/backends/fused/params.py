@@ -98,12 +98,12 @@ def pack_rest(fields: dict[str, Value], has_flex: bool = False) -> bytes:
     return _rest_struct(has_flex).pack(*flat)
 
 
-def split_at_tail(rest: bytes, tail: struct.Struct | None) -> tuple[bytes, bytes]:
+def split_at_tail(packed: bytes, tail: struct.Struct | None) -> tuple[bytes, bytes]:
     """Return the bytes before and behind the tail in those of ``pack_rest``; all of them where no tail is packed."""
     if tail is None:
-        return rest, b""
+        return packed, b""
     start = _rest_struct(False).size - 8 * len(TAIL_ADDRESSES)
-    return rest[:start], rest[start + tail.size :]
+    return packed[:start], packed[start + tail.size :]
 
 
 @functools.cache

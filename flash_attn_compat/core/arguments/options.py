@@ -41,7 +41,7 @@ CHECKS = {name: _BY_TYPE[type(default)] for name, default in Options._field_defa
 }
 _TYPES = {name: type(default) for name, default in Options._field_defaults.items()}
 _PLAIN = frozenset({int, float, type(None)})
-# Returns the numbers that must be ints: 1.0 is no bound, and equals 1 in a cache key.
+# Returns the numbers that must be ints.
 integers_of = operator.itemgetter(*[at for at, kind in enumerate(_TYPES.values()) if kind is int])
 
 
@@ -63,12 +63,12 @@ def split_descales(k_descale: object, v_descale: object) -> tuple[tuple[Any, Any
     """
     if k_descale is None and v_descale is None:  # as in most calls
         return _NO_DESCALES
-    tensors = [x if isinstance(x, Tensor) else None for x in (k_descale, v_descale)]
-    factors = [
+    k_tensor, v_tensor = (x if isinstance(x, Tensor) else None for x in (k_descale, v_descale))
+    k_factor, v_factor = (
         1.0 if x is None or isinstance(x, Tensor) else checks.descale_factor(name, x)
         for name, x in (("k_descale", k_descale), ("v_descale", v_descale))
-    ]
-    return (tensors[0], tensors[1]), (factors[0], factors[1])
+    )
+    return (k_tensor, v_tensor), (k_factor, v_factor)
 
 
 _NO_DESCALES = (None, None), (1.0, 1.0)
