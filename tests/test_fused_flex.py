@@ -16,7 +16,7 @@ from flash_attn_compat.backends.fused.flex import BlockLists, Blocks, FlexInputs
 from flash_attn_compat.backends.fused.variants import Kind
 from tests import fused_on_cpu
 from tests import plain as plain_tests
-from tests.kernels import emulate
+from tests.kernels import emulate, offline
 
 pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
@@ -297,6 +297,21 @@ def test_calls_that_no_kernel_serves_are_declined_with_a_reason(monkeypatch: pyt
         "more than 16": inputs._replace(captured=(torch.ones(2),) * 17),
     }.items():  # fmt: skip
         assert reason in (flex.decline_reason(BOTH.mods, changed, False) or "")
+
+
+FITTING = [(75, 0, 128, "dkdv"), (75, 0, 64, "forward"), (75, 2, 128, "dkdv"), (75, 2, 128, "dq"), (90, 1, 64, "dq")]
+
+
+@pytest.mark.parametrize(("number", "type", "head_dim", "entry"), plain_tests.some_of(FITTING, 5))
+def test_functions_compile_for_a_gpu_and_fit_its_registers(number: int, type: int, head_dim: int, entry: str) -> None:
+    if not offline.compilers():
+        pytest.skip("no NVRTC here: it comes with the test extra on x86-64 Linux")
+    compiler = list(offline.compilers().values())[-1]
+    blocks = Blocks(128, 128, BlockLists(torch.empty(0), torch.empty(0)))
+    variant = flex.make_variant(entry, Kind(number, type, head_dim), BOTH.mods, blocks)
+    found = offline.compiled(compiler, variant, f"sm_{number}")
+    assert list(offline.complaints(variant, found, number)) == []
+    assert found.spilled <= offline.allowed_spills(variant)
 
 
 def test_variants_of_different_texts_have_files_of_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
