@@ -125,3 +125,16 @@ def test_no_source_file_is_longer_than_500_lines() -> None:
     ]
     sources = [path for path in files if path.suffix in {".py", ".cu", ".cuh"}]
     assert sources and not [path.name for path in sources if path.read_bytes().count(b"\n") > 500]
+
+
+def test_the_table_of_types_names_every_class_that_core_and_dispatch_share() -> None:
+    table = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("## Types")[2].partition("## Words")[0]
+    apart = {"core.flex_capture", "core.flex_operators", "core.flex_printer"}  # a language of their own: docs/flex.md
+    modules = {name: path for name, path in MODULES.items() if name.startswith(("core.", "dispatch."))}
+    classes = {
+        node.name
+        for name, path in modules.items()
+        for node in ast.parse(path.read_text()).body
+        if name not in apart and isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+    assert classes and not {name for name in classes if f"`{name}`" not in table}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from flash_attn_compat.core.eight_bit import as_bytes, dequantize, is_eight_bit
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.mask import Range
 from flash_attn_compat.core.torch_state import numbers_of
+
+Made = TypeVar("Made")
 
 
 class Joining(NamedTuple):
@@ -391,3 +393,19 @@ def _numbers(name: str, lengths: Tensor) -> list[int]:
             "explain() says why the backends that need not read it do not serve"
         )
     return numbers_of(lengths)
+
+
+class ByDistance(Generic[Made]):
+    """``make(rows, keys)``, the latest few kept: it depends on nothing but how many they are and how far apart."""
+
+    def __init__(self, make: Callable[[Range, Range], Made], most: int) -> None:
+        self._make, self._most = make, most
+        self._kept: dict[tuple[int, int, int], Made] = {}
+
+    def __call__(self, rows: Range, keys: Range) -> Made:
+        found = rows.size, keys.size, keys.start - rows.start
+        if found not in self._kept:
+            if len(self._kept) >= self._most:
+                self._kept.clear()
+            self._kept[found] = self._make(rows, keys)
+        return self._kept[found]

@@ -9,16 +9,13 @@ A row ``i`` of a sequence with ``seqlen_q`` queries and ``seqlen_k`` keys stands
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import Options
-
-Made = TypeVar("Made")
 
 # No sequence is longer. Kernels add bounds to positions in int32, so none of ours may be larger either.
 MOST_TOKENS = 2**30
@@ -143,22 +140,6 @@ class Mask(NamedTuple):
 
 
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
-
-
-class ByDistance(Generic[Made]):
-    """``make(rows, keys)``, the latest few kept: it depends on nothing but how many they are and how far apart."""
-
-    def __init__(self, make: Callable[[Range, Range], Made], most: int) -> None:
-        self._make, self._most = make, most
-        self._kept: dict[tuple[int, int, int], Made] = {}
-
-    def __call__(self, rows: Range, keys: Range) -> Made:
-        found = rows.size, keys.size, keys.start - rows.start
-        if found not in self._kept:
-            if len(self._kept) >= self._most:
-                self._kept.clear()
-            self._kept[found] = self._make(rows, keys)
-        return self._kept[found]
 
 
 def _ones(rows: Range, keys: Range, device: torch.device) -> Tensor:
