@@ -322,7 +322,7 @@ def test_graphs_that_are_replayed_in_order_share_their_streams_workspace(monkeyp
     place = torch.device("cpu")
     eager = workspaces.acquire(9000, -1, place)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda device: True)
-    with workspaces.replayed_in_order():
+    with cuda_capture.replayed_in_order():
         assert workspaces.acquire(9000, -1, place) is eager is workspaces.acquire(8000, -1, place)
         larger = workspaces.acquire(90000, -1, place)
     assert larger is not eager and larger.nbytes == 90000  # which the graph's own pool holds

@@ -16,7 +16,6 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import workspaces
 from flash_attn_compat.core import cuda_capture, sinks
 from flash_attn_compat.core.eight_bit import as_bytes
 from flash_attn_compat.core.features import Feature
@@ -272,5 +271,5 @@ def _surroundings(q: Tensor) -> contextlib.AbstractContextManager[object]:
     if is_newer:
         found.enter_context(settings.using_backend("fused"))
     if is_captured:
-        found.enter_context(workspaces.replayed_in_order())
+        found.enter_context(cuda_capture.replayed_in_order())
     return found

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings, use_backend
-from flash_attn_compat.backends.fused import workspaces
 from flash_attn_compat.core import checks, cuda_capture
 from tests import fused_on_cpu
 from tests.fused_on_cpu import LaunchRecord
@@ -250,8 +249,8 @@ def test_newer_gpus_run_our_kernels_alone_and_captures_share_a_workspace(
     q = SimpleNamespace(is_cuda=True, device="cuda", get_device=lambda: 0)
     with layer._surroundings(q):
         assert (settings.used_backend() == "fused") == (capability == (9, 0))
-        assert workspaces._in_order.get() == captures
-    assert settings.used_backend() is None and not workspaces._in_order.get()
+        assert cuda_capture.are_replayed_in_order() == captures
+    assert settings.used_backend() is None and not cuda_capture.are_replayed_in_order()
 
 
 def test_without_metadata_a_layer_fills_the_output(backend: ModuleType) -> None:

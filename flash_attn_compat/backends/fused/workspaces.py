@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -21,29 +18,14 @@ PARTS_OFFSET = 4 * COUNTERS
 _workspaces: dict[tuple[int, int, int], Tensor] = {}
 # Before PyTorch 2.8 all threads allocate from a caller's memory pool.
 _POOLS_ARE_PER_THREAD = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
-# Whether the caller promises an order of replays of the graphs that it captures.
-_in_order: contextvars.ContextVar[bool] = contextvars.ContextVar("flash_attn_compat_graphs_in_order", default=False)
 _kept: list[Tensor] = []  # a graph holds addresses, not tensors
-
-
-@contextlib.contextmanager
-def replayed_in_order() -> Iterator[None]:
-    """Promise that graphs captured in this block on one stream are replayed one after another, never side by side.
-
-    Their launches then share one workspace, and no launch has to clear one.
-    """
-    token = _in_order.set(True)
-    try:
-        yield
-    finally:
-        _in_order.reset(token)
 
 
 def acquire(size: int, device: int, place: torch.device) -> Tensor:
     """Return at least ``size`` bytes for a launch with splits; the counters are 0 before and after each launch.
 
     Launches on one stream run in order and share it. Captured launches get their own: a graph runs on any stream,
-    unless the caller promised an order (replayed_in_order).
+    unless the caller promised an order (cuda_capture.replayed_in_order).
     """
     stream = nvrtc.stream(device)
     key = device, stream, threading.get_ident() if stream == 2 else 0
@@ -60,7 +42,7 @@ def acquire(size: int, device: int, place: torch.device) -> Tensor:
 
 def _share(workspace: Tensor | None, size: int) -> Tensor | None:
     """Return the stream's workspace for a captured launch, kept alive from now on; None where it needs its own."""
-    if not _in_order.get() or workspace is None or workspace.numel() < size:
+    if not cuda_capture.are_replayed_in_order() or workspace is None or workspace.numel() < size:
         return None
     if not any(workspace is kept for kept in _kept):
         _kept.append(workspace)
