@@ -31,6 +31,8 @@ from flash_attn_compat.dropin import install, installed_package
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
 from flash_attn_compat.isolation import Ended, may_break, run_in_children
 from flash_attn_compat.self_check import Check
+from flash_attn_compat.torch_flex import override as flex_override
+from flash_attn_compat.torch_flex.policy import Policy, device_reasons
 from flash_attn_compat.torch_sdpa import override
 
 _ADVICE = "What to do: docs/troubleshooting.md"
@@ -77,6 +79,7 @@ class Report:
     machine: Machine
     calls: list[TypicalCall]
     sdpa: dict[str, str]  # F.scaled_dot_product_attention: whether it is switched on, and who would serve typical calls
+    flex: dict[str, str]  # torch.nn.attention.flex_attention: likewise
     checks: list[Check]
     faults: list[str]  # kernels that ended a process here and are refused since
     name: Name
@@ -106,7 +109,8 @@ def examine(tell: Callable[[Machine], None] = lambda machine: None) -> Report:
             sdpa = result
         elif result is not None:
             checks.append(result)
-    return Report(flash_attn_compat.__version__, machine, calls, sdpa, checks, faults.list_reasons(), _examine_name())
+    version, flex = flash_attn_compat.__version__, _explain_flex(device)
+    return Report(version, machine, calls, sdpa, flex, checks, faults.list_reasons(), _examine_name())
 
 
 _Result = list[TypicalCall] | dict[str, str] | Check | None
@@ -150,6 +154,7 @@ def format_rest(report: Report) -> str:
             ),
             "Backends, in order of preference": _format_columns(_format_backends(report.calls)),
             "F.scaled_dot_product_attention": _format_columns(report.sdpa),
+            "torch.nn.attention.flex_attention": _format_columns(report.flex),
             "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _format_checks(
                 report.checks
             ),
@@ -370,6 +375,17 @@ def _explain_sdpa(device: torch.device) -> dict[str, str]:
             reasons = "; ".join(explanation.reasons["fused"])
             rows[name] = f"PyTorch's own: {reasons}" if reasons else "our kernels, where it is switched on"
     return rows
+
+
+def _explain_flex(device: torch.device) -> dict[str, str]:
+    is_on = flex_override.active_policy() is not None
+    if flex_override.find_old_version() is not None:
+        return {"here": f"PyTorch's own: ours needs PyTorch 2.6, and this is {torch.__version__}"}
+    reasons = "; ".join(device_reasons(Policy(), device))
+    return {
+        "switched on": "yes" if is_on else "no (patch(flex=True), run --flex, install --flex)",
+        "here": f"PyTorch's own: {reasons}" if reasons else "our kernels, where it is switched on",
+    }
 
 
 def _examine_name() -> Name:

@@ -75,6 +75,13 @@ def test_doctor_names_the_backend_of_pytorchs_attention(report, monkeypatch):
     assert told == {"switched on": "yes", **dict.fromkeys(calls, "our kernels, where it is switched on")}
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.6", reason="flex_attention on our kernels needs PyTorch 2.6")
+def test_doctor_says_who_serves_flex_attention(report):
+    assert report.flex["switched on"].startswith("no (patch(flex=True)")
+    if report.machine.device == "cpu":
+        assert report.flex["here"] == "PyTorch's own: it is on cpu, not on cuda"
+
+
 def test_doctor_says_which_of_the_calls_a_reason_concerns(report):
     every, one, two = "no GPU", "no softcap", "no dropout"
     reasons = [[every], [every, one, two], [every, two]]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from flash_attn_compat.backends.fused import flex
 from flash_attn_compat.backends.fused.flex import FlexInputs, FlexUpstream
 from flash_attn_compat.core import flex_capture, flex_printer
 from flash_attn_compat.core.flex_capture import JOINT_ARGUMENTS, MASK_ARGUMENTS, SCORE_ARGUMENTS, Captured
@@ -267,7 +266,7 @@ def _kernels_reason(
         if sizes != (WHOLE, WHOLE):
             lists = [None if x is None else _example(x) for x in lists_of(call.block_mask)]
             blocks = make_blocks(*sizes, lists, backward)
-        return flex.decline_reason(found.mods, FlexInputs(q, k, v, tuple(others), (), blocks), backward)
+        return launch.find_reason(found, FlexInputs(q, k, v, tuple(others), (), blocks), backward)
 
 
 def _example(box: Any) -> Tensor:

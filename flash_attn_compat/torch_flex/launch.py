@@ -33,6 +33,12 @@ def find_backward(
     return found
 
 
+def find_reason(functions: Functions, inputs: FlexInputs, backward: bool) -> str | None:
+    """Return the kernels' reason to decline such calls, or None. Compiles them; inputs may be fake."""
+    reason = flex.decline_reason(functions.mods, inputs, backward)
+    return reason or _try(lambda: flex.load(functions.mods, inputs, backward))
+
+
 def _find(
     functions: Functions, inputs: FlexInputs, scale: float, upstream: FlexUpstream | None, prepare: Callable[[], Any]
 ) -> Any:
@@ -45,12 +51,13 @@ def _find(
     )  # fmt: skip
     found = _runs.get(key)
     if found is None:
-        found = flex.decline_reason(functions.mods, inputs, upstream is not None) or _prepare(prepare)
+        found = flex.decline_reason(functions.mods, inputs, upstream is not None) or _try(prepare)
         call_cache.keep(_runs, key, found, _MOST)
     return found
 
 
-def _prepare(prepare: Callable[[], Any]) -> Any:
+def _try(prepare: Callable[[], Any]) -> Any:
+    """Return what a function returns, or the reason why it failed, of which the user is warned."""
     try:
         return prepare()
     except KernelsFailed as error:

@@ -46,11 +46,9 @@ def acquire(policy: Policy) -> None:
 
     Raises RuntimeError before PyTorch 2.6.
     """
-    version = torch.__version__.split("+")[0].split(".")
-    if tuple(int(part) for part in version[:2]) < LEAST_VERSION:
-        raise RuntimeError(
-            f"flex needs PyTorch 2.6 or newer, and this is {torch.__version__}: leave flex off, or upgrade"
-        )
+    old = find_old_version()
+    if old is not None:
+        raise RuntimeError(f"flex needs PyTorch 2.6 or newer, and this is {old}: leave flex off, or upgrade")
     with _lock:
         _holders.append(policy)
         try:
@@ -58,6 +56,12 @@ def acquire(policy: Policy) -> None:
         except BaseException:  # the caller cannot release it
             _holders.remove(policy)
             raise
+
+
+def find_old_version() -> str | None:
+    """Return PyTorch's version if it is too old, or None."""
+    version = str(torch.__version__)
+    return version if tuple(map(int, version.split("+")[0].split(".")[:2])) < LEAST_VERSION else None
 
 
 def release(policy: Policy) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import subprocess
 import sys
 import time
 import warnings
@@ -107,8 +108,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=20, help="functions; each head of a call has one (20)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (0)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--processes", type=int, default=1, help="share the functions out to so many (1)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many")
     options = parser.parse_args(argv)
+    if options.processes > 1:
+        return run_processes(options)
     warnings.filterwarnings("ignore")
     seed, functions, outcomes, begun = options.first, 0, Counter[str](), time.monotonic()
     with kernels_on(options.device):
@@ -127,6 +131,15 @@ def main(argv: list[str] | None = None) -> int:
     seconds = time.monotonic() - begun
     print(f"{functions} functions in {sum(outcomes.values())} calls, {outcomes['wrong']} calls wrong, {seconds:.0f} s")
     return int(outcomes["wrong"] > 0)
+
+
+def run_processes(options: argparse.Namespace) -> int:
+    """Run the functions in several processes, whose seeds are far apart."""
+    command = [sys.executable, "-m", "tests.flex.fuzz", "--device", options.device, "--seconds", str(options.seconds)]
+    count = -(-options.count // options.processes)
+    firsts = [options.first + 1_000_000 * number for number in range(options.processes)]
+    children = [subprocess.Popen([*command, "--count", str(count), "--first", str(first)]) for first in firsts]
+    return max(child.wait() for child in children)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch._C import DispatchKey
 from torch.nn.attention.flex_attention import flex_attention
 
 from flash_attn_compat import backend_counts, explain, reset_backend_counts
+from flash_attn_compat.backends.fused import nvrtc
 from flash_attn_compat.torch_flex import functions, graphs, inductor, override
 from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
@@ -293,3 +294,20 @@ def test_an_old_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"flex needs PyTorch 2\.6 or newer, and this is 2\.5\.1"):
         override.acquire(Policy())
     assert override.active_policy() is None
+
+
+@pytest.mark.usefixtures("inductor_cache")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_kernel_that_does_not_compile_leaves_the_call_to_pytorch_with_a_warning(
+    backend: str, served: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(variant: object, device: int) -> None:
+        raise nvrtc.KernelError("refused")
+
+    monkeypatch.setattr(nvrtc, "kernel", fail)
+    q, k, v = tensors(rows=40, keys=40)
+    run = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=softcap, enable_gqa=True), backend=backend)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="flex_attention failed, and PyTorch's serve: refused"):
+        out = run(q, k, v)
+    assert not served.seen
+    torch.testing.assert_close(out, calls.composed((q, k, v), softcap).out, rtol=4e-3, atol=4e-3)

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES
-from flash_attn_compat.backends.fused import calls, grids, layouts, params, variants
+from flash_attn_compat.backends.fused import calls, grids, layouts, nvrtc, params, variants
 from flash_attn_compat.backends.fused.launcher import Plan
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.core import kernel_layout
@@ -139,6 +139,19 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
             blocks = inputs.blocks
             return f"blocks of {blocks and blocks.rows} queries and {blocks and blocks.keys} keys: tiles are larger"
     return None
+
+
+def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:
+    """Compile and load, in parallel, the kernels of such calls; inputs may be fake. Raises KernelError.
+
+    backward: those of the backward instead of the forward's
+    """
+    kind, device = calls.choose_kind(_call_of(inputs, 1.0), 8), inputs.q.get_device()
+    entries = ("delta", "dkdv", "dq") if backward else ("forward",)
+    found = [make_variant(entry, kind, mods, inputs.blocks) for entry in entries]
+    nvrtc.load_all(found, device)
+    for variant in found:
+        nvrtc.kernel(variant, device)
 
 
 def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
