@@ -26,6 +26,7 @@ from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.card import Limits, count_flops, measure_limits
 from flash_attn_compat.core.features import dtype_name, lacks_tensor_cores
 from flash_attn_compat.dispatch import call_cache
+from flash_attn_compat.gpu_state import Monitor
 
 _HEAD_DIMS = 64, 128
 _BATCH, _CHANNELS, _GROUP, _PAGE = 4, 1024, 4, 256
@@ -84,6 +85,7 @@ class Tuning:
     def __post_init__(self) -> None:
         made_with = f"torch {torch.__version__}, flash_attn_compat {flash_attn_compat.__version__}"
         self.card = Card(str(settings.gpu(self.device)), made_with)
+        self.monitor = Monitor(self.device)
         self._index = self.device.index or 0
 
     @property
@@ -91,7 +93,11 @@ class Tuning:
         return nvrtc.target(self._index).number
 
     def run_all(self) -> None:
-        """Run every step and show the progress."""
+        """Run every step, show the progress, and add the GPU's state meanwhile to the card."""
+        self._run_steps()
+        self.card = self.card._replace(state=self.monitor.summarize())
+
+    def _run_steps(self) -> None:
         for label, step in progress.show_progress(list(self._list_steps()), lambda question: question[0]):
             try:
                 step()
@@ -118,7 +124,7 @@ class Tuning:
 
     def summary(self) -> list[str]:
         """Return the GPU, the versions, and a line for each result."""
-        return [f"{self.card.gpu}, {self.card.made_with}", *tuned.format_lines(self.card)]
+        return [f"{self.card.gpu}, {self.card.made_with}", self.card.state, *tuned.format_lines(self.card)]
 
     def _failed(self, label: str, error: Exception) -> None:
         torch.cuda.empty_cache()
@@ -172,9 +178,11 @@ class Tuning:
             return
         contexts: dict[str, Context] = {name: partial(flash_attn_compat.use_backend, name) for name in eligible}
         contexts["fused"] = partial(use_tiles, self.card)
+        before = len(self.monitor.readings)
         times = self._time(f"{case}, {shape}", run, contexts)
         if "fused" in times and len(times) > 1:
-            result = Times(case, shape.size, dtype_name(shape.dtype), training, times)
+            state = self.monitor.median(before) or (None, None)
+            result = Times(case, shape.size, dtype_name(shape.dtype), training, times, *state)
             self.card = self.card.merge(self.card._replace(times=(result,)))
 
     def _time(self, label: str, run: Run, contexts: Mapping[Any, Context]) -> dict[Any, float]:
@@ -186,6 +194,7 @@ class Tuning:
                 try:
                     with context():
                         times[name] = min(time_run(run), times.get(name, math.inf))
+                    self.monitor.read()
                 except nvrtc.ContextLost:
                     raise
                 except Exception as error:  # noqa: BLE001  any failure excludes the context

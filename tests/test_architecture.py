@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flash_attn_compat"
+COMMANDS = ("progress", "output_path", "isolation", "card", "gpu_state", "self_check", "doctor", "tune", "cli")
 # Bottom to top. A name stands for its submodules too, unless they are named themselves; "" is the package itself.
 LAYERS = (
     ("settings", "installed", "bert_padding"),
@@ -23,7 +24,7 @@ LAYERS = (
     ("api_2_6", "fa3", "fa4", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
     ("torch_sdpa", "torch_flex", "vllm"),
     ("dropin",),
-    ("", "progress", "output_path", "isolation", "card", "self_check", "doctor", "tune", "cli", "__main__"),
+    ("", *COMMANDS, "__main__"),
 )
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 # Stand-ins that other interpreters find; their imports are those of a client.

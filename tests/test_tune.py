@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.card import NO_LIMITS, Limits
 from flash_attn_compat.dispatch import call_cache
+from flash_attn_compat.gpu_state import GpuState, Monitor
 from flash_attn_compat.tune import Tuning
 from tests import fused_on_cpu, others_kernels
 from tests.fused_on_cpu import LaunchRecord
@@ -112,6 +114,31 @@ def test_the_fastest_tile_and_backend_serve_all_later_calls(
     monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "1")
     train()
     assert has_four_warps([one.variant for one in launches.seen if one.variant.entry == "dkdv"][-1])
+
+
+def test_the_clock_and_power_while_timing_go_into_the_card_and_its_file(
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(monkeypatch, launches, by_warps)
+    monkeypatch.setattr(Monitor, "read", lambda self: self.readings.append(GpuState(1200.0, 69.5)))
+    found = tune_here()
+    assert found.card.state == "clock 1,200 MHz (1,200 to 1,200), power 70 W (70 to 70)"
+    assert {(one.clock_mhz, one.power_w) for one in found.card.times} == {(1200.0, 69.5)}
+    assert tuned.from_row(tuned.to_row(found.card)) == found.card
+    assert found.card.state in found.summary()
+    assert str(found.card.times[0]).endswith(" at 1,200 MHz, 70 W")
+
+
+def test_a_card_says_why_its_clock_and_power_are_unknown(
+    launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(monkeypatch, launches, by_warps)
+    found = tune_here()
+    assert found.card.state == "clock and power unknown: only NVIDIA GPUs have NVML"
+    assert {(one.clock_mhz, one.power_w) for one in found.card.times} == {(None, None)}
+    row = json.loads(tuned.to_row(found.card))
+    del row["state"], row["times"][0]["clock_mhz"], row["times"][0]["power_w"]
+    assert tuned.from_row(json.dumps(row)) == found.card._replace(state=""), "older files have none of the three"
 
 
 def test_a_tile_must_be_faster_by_more_than_noise(launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:

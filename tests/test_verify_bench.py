@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flash_attn_compat.gpu_state import GpuState, Monitor
 from verify import bench, bench_pictures, bench_report, spot_check
 from verify.bench_run import Plan, Row, run
 from verify.cli import main
@@ -49,6 +50,19 @@ def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(cross_sho
     for text in (capsys.readouterr().out, markdown.read_text(encoding="utf-8")):
         told = "geometric mean speed-up over the fastest way without flash-attn"
         assert "cross_short_q" in text and "pad_sdpa" in text and told in text
+
+
+def test_rows_and_a_closing_line_have_the_clock_and_power_of_their_workload(
+    cross_short_q, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(Monitor, "read", lambda self: self.readings.append(GpuState(1200.0, 69.5)))
+    saved = tmp_path / "a.json"
+    assert main([*QUICK, "--forward-only", "--rivals", "none", "--json", str(saved)]) == 0
+    timed = [row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"] if row["forward"]]
+    assert timed and {(row["clock_mhz"], row["power_w"]) for row in timed} == {(1200.0, 69.5)}
+    told = "the GPU while it was timed: clock 1,200 MHz (1,200 to 1,200), power 70 W (70 to 70)"
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert main([*QUICK, "--forward-only", "--rivals", "none", "--against", str(saved), "--tolerance", "1e9"]) == 0
 
 
 def test_against_names_slower_rows_and_exits_with_1(cross_short_q, tmp_path, capsys):

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.card import measure_limits
+from flash_attn_compat.gpu_state import Monitor
 from flash_attn_compat.isolation import Ended, run_in_children
 
 from . import bench_pictures
@@ -127,6 +128,10 @@ def main(arguments: argparse.Namespace) -> int:
         (impl.check_loads if isolated else impl.imported)(kernel)  # before the work
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),
                    "official flash-attn": impl.official()[1]}  # fmt: skip
+    if plan.device.startswith("cuda"):
+        monitor = Monitor(torch.device(plan.device))
+        monitor.read()
+        environment["clock and power"] = monitor.decline_reason or "read while each workload is timed"
     saved = tables.load(arguments.against) if arguments.against else None
     announce(environment, terminal)
     try:
@@ -252,7 +257,7 @@ def conclude(
     wrong = sum(row.ours and row.wrong for row in rows)
     whose = "ours" if subject in (OURS, LADDER) else subject
     lines += [*closing, *tables.wrong_lines(rows), *(tables.kernel_lines(rows, subject) if whose == subject else [])]
-    lines += [*tables.noise_lines(rows), *([lost] if lost else [])]
+    lines += [*tables.noise_lines(rows), *tables.state_lines(rows), *([lost] if lost else [])]
     answers = sum(row.ours and row.verdict is not None for row in rows)
     declined = sum(row.ours and row.declined for row in rows) if whose == subject else 0
     served = counted([row for row in rows if row.ours and not row.declined], "workload")

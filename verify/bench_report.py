@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
+from flash_attn_compat.gpu_state import GpuState, summarize
+
 from . import COMMAND, output
 from .bench_run import Row
 from .contestants import FLASH, WORKAROUNDS
@@ -175,6 +177,19 @@ def noise_lines(rows: Sequence[Row]) -> list[str]:
         return []
     what = f"{noisy} of {len(timings)} times vary by more than ±{NOISE:.0%}"
     return [f"{what}: other programs use the machine, so measure again when it is idle"]
+
+
+def state_lines(rows: Sequence[Row]) -> list[str]:
+    """Return the range of the GPU's clock and power over the workloads, in one line; none if unknown."""
+    states = {
+        row.workload: GpuState(row.clock_mhz, row.power_w)
+        for row in rows
+        if row.clock_mhz is not None and row.power_w is not None
+    }
+    if not states:
+        return []
+    told = summarize(list(states.values()))
+    return [f"the GPU while it was timed: {told}. Compare times of one workload; the clock differs between them"]
 
 
 SUMMARY_NOTE = (

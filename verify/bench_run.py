@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flash_attn_compat.gpu_state import Monitor
+
 from . import spot_check
 from .call import Call
 from .contestants import Contestant, Prepared
@@ -22,7 +24,11 @@ Timings = Mapping[str, Timing | Failed]
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one workload. reason: explains missing figures"""
+    """One contestant on one workload. reason: explains missing figures
+
+    clock_mhz, power_w: medians of the GPU's clock and power while the workload was timed, alike for its contestants,
+    which take turns; None if unknown
+    """
 
     workload: str
     contestant: str
@@ -35,6 +41,8 @@ class Row:
     verdict: Check | None = None
     reason: str = ""
     failed: bool = False
+    clock_mhz: float | None = None
+    power_w: float | None = None
 
     @property
     def wrong(self) -> bool:
@@ -120,7 +128,14 @@ def run(plan: Plan, workload: Workload, step: Callable[[str], None] = lambda wha
     free_memory()
     entries = [*_entries(workload, plan, step)]
     step(f"{workload.name}: timing")
-    return measured(entries, plan.device, lambda jobs: time_together(jobs, plan.device, plan.repeats, plan.budget_s))
+    monitor = Monitor(torch.device(plan.device))
+
+    def clock(jobs: Jobs) -> Timings:
+        return time_together(jobs, plan.device, plan.repeats, plan.budget_s, after=monitor.read)
+
+    rows = measured(entries, plan.device, clock)
+    state = monitor.median()
+    return [replace(row, clock_mhz=state.clock_mhz, power_w=state.power_w) for row in rows] if state else rows
 
 
 def _entries(workload: Workload, plan: Plan, step: Callable[[str], None]) -> Iterator[Entry]:

@@ -86,9 +86,13 @@ def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Res
 
 
 def time_together(
-    jobs: Mapping[str, Job], device: str, repeats: int, budget_s: float, clock: Clock = time.perf_counter
-) -> dict[str, Timing | Failed]:
-    """Return each job's timing or failure: `repeats` readings, fewer if a job takes longer than `budget_s`."""
+    jobs: Mapping[str, Job], device: str, repeats: int, budget_s: float, clock: Clock = time.perf_counter,
+    after: Callable[[], object] = lambda: None,
+) -> dict[str, Timing | Failed]:  # fmt: skip
+    """Return each job's timing or failure: `repeats` readings, fewer if a job takes longer than `budget_s`.
+
+    after: called after each reading that counts
+    """
     reading_ms = CUDA_READING_MS if device.startswith("cuda") else READING_MS
     calls = dict.fromkeys(jobs, 1)
     readings: dict[str, list[float]] = {name: [] for name in jobs}
@@ -102,6 +106,8 @@ def time_together(
                 failed[name] = found
                 continue
             readings[name].append(found)
+            if turn >= WARM_UPS:
+                after()
             if turn == WARM_UPS - 1:
                 calls[name] = min(MOST_CALLS, max(1, math.ceil(reading_ms / max(found, 1e-4))))
     return {name: failed.get(name) or Timing.of(readings[name][WARM_UPS:]) for name in jobs}

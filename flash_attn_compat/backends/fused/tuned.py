@@ -37,18 +37,25 @@ _OVER_CACHE = Feature.SEQUSED_K | Feature.APPEND | Feature.PAGED
 
 
 class Times(NamedTuple):
-    """Milliseconds of a usual problem by backend name, of every backend that serves it. training: with gradients"""
+    """Milliseconds of a usual problem by backend name, of every backend that serves it. training: with gradients
+
+    clock_mhz, power_w: medians of the GPU's clock and power while the problem was timed; None if unknown
+    """
 
     case: str
     head_dim: int
     dtype: str
     training: bool
     milliseconds: dict[str, float]
+    clock_mhz: float | None = None
+    power_w: float | None = None
 
     def __str__(self) -> str:
         ordered = sorted(self.milliseconds.items(), key=lambda one: one[1])
         listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
-        return f"{self.case}, head_dim {self.head_dim}, {self.dtype}{', training' * self.training}: {listed}"
+        known = self.clock_mhz is not None and self.power_w is not None
+        state = f" at {self.clock_mhz:,.0f} MHz, {self.power_w:.0f} W" if known else ""
+        return f"{self.case}, head_dim {self.head_dim}, {self.dtype}{', training' * self.training}: {listed}{state}"
 
 
 class TileChoice(NamedTuple):
@@ -66,12 +73,13 @@ class TileChoice(NamedTuple):
 
 
 class Card(NamedTuple):
-    """Tuning results of one GPU model. made_with: versions, for human readers"""
+    """Tuning results of one GPU model. made_with: versions; state: clock and power meanwhile; both for human readers"""
 
     gpu: str
     made_with: str
     times: tuple[Times, ...] = ()
     tiles: tuple[TileChoice, ...] = ()
+    state: str = ""
 
     def merge(self, newer: Card) -> Card:
         """Return both cards' results; newer ones replace those of the same case."""
@@ -93,17 +101,27 @@ def from_row(row: str) -> Card:
         fields: dict[str, Any] = json.loads(row)
         times = tuple(_parse_times(**one) for one in fields["times"])
         tiles = tuple(_parse_choice(*one) for one in fields["tiles"])
-        return Card(_check_text(fields["gpu"]), _check_text(fields["made_with"]), times, tiles)
+        state = _check_text(fields.get("state", ""))
+        return Card(_check_text(fields["gpu"]), _check_text(fields["made_with"]), times, tiles, state)
     # The JSON has another structure, is too deep for the parser, or has numbers beyond float's range.
     except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"no card: {type(error).__name__}: {error}") from error
 
 
-def _parse_times(case: str, head_dim: int, dtype: str, training: bool, milliseconds: dict[str, float]) -> Times:
+def _parse_times(
+    case: str,
+    head_dim: int,
+    dtype: str,
+    training: bool,
+    milliseconds: dict[str, float],
+    clock_mhz: float | None = None,
+    power_w: float | None = None,
+) -> Times:
     figures = {_check_text(name): float(_check(ms, int, float)) for name, ms in milliseconds.items()}
     if "fused" not in figures or not all(0 < ms < math.inf for ms in figures.values()):
         raise ValueError(f"no times: {milliseconds!r:.200}")
-    return Times(_check_text(case), _check_int(head_dim), _check_text(dtype), _check(training, bool), figures)
+    state = [None if value is None else float(_check(value, int, float)) for value in (clock_mhz, power_w)]
+    return Times(_check_text(case), _check_int(head_dim), _check_text(dtype), _check(training, bool), figures, *state)
 
 
 def _parse_choice(entry: str, head_dim: int, dtype: str, tile: list[int]) -> TileChoice:
@@ -229,7 +247,7 @@ def summarize(gpu: str) -> list[str]:
     card = find_card(gpu)
     if card is None:
         return ["not tuned: the order of backends is that of an H200 (flash-attn-compat tune times them here)"]
-    return [f"tuned with {card.made_with}", *format_lines(card)]
+    return ["; ".join(filter(None, (f"tuned with {card.made_with}", card.state))), *format_lines(card)]
 
 
 def format_lines(card: Card) -> list[str]:
