@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import turing_sm
 from benchmarks.turing_sm.machine import GEFORCE, T4, Simulation
-from benchmarks.turing_sm.machine_code import Instruction, decode_control, halves, main_loop, parse, usual_path
+from benchmarks.turing_sm.machine_code import Instruction, decode_control, follow, halves, main_loop, parse, usual_path
 from flash_attn_compat.backends.fused import variants
 from flash_attn_compat.backends.fused.variants import Kind
 from tests.kernels import offline
@@ -67,6 +67,32 @@ def test_two_resident_blocks_fill_each_others_barriers():
     assert cycles(loop, 4, blocks=2) == pytest.approx(64, rel=0.03)
 
 
+# Products that share a scheduler's tensor cores instruction by instruction, then as much time without products.
+IN_TURNS = make_loop(*[("HMMA.1688.F32", 8, {"yields": True})] * 48, *[("FADD", 8)] * 48, ("BAR.SYNC", 5))
+
+
+def test_resident_blocks_are_simulated_in_eight_phases_with_a_mean_within_their_range():
+    phases = turing_sm.simulate_phases([IN_TURNS], 4, 2)
+    assert len(phases.results) == turing_sm.OFFSETS == 8
+    assert phases.fastest < phases.mean.cycles_a_turn < phases.slowest
+    assert phases.mean.cycles_a_turn == pytest.approx(
+        sum(run.cycles for run in phases.results) / sum(run.turns for run in phases.results)
+    )
+
+
+def test_blocks_that_start_in_phase_are_slower_than_blocks_half_a_turn_apart():
+    together, apart = (
+        Simulation([IN_TURNS], 4, 2).run(2500, starts=starts).cycles_a_turn for starts in ((), (0, 32 * 12))
+    )
+    assert apart < 0.9 * together
+
+
+def test_one_resident_block_has_one_phase():
+    phases = turing_sm.simulate_phases([make_loop(*PRODUCTS)], 4, 1)
+    (only,) = phases.results
+    assert phases.mean == only and phases.slowest == phases.fastest == only.cycles_a_turn
+
+
 def test_geforce_takes_twice_as_long_for_products_with_sums_in_fp32_only():
     half = make_loop(*[("HMMA.1688.F16", 8)] * 4)
     assert cycles(make_loop(*PRODUCTS), 8, machine=GEFORCE) == pytest.approx(2 * (4 * 16 + 1), rel=0.03)
@@ -125,6 +151,14 @@ def test_the_usual_path_multiplies_and_skips_the_masks():
     assert [each.address // 16 for each in usual_path(main_loop(loop))] == [0, 1, 2, 5, 6]
 
 
+def test_a_way_through_basic_blocks_may_repeat_and_skip_them():
+    code = make_loop(("FADD", 1), ("BRA", 1), ("FMUL", 1), ("HMMA.1688.F32", 1))
+    code[1] = code[1]._replace(text="@P1 BRA 0x30")
+    assert [step.name for step in follow(code, [0x0, 0x30, 0x30])] == ["FADD", "BRA", *["HMMA.1688.F32", "BRA"] * 2]
+    with pytest.raises(ValueError, match="no basic block begins at 0x10"):
+        follow(code, [0x0, 0x10])
+
+
 def named(loop: list[Instruction], **texts: str) -> list[Instruction]:
     """Return ``loop`` with the text of some places replaced: _2="..." that of the third."""
     return [step._replace(text=texts.get(f"_{place}", step.text)) for place, step in enumerate(loop)]
@@ -168,3 +202,4 @@ def test_a_compiled_kernel_stays_below_its_throughput_bound():
     found = turing_sm.simulate_variant(variant, 64, offline.compiled(newest, variant, "sm_75"))
     assert 0.4 < found.useful < found.bound
     assert found.blocks == 3
+    assert found.lowest < found.useful < found.highest

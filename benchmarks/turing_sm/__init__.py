@@ -9,27 +9,61 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import kernel_report, kernel_tiles
+from benchmarks.turing_sm import published
 from benchmarks.turing_sm.machine import GEFORCE, T4, Machine, Result, Simulation
-from benchmarks.turing_sm.machine_code import Instruction, count_products, halves, main_loop, parse, usual_path
+from benchmarks.turing_sm.machine_code import (
+    Instruction,
+    count_products,
+    follow,
+    halves,
+    main_loop,
+    parse,
+    usual_path,
+)
 from flash_attn_compat.backends.fused import candidates, variants
 from flash_attn_compat.backends.fused.nvrtc import KernelError
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from tests.kernels import offline
 
 ENTRIES = candidates.ENTRIES
-APART = 0, 500, 1000  # cycles
+OFFSETS = 8  # phases in which resident blocks may start
+
+
+class Phases(NamedTuple):
+    """Results for starts of the resident blocks that are spread evenly over a turn of the loop; one for one block."""
+
+    results: tuple[Result, ...]
+
+    @property
+    def mean(self) -> Result:
+        """All results added up."""
+        cycles = sum(run.cycles for run in self.results)
+        units = self.results[0].busy
+        busy = {unit: sum(run.busy.get(unit, 0) * run.cycles for run in self.results) / cycles for unit in units}
+        return Result(cycles, busy, sum(run.turns for run in self.results))
+
+    @property
+    def slowest(self) -> float:
+        """The most cycles a turn."""
+        return max(run.cycles_a_turn for run in self.results)
+
+    @property
+    def fastest(self) -> float:
+        """The fewest cycles a turn."""
+        return min(run.cycles_a_turn for run in self.results)
 
 
 class Simulated(NamedTuple):
     """One variant.
 
     blocks: resident ones; instructions: of the main loop; cycles: for 64 rows times 64 keys; useful: the share of them
-    that the needed products take, at most ``bound`` by kernel_report's model of the same instructions
+    that the needed products take, at most ``bound`` by kernel_report's model of the same instructions; lowest, highest:
+    useful in the worst and the best phase of the resident blocks
     """
 
     blocks: int
@@ -38,23 +72,37 @@ class Simulated(NamedTuple):
     cycles: float
     useful: float
     bound: float
+    lowest: float
+    highest: float
 
 
-def simulate(
-    code: list[Instruction], warps: int, blocks: int, machine: Machine = T4, has_roles: bool = False
-) -> Result:
-    """Simulate the main loop of a kernel. warps: of a block; blocks: that are resident; has_roles: ROLES
+def simulate_phases(
+    loops: list[list[Instruction]], warps: int, blocks: int, machine: Machine = T4, instructions: int = 2500
+) -> Phases:
+    """Simulate loops of a kernel. warps: of a block; blocks: that are resident; loops: see Simulation
 
-    How far resident blocks are apart changes the result by some per cent, so several distances are added up.
+    Resident blocks of one kernel may start in phase or apart, and stay so. So they start at OFFSETS places of a turn.
     """
+
+    def run(starts: tuple[int, ...]) -> Result:
+        return Simulation(loops, warps, blocks, machine).run(instructions, starts=starts)
+
+    in_phase = run(())
+    if blocks == 1:
+        return Phases((in_phase,))
+    turn = in_phase.cycles_a_turn * blocks
+    # The second block at k eighths of a turn, the third at 3 k, the fourth at 5 k: all combinations alike.
+    places = [[k * (2 * block - 1) % OFFSETS for block in range(1, blocks)] for k in range(1, OFFSETS)]
+    return Phases((in_phase, *(run((0, *(int(turn * place / OFFSETS) for place in each))) for each in places)))
+
+
+def loops_of(code: list[Instruction], has_roles: bool = False) -> list[list[Instruction]]:
+    """Return the main loop's usual path, or one for each half of a block's warps. has_roles: SPLIT_R"""
     loop = main_loop(code)
     loops = halves(usual_path(loop))
     if has_roles:
         loops[1:] = halves(usual_path(loop, of_dp=True))[-1:]
-    runs = [Simulation(loops, warps, blocks, machine).run(apart=apart) for apart in (APART if blocks > 1 else (0,))]
-    cycles = sum(run.cycles for run in runs)
-    busy = {unit: sum(run.busy[unit] * run.cycles for run in runs) / cycles for unit in runs[0].busy}
-    return Result(cycles, busy, sum(run.turns for run in runs))
+    return loops
 
 
 def simulate_variant(variant: Variant, head_dim: int, compiled: offline.Compiled, machine: Machine = T4) -> Simulated:
@@ -66,18 +114,22 @@ def simulate_variant(variant: Variant, head_dim: int, compiled: offline.Compiled
     loop = main_loop(code)
     pipes = kernel_report.model_turing(Counter(each.name for each in usual_path(loop)), variant)
     bound = kernel_report.useful_share(pipes, variant, head_dim, head_dim)
-    result = simulate(code, variant.threads // 32, blocks, machine, ("ROLES", 1) in variant.macros)
-    cycles = result.cycles_a_turn * 4096 / (variant.rows * kernel_report.step(variant))
-    useful = bound * max(pipes) / cycles
-    return Simulated(blocks, len(loop), result, cycles, useful, bound)
+    loops = loops_of(code, ("SPLIT_R", 1) in variant.macros)
+    phases = simulate_phases(loops, variant.threads // 32, blocks, machine)
+    of_turn = 4096 / (variant.rows * kernel_report.step(variant))
+    best = bound * max(pipes)
+    useful, lowest, highest = (
+        best / (turn * of_turn) for turn in (phases.mean.cycles_a_turn, phases.slowest, phases.fastest)
+    )
+    return Simulated(blocks, len(loop), phases.mean, best / useful, useful, bound, lowest, highest)
 
 
 def make_rows(
     entries: list[str], head_dims: list[int], every_tile: bool, compiler: str, machine: Machine = T4
 ) -> Iterator[str]:
     """Yield rows of Markdown: one for each present tile, or for each of tune's candidates too."""
-    yield "| head_dim | kernel | tile | registers | blocks | main loop, KB | bound | simulated |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| head_dim | kernel | tile | registers | blocks | main loop, KB | bound | simulated | by phase |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for D, entry in itertools.product(head_dims, entries):
         kind = Kind(75, variants.FP16, D)
         tiles = (
@@ -90,17 +142,31 @@ def make_rows(
             found = simulate_variant(variant, D, compiled, machine)
             yield (
                 f"| {D} | {entry} | {kernel_tiles.format_tile(tile)} | {compiled.registers} | {found.blocks} | "
-                f"{found.instructions / 64:.1f} | {found.bound:.2f} | {found.useful:.2f} |"
+                f"{found.instructions / 64:.1f} | {found.bound:.2f} | {found.useful:.2f} | {phase_range(found)} |"
             )
 
 
-def report_cubin(path: Path, function: str, warps: int, blocks: int, machine: Machine) -> Iterator[str]:
-    """Yield the cycles and busy units of each function of a cubin whose name contains ``function``."""
-    for name, code in parse(offline.disassembly(path.read_bytes())).items():
+def phase_range(found: Simulated) -> str:
+    """Return the useful share in the worst and the best phase; "" for one resident block, which has none."""
+    return f"{found.lowest:.2f} to {found.highest:.2f}" if found.blocks > 1 else ""
+
+
+def report_cubin(
+    path: Path, function: str, warps: int, blocks: int, machine: Machine, ways: Sequence[Sequence[int]] = ()
+) -> Iterator[str]:
+    """Yield the cycles and busy units of each function of a cubin whose name contains ``function``.
+
+    ways: addresses of basic blocks, a way for each equal share of a block's warps; the main loop's usual path without
+    """
+    is_listing = path.suffix == ".sass"
+    listing = path.read_text() if is_listing else offline.disassembly(path.read_bytes())
+    for name, code in parse(listing).items():
         if function in name and count_products(code):
-            result = simulate(code, warps, blocks, machine)
-            busy = ", ".join(f"{unit} {share:.3f}" for unit, share in sorted(result.busy.items()) if share > 0.005)
-            yield f"{name}: {result.cycles_a_turn:.0f} cycles a turn of the main loop; busy: {busy}"
+            loops = [follow(code, [*way]) for way in ways] or loops_of(code)
+            phases = simulate_phases(loops, warps, blocks, machine)
+            busy = ", ".join(f"{unit} {share:.3f}" for unit, share in sorted(phases.mean.busy.items()) if share > 0.005)
+            ends = f" ({phases.fastest:.0f} to {phases.slowest:.0f} by phase)" * (blocks > 1)
+            yield f"{name}: {phases.mean.cycles_a_turn:.0f} cycles a turn of the main loop{ends}; busy: {busy}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,18 +177,26 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tiles", action="store_true", help="also the tiles that tune may choose")
     parser.add_argument("--geforce", action="store_true", help="tensor cores add up in fp32 at half rate, as on RTX 20")
-    parser.add_argument("--cubin", type=Path, help="simulate this file's kernels instead")
+    parser.add_argument("--cubin", type=Path, help="simulate this file's kernels instead; or NAME.sass of cuobjdump")
     parser.add_argument("--function", default="", help="part of the name of the cubin's kernels to take")
     parser.add_argument("--warps", type=int, default=8, help="warps of a block of the cubin's kernels")
     parser.add_argument("--blocks", type=int, default=1, help="resident blocks of the cubin's kernels")
+    parser.add_argument(
+        "--pytorch", type=int, choices=(64, 128), help="the file is PyTorch 2.15.0+cu132's forward of this head dim"
+    )
     parser.add_argument("--compiler", default=next(reversed(offline.compilers()), None), help="NVRTC's version")
+    parser.add_argument("--published", action="store_true", help="compare with speeds that others have published")
     options = parser.parse_args(argv)
+    if options.published:
+        print(*published.make_rows(), sep="\n")
+        return 0
     if offline.cuobjdump() is None or (options.cubin is None and options.compiler is None):
         print("needs NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")
         return 1
     machine = GEFORCE if options.geforce else T4
+    ways = published.pytorch_ways(options.pytorch) if options.pytorch else ()
     if options.cubin is not None:
-        lines = report_cubin(options.cubin, options.function, options.warps, options.blocks, machine)
+        lines = report_cubin(options.cubin, options.function, options.warps, options.blocks, machine, ways)
     else:
         lines = make_rows(options.entries, options.head_dims, options.tiles, options.compiler, machine)
     for line in lines:

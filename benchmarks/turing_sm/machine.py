@@ -8,6 +8,7 @@ free of bank conflicts.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -141,6 +142,8 @@ class Simulation:
             for warp in range(warps)
         ]
         self.of_scheduler = [[warp for warp in self.warps if warp.scheduler == one] for one in range(SCHEDULERS)]
+        counts = [range(len(warps)) for warps in self.of_scheduler]
+        self.orders = [[(*count[first:], *count[:first]) for first in range(len(count) + 1)] for count in counts]
         self.first = [0] * SCHEDULERS  # the warp of each scheduler that goes first
         self.wake = [0] * SCHEDULERS  # when each scheduler can issue next
         self.pipes: list[dict[str, int]] = [{} for _ in range(SCHEDULERS)]
@@ -150,6 +153,7 @@ class Simulation:
         self.arrived: dict[tuple[bool, int], list[Warp]] = {}
         self.block_size = warps
         self.used: dict[str, int] = {}
+        self.goal = self.behind = 0  # turns that are wanted, and the warps that have not finished them
         size = 16 * len({each.address for loop in loops for each in loop})
         behind = machine.global_latency if size > machine.second_instructions else machine.instruction_latency
         fits = size <= machine.instructions
@@ -157,16 +161,18 @@ class Simulation:
 
     def earliest(self, warp: Warp) -> int:
         """Return the first cycle in which the warp can issue, as far as is known now."""
-        step, price = self.loops[warp.loop][warp.place], self.costs[warp.loop][warp.place]
-        when = max([warp.ready, *(warp.free[number] for number in step.waits)])
-        if price.unit in ("shared", "special"):
-            queue = self.queues[warp.scheduler][price.unit]
+        step, unit = self.loops[warp.loop][warp.place], self.costs[warp.loop][warp.place].unit
+        when = warp.ready
+        for number in step.waits:
+            when = max(when, warp.free[number])
+        queue = self.queues[warp.scheduler].get(unit)
+        if queue is None:
+            when = max(when, self.pipes[warp.scheduler].get(unit, 0))
+        else:
             while queue and queue[0] <= when:
                 queue.popleft()
             if len(queue) >= self.machine.queue:
                 when = max(when, queue[len(queue) - self.machine.queue])
-        else:
-            when = max(when, self.pipes[warp.scheduler].get(price.unit, 0))
         return max(when, self.caches[warp.scheduler].ready(step.address, when)) if self.caches else when
 
     def issue(self, warp: Warp, now: int) -> None:
@@ -198,6 +204,7 @@ class Simulation:
         warp.place += 1
         if warp.place == len(self.loops[warp.loop]):
             warp.place, warp.turns = 0, warp.turns + 1
+            self.behind -= warp.turns == self.goal
             warp.ready = max(warp.ready, now + self.machine.branch)
         warp.known = warp.ready
 
@@ -216,32 +223,37 @@ class Simulation:
                 self.wake[each.scheduler] = min(self.wake[each.scheduler], each.ready)
         waiting.clear()
 
-    def run(self, instructions: int = 4000, warm_up: int = 2, apart: int = 300) -> Result:
+    def run(self, instructions: int = 4000, warm_up: int = 2, starts: Sequence[int] = ()) -> Result:
         """Simulate until each warp has issued ``instructions`` behind its first ``warm_up`` turns of the loop.
 
-        apart: cycles between the starts of blocks
+        starts: the cycle in which each block starts; blocks without one start in cycle 0
         """
         for warp in self.warps:
-            warp.ready = warp.known = warp.block * apart
-        now, began, before = 0, 0, dict[str, int]()
-        turns = warm_up + max(3, -(-instructions // len(self.loops[0])))
-        while (done := min(warp.turns for warp in self.warps)) < turns:
-            if not before and done >= warm_up:
-                began, before = now, dict(self.used)
-            now = self.step(now)
+            warp.ready = warp.known = starts[warp.block] if warp.block < len(starts) else 0
+        began = self.run_until(0, warm_up)
+        before = dict(self.used)
+        now = self.run_until(began, warm_up + max(3, -(-instructions // len(self.loops[0]))))
         used = {unit: number - before.get(unit, 0) for unit, number in self.used.items()}
         busy = {unit: number / (now - began) / SCHEDULERS for unit, number in used.items()}
         busy["shared"] = busy.get("shared", 0) * SCHEDULERS
         issued = sum(len(self.loops[warp.loop]) for warp in self.warps if warp.block == 0)
         return Result(now - began, busy, used["issue"] / issued)
 
+    def run_until(self, now: int, turns: int) -> int:
+        """Simulate from cycle ``now`` until each warp has finished so many turns; return the cycle after."""
+        self.goal, self.behind = turns, sum(warp.turns < turns for warp in self.warps)
+        while self.behind:
+            now = self.step(now)
+        return now
+
     def step(self, now: int) -> int:
         """Issue what can be issued in cycle ``now``; return the next cycle in which something may be."""
         later = _NEVER
-        for number in range(SCHEDULERS):
-            if self.wake[number] <= now:
-                self.wake[number] = self.schedule(number, now)
-            later = min(later, self.wake[number])
+        for number, wake in enumerate(self.wake):
+            if wake <= now:
+                self.wake[number] = wake = self.schedule(number, now)
+            if wake < later:
+                later = wake
         return later
 
     def schedule(self, number: int, now: int) -> int:
@@ -250,7 +262,7 @@ class Simulation:
         The warp that issued last goes first unless its instruction yields; then the others in turn.
         """
         warps, first = self.of_scheduler[number], self.first[number]
-        for place in (*range(first, len(warps)), *range(first)):
+        for place in self.orders[number][first]:
             warp = warps[place]
             if warp.known <= now:
                 warp.known = self.earliest(warp)
@@ -258,7 +270,11 @@ class Simulation:
                     self.first[number] = (place + self.loops[warp.loop][warp.place].yields) % len(warps)
                     self.issue(warp, now)
                     break
-        return max(now + 1, min((warp.known for warp in warps), default=_NEVER))
+        later = _NEVER
+        for warp in warps:
+            if warp.known < later:
+                later = warp.known
+        return max(now + 1, later)
 
 
 class InstructionCache:

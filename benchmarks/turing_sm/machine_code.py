@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import NamedTuple
 
 _FUNCTION = re.compile(r"\s*Function : (\S+)")
 _LOW = re.compile(r"\s*/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]+ \*/")
 _HIGH = re.compile(r"\s+/\* (0x[0-9a-f]+) \*/")
+_ENDS = "BRA", "BRX", "EXIT", "CALL", "RET", "BSYNC"  # of a basic block
 _PREDICATE = re.compile(r"^@!?U?P\w+ ")
 _BRANCH = re.compile(r"^(?:@!?U?P\w+ )?BRA(?:\.\w+)* (?:!?U?P\w, )?(0x[0-9a-f]+)")
 
@@ -117,6 +119,23 @@ def usual_path(loop: list[Instruction], of_dp: bool = False) -> list[Instruction
     if of_dp and len(of_pairs) > 1:  # each warp of a pair has a barrier, and one is a predicate's instead of a branch's
         path = [step for step in path if step not in of_pairs or not step.text.startswith("@")]
     return path
+
+
+def follow(code: list[Instruction], addresses: list[int]) -> list[Instruction]:
+    """Return the instructions of a way through ``code``: the basic blocks that begin at ``addresses``, in this order.
+
+    For kernels whose inner loops and branches usual_path cannot choose. Raises ValueError where no block begins.
+    """
+    begins = {code[0].address} | {each.target for each in code if each.target is not None}
+    begins |= {after.address for step, after in itertools.pairwise(code) if step.name.startswith(_ENDS)}
+    blocks: dict[int, list[Instruction]] = {}
+    for step in code:
+        if step.address in begins:
+            block = blocks.setdefault(step.address, [])
+        block.append(step)
+    if absent := [hex(address) for address in addresses if address not in blocks]:
+        raise ValueError(f"no basic block begins at {', '.join(absent)}")
+    return [step for address in addresses for step in blocks[address]]
 
 
 def halves(path: list[Instruction]) -> list[list[Instruction]]:
