@@ -29,7 +29,7 @@ def test_the_simulation_is_within_8_hundredths_of_both_charts_for_rivals_of_one_
     assert all(max(found.distances) < 0.08 for found in alike)
 
 
-@pytest.mark.parametrize("tokens", TOKENS[1:])
+@pytest.mark.parametrize("tokens", TOKENS)
 def test_the_simulation_is_within_8_hundredths_for_the_backward_beside_the_forward_of_one_kernel(tokens):
     found = [each for each in compare(tokens) if each.one[0] == "backward" and each.other[0] == "forward"]
     assert len(found) == 2

@@ -60,8 +60,8 @@ SIMULATED = {
     ("dq", 128): {PEER: 0.454},
 }
 
-# The way of one turn through PyTorch 2.15.0+cu132's memory-efficient forward for sm_75, without bias, dropout and masked
-# scores: the addresses of its basic blocks, in hexadecimal, and the blocks that each of the four warps skips.
+# The way of one turn through PyTorch 2.15.0+cu132's memory-efficient forward for sm_75, without bias, dropout and
+# masked scores: the addresses of its basic blocks, in hexadecimal, and the blocks that each of the four warps skips.
 _WAYS = {
     64: (
         (
@@ -145,8 +145,8 @@ def compare(tokens: int) -> Iterator[Compared]:
     """Yield each pair of PAIRS at one length."""
     for one, other in PAIRS:
         places = [(Cell(direction, head_dim, tokens), kernel) for direction, head_dim, kernel in (one, other)]
-        measured = [ratio(chart, *places) for chart in (JUNE, AUGUST)]
-        yield Compared(one, other, tokens, *measured, simulated_speed(*one) / simulated_speed(*other))
+        june, august = (ratio(chart, *places) for chart in (JUNE, AUGUST))
+        yield Compared(one, other, tokens, june, august, simulated_speed(*one) / simulated_speed(*other))
 
 
 def make_rows() -> Iterator[str]:
