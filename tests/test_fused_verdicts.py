@@ -293,7 +293,7 @@ def test_a_broken_file_is_no_verdict_and_no_error(name: str, launches: LaunchRec
 
 
 def test_an_unwritable_result_counts_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned.cache, "write", lambda name, payload: False)
+    monkeypatch.setattr(tuned.kernel_files, "write", lambda name, payload: False)
     assert not tuned.store_card(card()) and tuned.find_card(GPU) == card()
 
 

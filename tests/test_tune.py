@@ -271,7 +271,7 @@ def test_tune_shows_progress_and_keeps_prints_and_writes_its_results(
 def test_the_command_fails_where_nothing_could_be_timed_or_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tuned.cache, "write", lambda name, payload: False)
+    monkeypatch.setattr(tuned.kernel_files, "write", lambda name, payload: False)
     assert cli.main(["tune", "--seqlen", "128"]) == 1 and "could not be written" in capsys.readouterr().err
     monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
     assert cli.main(["tune", "--seqlen", "128"]) == 1
