@@ -241,6 +241,8 @@ def _check_and_pass(active: Policy, call: FlexCall, found: Functions, backward: 
         *policy.dtype_reasons(*(x.get_dtype() for x in nodes)),
         *policy.option_reasons(call),
     ]
+    if _is_packaged():
+        reasons.append("AOTInductor's packages run without this package")
     tensors, hosts, integers = functions.positions(found)
     captured = [call.captured[place] for place in tensors]
     rows, keys = map(_fixed, sizes_of(call.block_mask))
@@ -252,6 +254,13 @@ def _check_and_pass(active: Policy, call: FlexCall, found: Functions, backward: 
     numbers = [call.captured[place] for place in integers]
     rest = captured, [call.captured[place] for place in hosts], numbers, rows, keys, call.scale, functions.dump(found)
     return list(rest)
+
+
+def _is_packaged() -> bool:
+    """Whether AOTInductor lowers the graph, for processes that may lack our operators."""
+    from torch._inductor.virtualized import V
+
+    return bool(getattr(V.graph, "aot_mode", False))
 
 
 def _kernels_reason(
