@@ -17,6 +17,7 @@ from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
 from tests.flex.calls import Answer, causal, make_mask, softcap, tensors
 from tests.fused_on_cpu import LaunchRecord
+from tests.plain import some
 
 HALF = torch.float16
 BACKWARD = ["forward", "delta", "dkdv", "dq"]
@@ -60,7 +61,7 @@ def test_the_public_function_returns_lse_in_natural_units(served: LaunchRecord) 
     assert served.entries == ["forward"] and out.shape == q.shape
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3), (0, 1, 3, 2)])
+@pytest.mark.parametrize("order", some([(0, 1, 3, 2), (0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)], 4))
 def test_out_and_gradients_have_pytorchs_strides(order: tuple[int, ...], served: LaunchRecord) -> None:
     inverse = torch.argsort(torch.tensor(order)).tolist()
     qkv = [x.permute(order).contiguous().permute(inverse) for x in tensors(heads=2)]
