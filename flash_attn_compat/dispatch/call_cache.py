@@ -23,6 +23,7 @@ from flash_attn_compat.core.inputs import Inputs, Options, PackedInputs
 from flash_attn_compat.core.torch_state import is_any_autocast_on, transforms_are_on
 
 MOST = 4096
+_context, _are_unset = settings.context, settings.are_unset  # functions in C
 
 
 class Tables(NamedTuple):
@@ -104,8 +105,8 @@ def _refuse_subclass(x: object) -> NoReturn:
 def context_key(tensor: Tensor) -> Key:
     """Return the state outside of the arguments that decides how a call is computed."""
     return (
-        settings.context(),
-        None if settings.are_unset() else settings.values(),
+        _context(),
+        None if _are_unset() else settings.values(),
         (is_any_autocast_on() or not (tensor.is_cuda or tensor.is_cpu)) and torch_state.autocasts(tensor),
         torch_state.flash_implementation(),
     )
