@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import struct
 import threading
 import weakref
@@ -68,6 +69,8 @@ def find(call: FlexCall, with_slope: bool) -> Functions | str:
 
 def _print(call: FlexCall, with_slope: bool) -> Functions | str:
     device, own, others = call.query.device, call.score_mod_other_buffers, call.mask_mod_other_buffers
+    if any(map(_holds_tensor, (call.score_mod, call.mask_mod))):
+        return "a function holds a tensor of its own, which may change from call to call: capture it instead"
     try:
         score = flex_capture.capture_score(call.score_mod, own, device)
         mask = flex_capture.capture_mask(call.mask_mod, others, device, len(own))
@@ -75,6 +78,12 @@ def _print(call: FlexCall, with_slope: bool) -> Functions | str:
         return of_printed(flex_printer.print_functions(score, mask, slope))
     except Declined as reason:
         return str(reason)
+
+
+def _holds_tensor(graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph reads a tensor that is no argument of it."""
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+    return any(isinstance(operator.attrgetter(name)(graph), Tensor) for name in names)
 
 
 # ---- What a call passes

@@ -35,6 +35,8 @@ def eager_reasons(policy: Policy, call: FlexCall) -> Iterator[str]:
     tensors = call[:3]
     if any(type(x) not in PLAIN for x in tensors):
         yield "q, k and v must be plain tensors"
+    if any(isinstance(x, Tensor) and type(x) not in PLAIN for x in call.captured):
+        yield "captured tensors must be plain tensors"
     yield from device_reasons(policy, call.query.device)
     yield from dtype_reasons(*(x.dtype for x in tensors))
     if any(x.device != call.query.device for x in tensors):

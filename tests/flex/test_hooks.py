@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flash_attn_compat import backend_counts, explain, reset_backend_counts
 from flash_attn_compat.backends.fused import nvrtc
-from flash_attn_compat.torch_flex import functions, graphs, inductor, override
+from flash_attn_compat.torch_flex import functions, graphs, inductor, operator, override
+from flash_attn_compat.torch_flex.calls import FlexCall
 from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
 from tests.flex.calls import Answer, causal, make_mask, softcap, tensors
@@ -312,3 +313,28 @@ def test_a_kernel_that_does_not_compile_leaves_the_call_to_pytorch_with_a_warnin
         out = run(q, k, v)
     assert not served.seen
     torch.testing.assert_close(out, calls.composed((q, k, v), softcap).out, rtol=4e-3, atol=4e-3)
+
+
+class Marked(Tensor):
+    """A subclass that changes nothing."""
+
+
+def test_a_captured_subclass_and_a_tensor_inside_of_a_graph_are_left_to_pytorch(served: LaunchRecord) -> None:
+    q, k, v = tensors(heads_k=4)
+    table = torch.ones(4).as_subclass(Marked)
+    mask = make_mask(causal, q, k).as_tuple()
+    graph = torch.fx.symbolic_trace(lambda score, b, h, q, kv: score * 2)
+    graph.register_buffer("factor", torch.tensor(3.0))
+    with graph.graph.inserting_before(next(node for node in graph.graph.nodes if node.op == "call_function")):
+        graph.graph.get_attr("factor")
+    everywhere = torch.fx.symbolic_trace(lambda b, h, q, kv: q >= kv)
+    indexed = torch.fx.symbolic_trace(lambda score, b, h, q, kv, t: score + t[h])
+    for score_mod, captured in ((indexed, (table,)), (graph, ())):
+        reasons = _reasons_of((q, k, v, score_mod, (*mask[:-1], everywhere), 0.1, {}, captured, ()))
+        assert len(reasons) == 1 and ("plain tensors" in reasons[0] or "of its own" in reasons[0])
+
+
+def _reasons_of(arguments: tuple[Any, ...]) -> list[str]:
+    policy = override.active_policy()
+    assert policy is not None
+    return list(operator._all_reasons(policy, FlexCall(*arguments)))
