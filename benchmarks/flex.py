@@ -156,6 +156,17 @@ def run(calls: Calls, name: str) -> Any:
         return getattr(calls, name)()
 
 
+def failure(calls: Calls) -> str | None:
+    """Run a contestant forward and with its backward; return the last line of its error, or None."""
+    try:
+        for mode in ("forward", "training"):
+            run(calls, mode)
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  # Triton's kernel may need more shared memory than the GPU has
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
+
+
 def compile_part(names: Sequence[str], options: argparse.Namespace) -> dict[str, float]:
     """Compile entries into the caches on disk; return the seconds of each, by contestant."""
     seconds: dict[str, float] = {}
@@ -164,10 +175,8 @@ def compile_part(names: Sequence[str], options: argparse.Namespace) -> dict[str,
         found = make_calls(entries(options.tokens, options.device)[entry], int(dim), options.tokens, options.device)
         for contestant, calls in found.items():
             begun = time.perf_counter()
-            for mode in ("forward", "training"):
-                run(calls, mode)
-            torch.cuda.synchronize()
-            seconds[f"{contestant} {name}"] = time.perf_counter() - begun
+            if failure(calls) is None:
+                seconds[f"{contestant} {name}"] = time.perf_counter() - begun
         torch._dynamo.reset()
     return seconds
 
@@ -244,20 +253,29 @@ def main(argv: list[str] | None = None) -> int:
     for name in names:
         dim, _, entry = name.partition(" ")
         found = make_calls(all_entries[entry], int(dim), options.tokens, options.device)
-        row: dict[str, Any] = {"difference": relative_difference(found)}
-        words = []
-        for mode in ("forward", "training"):
+        failures = {who: said for who, calls in found.items() if (said := failure(calls)) is not None}
+        found = {who: calls for who, calls in found.items() if who not in failures}
+        row: dict[str, Any] = {"failures": failures}
+        words = [f"{who} failed: {said}" for who, said in failures.items()]
+        if "ours" in found and "triton" in found:
+            row["difference"] = relative_difference(found)
+            words.append(f"differ {row['difference']:.1e}")
+        for mode in ("forward", "training") if "ours" in found else ():
             row[mode] = times = time_in_turns(found, mode)
-            ours, own = times["ours"], times.get("own")
-            ratios[mode].append(times["triton"] / ours)
-            beside = "" if own is None else f" / {own:.3f} ({ours / own:.2f})"
-            words.append(f"{mode} {ours:.3f}{beside} / {times['triton']:.3f} ({times['triton'] / ours:.2f})")
+            ours = times["ours"]
+            beside = f" / {times['own']:.3f} ({ours / times['own']:.2f})" if "own" in times else ""
+            if "triton" in times:
+                ratios[mode].append(times["triton"] / ours)
+                beside += f" / {times['triton']:.3f} ({times['triton'] / ours:.2f})"
+            words.append(f"{mode} {ours:.3f}{beside}")
         row["seconds"] = {who: seconds.get(f"{who} {name}") for who in found}
         compiled = ", ".join(f"{who} {s:.1f} s" for who, s in row["seconds"].items() if s is not None)
-        print(f"{name:22} {'; '.join(words)}; differ {row['difference']:.1e}; compiling {compiled}", flush=True)
+        print(f"{name:22} {'; '.join(words)}; compiling {compiled}", flush=True)
         rows[name] = row
         torch._dynamo.reset()
     for mode, each in ratios.items():
+        if not each:
+            continue
         print(f"geometric mean of Triton over ours, {mode}: {math.exp(statistics.mean(map(math.log, each))):.3f}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
