@@ -132,7 +132,7 @@ struct Walk {
     const int b = stationary.b, first = stationary.first;
     for (; goes_on(streamed); head++, place = 0) {
       const int h = stationary.first_head(p) + head;
-      if (of_head != head) of_head = head, listed = Tiles(p.flex, LISTS, b, h, first);
+      if (of_head != head) of_head = head, listed = Tiles(p.flex, LISTS, b, h, first, streamed.end);
       if (place >= listed.count) continue;
       tile = listed.tile(p.flex, LISTS, b, h, first, place, streamed.end), is_full = listed.is_full(place);
       return;

@@ -67,23 +67,27 @@ template <int STATIONARY, int STREAMED, int TILE> struct FlexTiles {
   static constexpr int EACH = STREAMED / TILE;   // tiles of a block
   static_assert(STREAMED % TILE == 0, "tiles lie within blocks");
   int partials, count;   // tiles of partial blocks, and all tiles
-  static DEVICE int number_of(const FlexParams &f, int which, int b, int h, int first) {
+  // Of the tiles of a block larger than the sequence, those that exist. tiles: of the sequence
+  static DEVICE int each(int tiles) { return EACH > 64 ? min(EACH, tiles) : EACH; }
+  static DEVICE int number_of(const FlexParams &f, int which, int b, int h, int first, int tiles) {
     const FlexList &list = f.lists[which];
     if (!f.num[which]) return 0;
     const i64 at =
         (i64)b * list.num_b + (i64)h * list.num_h + (i64)min(first / STATIONARY, list.rows - 1) * list.num_row;
-    return clamp(global_load(f.num[which] + at), 0, list.columns) * EACH;
+    return clamp(global_load(f.num[which] + at), 0, list.columns) * each(tiles);
   }
   DEVICE FlexTiles() : partials(0), count(0) {}
-  DEVICE FlexTiles(const FlexParams &f, int which, int b, int h, int first)
-        : partials(number_of(f, which, b, h, first)), count(partials + number_of(f, which + 1, b, h, first)) {}
+  DEVICE FlexTiles(const FlexParams &f, int which, int b, int h, int first, int tiles)
+        : partials(number_of(f, which, b, h, first, tiles)),
+          count(partials + number_of(f, which + 1, b, h, first, tiles)) {}
   DEVICE bool is_full(int place) const { return place >= partials; }
   DEVICE int tile(const FlexParams &f, int which, int b, int h, int first, int place, int tiles) const {
     const int k = is_full(place) ? place - partials : place, at = is_full(place) ? which + 1 : which;
     const FlexList &list = f.lists[at];
     const int *row = f.indices[at] + (i64)b * list.indices_b + (i64)h * list.indices_h +
                      (i64)min(first / STATIONARY, list.rows - 1) * list.indices_row;
-    const u32 block = min((u32)global_load(row + (i64)(k / EACH) * list.indices_column), (u32)(tiles / EACH + 1));
-    return min((int)block * EACH + k % EACH, tiles);
+    const u32 block =
+        min((u32)global_load(row + (i64)(k / each(tiles)) * list.indices_column), (u32)(tiles / EACH + 1));
+    return min((int)block * EACH + k % each(tiles), tiles);
   }
 };

@@ -107,7 +107,8 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const WarpRange range = {first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, seq.seqlen_k, left, right};
 #if FLEX == 2   // places in the block's list of tiles, times STREAMED_ROWS
   static_assert(FLEX_BLOCK_Q % STATIONARY_ROWS == 0, "a block's rows lie in one block of the BlockMask");
-  const FlexTiles<FLEX_BLOCK_Q, FLEX_BLOCK_K, STREAMED_ROWS> listed(p.flex, KV_LISTS, b, head, first_row);
+  const int all_tiles = (seq.seqlen_k + STREAMED_ROWS - 1) / STREAMED_ROWS;
+  const FlexTiles<FLEX_BLOCK_Q, FLEX_BLOCK_K, STREAMED_ROWS> listed(p.flex, KV_LISTS, b, head, first_row, all_tiles);
   Range keys = {0, listed.count * STREAMED_ROWS};
 #else
   Range keys =
@@ -123,9 +124,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const DenseMask mask(p, b, head);
 #if FLEX == 2
   const int first_place = keys.first / STREAMED_ROWS, last_place = keys.end / STREAMED_ROWS;   // [first, last)
-  const auto tile_at = [&](int place) {
-    return listed.tile(p.flex, KV_LISTS, b, head, first_row, place, (seq.seqlen_k + STREAMED_ROWS - 1) / STREAMED_ROWS);
-  };
+  const auto tile_at = [&](int place) { return listed.tile(p.flex, KV_LISTS, b, head, first_row, place, all_tiles); };
   const bool some = first_place < last_place;
   const int first_tile = some ? tile_at(first_place) : 0;
 #else

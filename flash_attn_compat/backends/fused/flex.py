@@ -113,6 +113,8 @@ _CAPTURED_DTYPES = frozenset(
     {*HALF_DTYPES, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )
 _MAX_INT = 2**31 - 1
+# Rows of a block of a BlockMask, at most, for the kernels: no shorter sequence tells larger blocks apart.
+_MAX_BLOCK = 2**20
 
 
 def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None:
@@ -131,6 +133,8 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
             return f"a captured tensor of {x.dtype} and shape {tuple(x.shape)}"
         if max((*x.stride(), *x.shape), default=0) > _MAX_INT:
             return "a captured tensor with a stride above 2^31"
+    if inputs.blocks is not None and max(q.shape[2], k.shape[2]) > _MAX_BLOCK < max(inputs.blocks[:2]):
+        return f"blocks of more than {_MAX_BLOCK:,} queries or keys over longer sequences"
     if mods.gradients:
         return "gradients of captured tensors"
     kind = calls.choose_kind(_call_of(inputs, 1.0), 8)
@@ -295,7 +299,7 @@ def make_variant(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> V
     macros += [("FLEX", 1 if blocks is None else 2)]
     macros += [(name, 1) for name, has in (("FLEX_SCORE", mods.has_score), ("FLEX_MASK", mods.has_mask)) if has]
     if blocks is not None:
-        macros += [("FLEX_BLOCK_Q", blocks.rows), ("FLEX_BLOCK_K", blocks.keys)]
+        macros += [("FLEX_BLOCK_Q", min(blocks.rows, _MAX_BLOCK)), ("FLEX_BLOCK_K", min(blocks.keys, _MAX_BLOCK))]
     return variant._replace(macros=tuple(macros), text=mods.text)
 
 
