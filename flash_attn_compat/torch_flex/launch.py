@@ -46,7 +46,9 @@ def _find(
     lists: tuple[Any, ...] = () if blocks is None else (*blocks.of_rows, *(blocks.of_keys or ()))
     key = (
         functions.mods, scale, inputs.numbers, blocks and blocks[:2],
-        call_cache.tensor_signatures((*inputs[:3], *inputs.captured, *lists, *(upstream or ()))),
+        call_cache.tensor_signatures((*inputs[:3], *(upstream or ()))),
+        # Kernels read these by element, of any alignment.
+        tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in (*inputs.captured, *lists)]),
         call_cache.context_key(inputs.q),
     )  # fmt: skip
     found = _runs.get(key)

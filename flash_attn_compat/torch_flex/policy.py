@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import nvrtc
 from flash_attn_compat.core.entry import PLAIN
+from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.torch_flex import functions, launch
 from flash_attn_compat.torch_flex.calls import FlexCall
 
@@ -46,8 +47,20 @@ def eager_reasons(policy: Policy, call: FlexCall) -> Iterator[str]:
         yield "PyTorch has not traced its functions (_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG)"
 
 
-def device_reasons(policy: Policy, device: torch.device) -> Iterator[str]:
-    """Yield the reasons that follow from a device and the settings."""
+_by_device: dict[object, tuple[str, ...]] = {}
+
+
+def device_reasons(policy: Policy, device: torch.device) -> tuple[str, ...]:
+    """Return the reasons that follow from a device and the settings; found once for each of both."""
+    key = policy, device, settings.context(), None if settings.are_unset() else settings.values(), nvrtc.decline_reason
+    found = _by_device.get(key)
+    if found is None:
+        found = tuple(_find_device_reasons(policy, device))
+        call_cache.keep(_by_device, key, found, 64)
+    return found
+
+
+def _find_device_reasons(policy: Policy, device: torch.device) -> Iterator[str]:
     if device.type != policy.device:
         yield f"it is on {device.type}, not on {policy.device}"
         return
