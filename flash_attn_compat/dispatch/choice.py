@@ -83,7 +83,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         return found.explanation
     raise ValueError(
         f"{function!r} made no attention call to explain, or PyTorch alone computes it: calls of "
-        "F.scaled_dot_product_attention are asked about on CUDA GPUs only, while sdpa is switched on"
+        "F.scaled_dot_product_attention and flex_attention are asked about on CUDA GPUs only, while sdpa or flex is on"
     )
 
 
