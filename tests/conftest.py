@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 
 os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -79,6 +80,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             or settings.capability(torch.device("cuda", torch.cuda.current_device())) < lowest
         ):
             pytest.skip(f"needs an NVIDIA GPU of compute capability {lowest[0]}.{lowest[1]}")
+
+
+@pytest.fixture(autouse=True)
+def _pytorchs_kernel_choice(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Put back PyTorch's switches of attention kernels, and name a test that leaves others to the tests behind it."""
+    import torch
+
+    kernels = torch.backends.cuda
+    switches = [
+        (getattr(kernels, f"enable_{name}_sdp"), getattr(kernels, f"{name}_sdp_enabled"))
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+        if hasattr(kernels, f"enable_{name}_sdp")
+    ]
+    before = [is_on() for _, is_on in switches]
+    yield
+    if before != [is_on() for _, is_on in switches]:
+        for (switch, _), was_on in zip(switches, before):
+            switch(was_on)
+        warnings.warn(f"{request.node.nodeid} left PyTorch's attention kernels switched otherwise", stacklevel=1)
 
 
 @pytest.fixture

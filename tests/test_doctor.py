@@ -194,7 +194,7 @@ def test_marks_of_ended_processes_are_removed_on_request(monkeypatch, capsys):
 
 def report_of_nothing():
     machine = doctor.Machine("3", "Linux", "2", "cpu", "a CPU", None, [], True, ["none"], {})
-    return doctor.Report("1", machine, [], {}, [], [], doctor.Name("nothing", None, None, None, [], {}))
+    return doctor.Report("1", machine, [], {}, {}, [], [], doctor.Name("nothing", None, None, None, [], {}))
 
 
 @pytest.mark.parametrize(
