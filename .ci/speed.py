@@ -149,7 +149,8 @@ def closing(data: Run) -> str:
         f"In the geometric mean over all {len(WORKLOADS)}, ours without flash-attn reaches {native[0]:.2f} of its "
         f"speed forward and {native[1]:.2f} with the backward; forced to 7.5, {forced[0]:.2f} and {forced[1]:.2f}."
     )
-    memory = f"Our peak memory is at most {data['memory_percent']} % plus {SPARE_MIB} MiB above flash-attn's."
+    share = f"{data['memory_percent']} % plus " if data["memory_percent"] else ""
+    memory = f"Our peak memory is at most {share}{SPARE_MIB} MiB above flash-attn's."
     return " ".join([means, *forced_ahead(data), memory])
 
 
