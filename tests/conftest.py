@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 
 os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -83,22 +82,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _pytorchs_kernel_choice(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Put back PyTorch's switches of attention kernels, and name a test that leaves others to the tests behind it."""
+def _pytorchs_kernel_choice() -> Iterator[None]:
+    """Put PyTorch's switches of attention kernels back: a benchmark's main turns off, for good, what Turing lacks."""
     import torch
 
-    kernels = torch.backends.cuda
+    kernels, names = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
     switches = [
-        (getattr(kernels, f"enable_{name}_sdp"), getattr(kernels, f"{name}_sdp_enabled"))
-        for name in ("flash", "mem_efficient", "math", "cudnn")
+        (getattr(kernels, f"enable_{name}_sdp"), getattr(kernels, f"{name}_sdp_enabled")())
+        for name in names
         if hasattr(kernels, f"enable_{name}_sdp")
     ]
-    before = [is_on() for _, is_on in switches]
     yield
-    if before != [is_on() for _, is_on in switches]:
-        for (switch, _), was_on in zip(switches, before):
-            switch(was_on)
-        warnings.warn(f"{request.node.nodeid} left PyTorch's attention kernels switched otherwise", stacklevel=1)
+    for switch, was_on in switches:
+        switch(was_on)
 
 
 @pytest.fixture

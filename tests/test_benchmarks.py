@@ -137,9 +137,7 @@ def test_each_program_runs_by_every_implementation_and_agrees(tmp_path, monkeypa
 def test_the_operators_shapes_run_with_and_without_our_kernels(name, tmp_path):
     saved = tmp_path / "a.json"
     command = ["--only", name, "--longest", "16", "--device", "cpu", "--dtype", "bfloat16", "--repeats", "1"]
-    flags = torch.backends.cuda.flash_sdp_enabled()
     assert sdpa.main([*command, "--json", str(saved)]) == 0
-    torch.backends.cuda.enable_flash_sdp(flags)
     rows = json.loads(saved.read_text())["rows"]
     assert {row["contestant"] for row in rows} == {"with", "without"} and all(row["memory_mib"] for row in rows)
 
