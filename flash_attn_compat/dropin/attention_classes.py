@@ -46,7 +46,7 @@ def _over_scores(
     """
     eager: Any = classes["eager"]
 
-    class ServedAttention(eager):  # type: ignore[misc]
+    class ServedAttention(eager):  # type: ignore[misc]  # transformers has no types
         _position_ids: Tensor | None = None
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def _falcon(module: ModuleType, classes: MutableMapping[str, Any], name: str) ->
         return _refused("transformers 5 or later is needed", module, classes, name)
     eager: Any = classes["eager"]
 
-    class FalconServedAttention(eager):  # type: ignore[misc]
+    class FalconServedAttention(eager):  # type: ignore[misc]  # transformers has no types
         def forward(
             self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Tensor | None,
             position_ids: Tensor | None = None, layer_past: Any = None, use_cache: bool = False,
