@@ -308,6 +308,7 @@ def test_a_signal_to_the_process_group_leaves_no_mark_in_any_process(folder: Pat
     """As a terminal sends SIGINT. One process of two has Python's handler, and gets a KeyboardInterrupt."""
     code = f"""{START}
 os.setpgid(0, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that a shell runs in the background ignores it
 ready, started = os.pipe()
 if not os.fork():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
