@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import struct
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -414,9 +415,10 @@ atexit._run_exitfuncs()
 
 
 def steps_in_a_trial(first: int) -> Iterator[int]:
-    """Yield in the middle of a trial."""
+    """Yield in the middle of a trial, and stay in it until the parent ends the process."""
     with faults.watch_trial(TRIAL, "forward", lambda: None):
         yield first
+        threading.Event().wait()
 
 
 @needs_fork
