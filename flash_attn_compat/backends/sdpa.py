@@ -300,7 +300,7 @@ _SHARES_KEY_HEADS = torch.__version__ >= "2.11"
 _KEEPS_SCORES = torch.__version__ >= "2.5"
 # In PyTorch 2.4 the decomposition for devices without a kernel returns nan for rows that see no key.
 _HANDLES_ROWS_WITHOUT_KEYS = torch.__version__ >= "2.5"
-# On a CPU 2.5 takes a row with a NaN score for one without keys; 2.6 does not.
+# On a CPU 2.5 takes a row with a NaN score for one without keys; later versions only as docs/exactness.md says.
 _LOSES_NAN = "2.5" <= torch.__version__ < "2.6"
 # Typed Any, not Optional: where PyTorch lacks these operators, extra_reasons declines every call.
 _FORWARD: Any = _find_masked_operator("_scaled_dot_product_flash_attention_for_cpu")
