@@ -226,7 +226,7 @@ def serve_without_gpu() -> None:
     import pytest
 
     from flash_attn_compat.backends.fused import nvrtc
-    from tests import fused_on_cpu
+    from tests.kernels import fused_on_cpu
 
     patch = pytest.MonkeyPatch()
     fused_on_cpu.record(patch, number=90)

@@ -1,1 +1,1 @@
-"""The test suite. A package, so that `tests.mutants` can be given to verify by its import path."""
+"""The test suite. A package, so that `tests.verify.mutants` can be given to verify by its import path."""

@@ -17,9 +17,9 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.fused_on_cpu import LaunchRecord
-    from tests.overlapping import Serve
-    from tests.support import RecordingReference
+    from tests.forms.overlapping import Serve
+    from tests.forms.support import RecordingReference
+    from tests.kernels.fused_on_cpu import LaunchRecord
 
 MOST_PROCESSES = 14  # each takes about 1 GB, and 0.7 GB of a GPU that it uses
 
@@ -32,7 +32,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Copy a worker of pytest-xdist while it has imported none of our modules."""
-    from tests import interpreters
+    from tests.tools import interpreters
 
     if hasattr(config, "workerinput") and interpreters.CAN_FORK and os.path.isdir("/proc/self/fd"):
         interpreters.copy_this_process()
@@ -103,7 +103,7 @@ def copied_children(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from flash_attn_compat import isolation
-    from tests.interpreters import CAN_FORK
+    from tests.tools.interpreters import CAN_FORK
 
     if CAN_FORK and not torch.cuda.is_available():
         monkeypatch.setattr(isolation, "_START", "fork")
@@ -122,7 +122,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> "RecordingReference":
     """A backend that serves and records every call."""
-    from tests.support import RecordingReference, serve_by
+    from tests.forms.support import RecordingReference, serve_by
 
     backend = RecordingReference()
     serve_by(monkeypatch, backend)
@@ -133,7 +133,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> "RecordingReference":
 def turing(monkeypatch: pytest.MonkeyPatch) -> "Iterator[LaunchRecord]":
     """Our kernels serve every call, run by the emulator as a Turing GPU would run them."""
     from flash_attn_compat import use_backend
-    from tests import fused_on_cpu
+    from tests.kernels import fused_on_cpu
 
     with use_backend("fused"):
         yield fused_on_cpu.emulate(monkeypatch, 75)
@@ -142,6 +142,6 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> "Iterator[LaunchRecord]":
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: "Path") -> "Serve":
     """Return a function from a backend to a block in which it serves CPU tensors."""
-    from tests import overlapping
+    from tests.forms import overlapping
 
     return lambda backend: overlapping.serving(backend, monkeypatch, tmp_path)

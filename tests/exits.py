@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.interpreters import fresh
+from tests.tools.interpreters import fresh
 
 _BARE = """
 class Bare(torch.autograd.Function):

@@ -22,8 +22,8 @@ from flash_attn_compat import backend_counts, use_backend
 from flash_attn_compat.backends.fused import aot, masks, nvrtc, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
 from flash_attn_compat.torch_sdpa.policy import Policy
-from tests import eight_bit_steps
-from tests.torch_sdpa import fuzz, originals
+from tests.kernels import eight_bit_steps
+from tests.sdpa import fuzz, originals
 from verify.examination import Examination
 from verify.problems import Problem
 

@@ -42,14 +42,14 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
     python = [sys.executable, "-m"]
     yield Part("compile", [*python, "tests.fused_coverage"], {}, 400)
     marked = [*python, "pytest", "-q", "-m", "gpu", "-n", str(min(jobs, 8)), "-p", "no:cacheprovider"]
-    kernels, state = "tests/test_fused_on_gpu.py", "tests/test_caller_state.py"
+    kernels, state = "tests/kernels/test_on_gpu.py", "tests/observers/test_caller_state.py"
     for mode, variables in MODES.items():
         yield Part(f"kernels{mode}", [*marked, kernels], variables, 240)
-    yield Part("PyTorch's operators", [*marked, "tests/torch_sdpa"], {}, 300)
+    yield Part("PyTorch's operators", [*marked, "tests/sdpa"], {}, 300)
     for dtype in ("float16", "bfloat16"):
-        fuzz = [*python, "tests.torch_sdpa.fuzz", "--dtype", dtype, "--jobs", str(jobs)]
+        fuzz = [*python, "tests.sdpa.fuzz", "--dtype", dtype, "--jobs", str(jobs)]
         yield Part(f"PyTorch's operators, fuzz {dtype} as 7.5", fuzz, MODES[" as 7.5"], 300, stops=True)
-    others = [f"--ignore={path}" for path in (kernels, state, "tests/clients", "tests/dropin", "tests/torch_sdpa")]
+    others = [f"--ignore={path}" for path in (kernels, state, "tests/clients", "tests/dropin", "tests/sdpa")]
     yield Part("tests", [*marked, "tests", *others], {}, 240)
     yield Part("caller's state", [*marked, state], {}, 400)
     for mode, variables in MODES.items():

@@ -52,8 +52,8 @@ def of_the_table(place: torch.device, tool: str) -> Iterator[Callable[[], object
     Modules multiply by cuBLAS, whose kernels racecheck breaks (its internal error, seen on an H200 with CUDA 13.0).
     """
     import flash_attn_compat
-    from tests import caller_state
-    from tests.calls import TABLE, Call
+    from tests.forms import caller_state
+    from tests.forms.calls import TABLE, Call
 
     os.environ["FLASH_ATTN_COMPAT_BACKEND"] = "fused"  # in every thread
     states = [state for state in caller_state.states() if state.name in STATES]

@@ -1,0 +1,1 @@
+"""Libraries that import flash_attn, unmodified, after patch()."""

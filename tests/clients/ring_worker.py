@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.plain import attention
+from tests.forms.plain import attention
 
 NHEADS, NHEADS_K, BATCH = 4, 2, 2
 # Largest errors of the output and of a gradient, as parts of the largest exact value. Rounding once costs 5e-4 in fp16

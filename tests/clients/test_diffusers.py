@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.plain import pairwise
+from tests.forms.plain import pairwise
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
 

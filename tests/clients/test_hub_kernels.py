@@ -12,7 +12,7 @@ import pytest
 import flash_attn_compat
 from flash_attn_compat import fa3, flash_attn_func
 from flash_attn_compat.dropin.hub_kernels import FOLDERS, LOCAL_KERNELS, NAMES
-from tests.interpreters import forked_child
+from tests.tools.interpreters import forked_child
 
 GET = """
 import kernels

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreters import forked
+from tests.tools.interpreters import forked
 
 
 @pytest.mark.usefixtures("patched")

@@ -13,7 +13,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.dropin import named_attention
 from flash_attn_compat.dropin.install import install
 from tests.dropin.environment import Environment
-from tests.interpreters import WITHOUT_TORCH, forked, forked_child
+from tests.tools.interpreters import WITHOUT_TORCH, forked, forked_child
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 modeling_utils = pytest.importorskip("transformers.modeling_utils")

@@ -18,7 +18,7 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import cli
-from tests import notebook
+from tests.clients import notebook
 from verify import cli as verify_cli
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]

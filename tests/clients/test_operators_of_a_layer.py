@@ -14,7 +14,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flash_attn_compat.backends.fused import nvrtc
-from tests import fused_on_cpu
+from tests.kernels import fused_on_cpu
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 

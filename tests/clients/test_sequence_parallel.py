@@ -13,7 +13,7 @@ import torch.distributed as dist
 import flash_attn_compat
 from tests.clients import ring_worker
 from tests.clients.ring_worker import NHEADS, Case, contiguous, zigzag
-from tests.support import in_group
+from tests.forms.support import in_group
 
 SEQLEN, HEAD_DIM = [64], 16
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import load_file
+from tests.forms.support import load_file
 
 FOUND = importlib.util.find_spec("verl")
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])

@@ -1,0 +1,1 @@
+"""The name flash_attn: patching, installing, child processes, and PyTorch's and transformers' extras."""

@@ -8,7 +8,7 @@ import sys
 import venv
 from pathlib import Path
 
-from tests.interpreters import WITHOUT_TORCH, Answer, forked
+from tests.tools.interpreters import WITHOUT_TORCH, Answer, forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,8 @@ import pytest
 
 from flash_attn_compat.dropin import patch
 from tests.dropin.environment import write_package
-from tests.interpreters import Answer, forked_child
-from tests.torch_sdpa import originals
+from tests.sdpa import originals
+from tests.tools.interpreters import Answer, forked_child
 
 WAITS = "import sys; import _flash_attn_compat_startup as startup; print('torch' in startup._awaited)\n"
 BROKEN = "raise ImportError('undefined symbol')\n"

@@ -9,7 +9,7 @@ import pytest
 
 import flash_attn_compat
 from flash_attn_compat import cli
-from tests.interpreters import Answer, forked, fresh
+from tests.tools.interpreters import Answer, forked, fresh
 
 SCRIPT = """
 import importlib.metadata, json, sys

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from flash_attn_compat.dropin import patch, unpatch
-from tests.interpreters import WITHOUT_TORCH, forked, forked_child, fresh
+from tests.tools.interpreters import WITHOUT_TORCH, forked, forked_child, fresh
 
 FA3, FA4 = "flash_attn_compat.fa3", "flash_attn_compat.fa4"
 

@@ -12,7 +12,7 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import cli, settings
 from flash_attn_compat.dropin import install, patch, patched, unpatch
-from tests.interpreters import forked, forked_child
+from tests.tools.interpreters import forked, forked_child
 
 pytest.importorskip("torch.nn.attention.flex_attention", reason="PyTorch 2.5 brought it")
 if torch.__version__ < torch.torch_version.TorchVersion("2.6"):

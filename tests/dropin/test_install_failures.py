@@ -17,7 +17,7 @@ import flash_attn_compat
 from flash_attn_compat import cli
 from flash_attn_compat.dropin.install import InstallError, install, uninstall
 from tests.dropin.environment import REPOSITORY, Environment, write_package
-from tests.interpreters import CAN_FORK, forked, forked_each, fresh
+from tests.tools.interpreters import CAN_FORK, forked, forked_each, fresh
 
 needs_fork = pytest.mark.skipif(not CAN_FORK, reason="limits and kills need a process that is a copy")
 USE = "from pathlib import Path\nfrom flash_attn_compat.dropin import install\n"

@@ -16,8 +16,8 @@ import flash_attn_compat
 from flash_attn_compat.dropin import patch
 from flash_attn_compat.dropin.finder import MIRRORED
 from flash_attn_compat.installed import SITE, SITE_2_6
-from tests.interpreters import forked
-from tests.test_interfaces import SIGNATURES
+from tests.mirror.test_interfaces import SIGNATURES
+from tests.tools.interpreters import forked
 
 ROOT = Path(flash_attn_compat.__file__).parent
 MIRRORED_MODULES = sorted(

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as ours
 from flash_attn_compat.dropin import patch, unpatch
-from tests.interpreters import forked
-from tests.kinds import CALLS, Operators
-from tests.support import cumulative, qkv, randn
-from tests.test_kinds import check
+from tests.forms.kinds import CALLS, Operators
+from tests.forms.support import cumulative, qkv, randn
+from tests.observers.test_kinds import check
+from tests.tools.interpreters import forked
 
 OPERATORS = [f"_flash_attn_{kind}" for kind in ("forward", "varlen_forward", "backward", "varlen_backward")]
 SCALE = 0.3

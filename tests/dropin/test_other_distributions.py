@@ -11,7 +11,7 @@ import flash_attn_compat
 from flash_attn_compat.dropin import patch
 from flash_attn_compat.dropin.install import install, uninstall
 from tests.dropin.environment import write_package
-from tests.interpreters import forked
+from tests.tools.interpreters import forked
 
 # What FlashAttention 4's distribution may ship above flash_attn/cute: nothing, or flash-attn's own way to share.
 TOPS = {"nothing": None, "a shared package": "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n"}

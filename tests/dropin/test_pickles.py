@@ -14,7 +14,7 @@ import torch
 import flash_attn_compat
 from flash_attn_compat.dropin import patch, patched, unpatch
 from tests.dropin.environment import write_package
-from tests.interpreters import forked
+from tests.tools.interpreters import forked
 
 # Where flash-attn 2.8.3 defines the classes of models.
 CLASSES = {

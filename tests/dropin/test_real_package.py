@@ -13,8 +13,8 @@ import torch
 import flash_attn_compat
 from flash_attn_compat.dropin import installed_package, patch, unpatch
 from tests.dropin.environment import write_package
-from tests.interpreters import forked_child
-from tests.plain import attention
+from tests.forms.plain import attention
+from tests.tools.interpreters import forked_child
 
 INTERFACE = """
 import torch

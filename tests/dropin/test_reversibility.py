@@ -14,7 +14,7 @@ import pytest
 from flash_attn_compat.dropin import patch, patched, undo, unpatch
 from flash_attn_compat.installed import SITE
 from tests.dropin.conftest import state
-from tests.support import in_threads
+from tests.forms.support import in_threads
 
 
 def use_the_name() -> None:

@@ -14,7 +14,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.dropin import install, patch, patched, unpatch
 from flash_attn_compat.torch_sdpa import override
 from tests.dropin.environment import Environment
-from tests.interpreters import WITHOUT_TORCH, forked, forked_child
+from tests.tools.interpreters import WITHOUT_TORCH, forked, forked_child
 
 # What holds in a process: prints the wish in force, if this package was loaded at all.
 LOOK = (

@@ -10,8 +10,8 @@ from torch.torch_version import TorchVersion
 
 from flash_attn_compat.torch_flex import launch, override
 from flash_attn_compat.torch_flex.policy import Policy
-from tests import fused_on_cpu
-from tests.fused_on_cpu import LaunchRecord
+from tests.kernels import fused_on_cpu
+from tests.kernels.fused_on_cpu import LaunchRecord
 
 
 class _Refused(pytest.Module):

@@ -24,10 +24,10 @@ from torch import Tensor
 from flash_attn_compat import backend_counts, reset_backend_counts
 from flash_attn_compat.torch_flex import launch, override
 from flash_attn_compat.torch_flex.policy import Policy
-from tests import fused_on_cpu
 from tests.flex import calls, random_mods
 from tests.flex.calls import Answer
 from tests.flex.random_mods import Maker, Sizes
+from tests.kernels import fused_on_cpu
 
 DIMS = (64, 64, 64, 128, 32, 96, 80, 40, 36, 256)
 BLOCKS = (128, 128, 64, (128, 64), (256, 128))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.flex import calls, fuzz, gym
-from tests.fused_on_cpu import LaunchRecord
-from tests.plain import some
+from tests.forms.plain import some
+from tests.kernels.fused_on_cpu import LaunchRecord
 
 TOKENS = 144
 NAMES = gym.collection(1, 1, TOKENS)

@@ -17,8 +17,8 @@ from flash_attn_compat.torch_flex.calls import FlexCall
 from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
 from tests.flex.calls import Answer, causal, make_mask, softcap, tensors
-from tests.fused_on_cpu import LaunchRecord
-from tests.plain import some
+from tests.forms.plain import some
+from tests.kernels.fused_on_cpu import LaunchRecord
 
 HALF = torch.float16
 BACKWARD = ["forward", "delta", "dkdv", "dq"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, use_backend
-from tests import fused_on_cpu
-from tests.plain import attention
+from tests.forms.plain import attention
+from tests.kernels import fused_on_cpu
 
 MAGNITUDES = (
     (1.0, 1.0, 1.0, 1.0),

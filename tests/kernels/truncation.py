@@ -16,7 +16,7 @@ import flash_attn_compat
 from flash_attn_compat.backends.fused import grids, variants
 from flash_attn_compat.backends.fused.tiles import Tile
 from flash_attn_compat.backends.fused.variants import Kind
-from tests import fused_on_cpu
+from tests.kernels import fused_on_cpu
 from verify.examination import Examination
 from verify.judge import Check
 from verify.problems import Problem

@@ -1,0 +1,1 @@
+"""Values and LSE of every backend, in every form of a call."""

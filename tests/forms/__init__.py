@@ -1,0 +1,1 @@
+"""Inputs, calls, states and comparisons that several folders use."""

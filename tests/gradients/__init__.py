@@ -1,0 +1,1 @@
+"""Gradients and higher derivatives, eager and in graphs."""

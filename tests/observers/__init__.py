@@ -1,0 +1,1 @@
+"""Compilers, modes, caches and states around a call: they change no answer, and a call changes none of them."""

@@ -1,0 +1,218 @@
+"""torch.compile(fullgraph=True) matches the eager call, forward and backward: attention and the layers around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_attn_compat import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn_compat.core.features import Feature
+from flash_attn_compat.core.inputs import Options, PackedInputs
+from flash_attn_compat.dispatch import kvcache, ops
+from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
+from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
+from flash_attn_compat.ops import activations as act
+from flash_attn_compat.ops.rms_norm import rms_norm
+from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
+from tests.forms.support import RecordingReference, close, cumulative, ints, qkv, randn
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def compiled(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+    """A graph break anywhere is an error."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **kwargs)
+
+
+def both(function: Callable[..., Any], inputs: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Output and gradients."""
+    torch.manual_seed(0)
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves, *args, **kwargs)
+    return [out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)]
+
+
+def packed() -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
+    inputs = [randn(8, 2, 16, seed=1), randn(11, 2, 16, seed=2), randn(11, 2, 16, seed=3)]
+    return inputs, (cumulative(3, 5), cumulative(4, 7), 5, 7)
+
+
+def of_a_mask(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """Attend as models do that derive the lengths from a mask."""
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return flash_attn_varlen_func(q, k, v, cu, cu, lengths.max(), lengths.max(), causal=True)
+
+
+def norms(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    y: Any
+    y, h = layer_norm_fn(x, weight, None, residual=residual, prenorm=True)
+    return y + h + rms_norm(x, weight, 1e-5)
+
+
+DENSE = list(qkv(sq=5, sk=9))
+TABLES = {"cos": randn(9, 5).cos(), "sin": randn(9, 5).sin(), "seqlen_offsets": torch.tensor([1, 3])}
+ROTARY, LOSS = RotaryEmbedding(8), CrossEntropyLoss(label_smoothing=0.1)
+Case = tuple[Callable[..., Any], list[Tensor], tuple[Any, ...], dict[str, Any]]
+CALLS: dict[str, Case] = {
+    "dense ALiBi": (flash_attn_func, DENSE, (), dict(causal=True, alibi_slopes=torch.tensor([0.3, 0.1]))),
+    "dense softcap": (flash_attn_func, DENSE, (), dict(softcap=2.0, softmax_scale=0.3)),
+    "attention sinks": (
+        lambda q, k, v, sinks: flash_attn_func(q, k, v, causal=True, s_aux=sinks), [*DENSE, randn(2)], (), {}
+    ),
+    "varlen window": (flash_attn_varlen_func, *packed(), dict(window_size=(3, 1), deterministic=True)),
+    "varlen, lengths of a mask": (of_a_mask, [randn(8, 2, 16, seed=s) for s in range(3)], (torch.tensor([3, 5]),), {}),
+    "dropout": (flash_attn_func, DENSE, (), dict(dropout_p=0.4)),
+    "qkv": (flash_attn_varlen_qkvpacked_func, [randn(8, 3, 2, 16)], (cumulative(3, 5), 5), dict(causal=True)),
+    "rotary": (lambda x: apply_rotary_emb(x * 2, **TABLES), [randn(2, 5, 3, 16)], (), {}),
+    "rotary of packed sequences in place": (
+        lambda x, **options: apply_rotary_emb(x * 2, **TABLES, **options), [randn(10, 3, 16)], (),
+        dict(inplace=True, cu_seqlens=cumulative(4, 6), max_seqlen=6),
+    ),
+    "rotary module": (lambda x: ROTARY(x * 1.0), [randn(2, 5, 3, 3, 16)], (), {}),
+    "norms": (norms, [randn(3, 24), randn(3, 24, seed=1), randn(24)], (), {}),
+    "cross entropy": (lambda x, labels: LOSS(x * 1.0, labels), [randn(4, 7)], (torch.tensor([1, 4, -100, 0]),), {}),
+    "activations": (
+        lambda x, y, b: act.swiglu(x, y) + act.bias_gelu_impl(x, b) + act.fast_gelu_impl(y),
+        [randn(4, 8), randn(4, 8, seed=1), randn(8)], (), {},
+    ),
+}  # fmt: skip
+
+
+# What these compile, others of the table do too.
+SPARE = "dense softcap", "qkv", "rotary"
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x in SPARE)) for x in CALLS])
+def test_compiled_output_and_gradients_match_the_eager_call(name: str) -> None:
+    if name == "rotary module" and TorchVersion(torch.__version__) < "2.6":
+        pytest.skip("before 2.6, PyTorch traces no .data in a backward, by which the rotation writes into its input")
+    function, inputs, args, options = CALLS[name]
+    found, expected = (both(each, inputs, *args, **options) for each in (compiled(function), function))
+    for ours, right in zip(found, expected, strict=True):
+        close(ours, right, 4)
+
+
+@pytest.mark.parametrize("longest", [(5, 7), (5, torch.tensor(130))])
+def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longest: tuple[Any, Any]) -> None:
+    if isinstance(longest[1], Tensor) and TorchVersion(torch.__version__) < "2.6":
+        pytest.skip(
+            "before 2.6, PyTorch compiles shapes that a tensor decides with capture_dynamic_output_shape_ops only"
+        )
+    (q, k, v), (cu_q, cu_k, *_) = packed()
+
+    def probabilities(*lengths: Any) -> tuple[Tensor, int]:
+        s_dmask = flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, *lengths, dropout_p=0.3, causal=True, return_attn_probs=True
+        )[2]
+        return s_dmask.abs() + 1, s_dmask.shape[-1]  # a kernel that was compiled for a shape
+
+    torch.manual_seed(0)
+    right, keys = probabilities(*longest)
+    torch.manual_seed(0)
+    ours, compiled_keys = compiled(probabilities)(*longest)
+    assert ours.shape == right.shape and compiled_keys == keys
+    close(ours, right)
+
+
+@pytest.mark.parametrize(("mode", "needs_grad"), [
+    (torch.enable_grad, True), (torch.enable_grad, False), (torch.no_grad, True),
+    pytest.param(torch.inference_mode, True, marks=pytest.mark.thorough),
+])  # fmt: skip
+def test_a_compiled_call_needs_gradients_if_its_eager_one_does(
+    asked: RecordingReference, needs_grad: bool, mode: Any
+) -> None:
+    """Over pages, some backends serve only calls without gradients and LSE."""
+    q, k, v = randn(5, 2, 16).requires_grad_(needs_grad), randn(4, 4, 2, 16, seed=1), randn(4, 4, 2, 16, seed=2)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    results = []
+    with mode():
+        needs_grad &= torch.is_grad_enabled()
+        for function in (flash_attn_varlen_func, compiled(flash_attn_varlen_func)):
+            results.append(function(q, k, v, cumulative(2, 3), cumulative(6, 3), 3, 6, block_table=table))
+        compiled(flash_attn_with_kvcache)(q.detach()[:2, None], k, v, cache_seqlens=3)
+    close(*results)
+    assert [bool(call.use & Feature.BACKWARD) for call in asked.computed] == [needs_grad, needs_grad, False]
+    assert [bool(call.use & Feature.LSE) for call in asked.computed] == [False, needs_grad, False]
+
+
+def step(call: Callable[..., Any], cache: list[Tensor], length: int | Tensor, **options: Any) -> tuple[Tensor, ...]:
+    q, k, v = randn(2, 3, 4, 16, seed=1), randn(2, 3, 2, 16, seed=2), randn(2, 3, 2, 16, seed=3)
+    return call(q, *cache, k, v, cache_seqlens=length, causal=True, return_softmax_lse=True, **options)
+
+
+ROTATED = {"rotary_cos": randn(20, 8, seed=4).cos(), "rotary_sin": randn(20, 8, seed=4).sin()}
+
+
+@pytest.mark.parametrize(("lengths", "options"), [([ints(4, 9)], ROTATED), ([4, 7, 10, 17], {})])
+def test_steps_that_append_write_the_same_cache_and_an_int_length_may_grow(lengths: Any, options: Any) -> None:
+    call, caches = compiled(flash_attn_with_kvcache), [[randn(2, 20, 2, 16, seed=s) for s in (5, 6)] for _ in range(2)]
+    for length in lengths:
+        found, right = (step(c, cache, length, **options) for c, cache in zip((call, flash_attn_with_kvcache), caches))
+        for x, y in zip((*found, *caches[0]), (*right, *caches[1]), strict=True):
+            close(x, y)
+    with pytest.raises(RuntimeError, match="exceeds the capacity"):
+        step(call, caches[0], 20)
+
+
+def test_a_graph_holds_one_node_per_call_and_serves_other_lengths() -> None:
+    graphs = []
+
+    def keeping(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    attention = torch.compile(flash_attn_func, fullgraph=True, backend=keeping, dynamic=True)
+    for seqlen in (5, 9, 17, 33):
+        q, k, v = qkv(sq=seqlen, sk=seqlen)
+        close(attention(q, k, v, causal=True), flash_attn_func(q, k, v, causal=True))
+    assert len(graphs) <= 2
+    targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("flash_attn_compat" in target for target in targets) == 1
+    assert not any(target.startswith("flash_attn.") for target in targets)
+
+
+def test_eager_calls_do_not_pass_through_custom_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((ops, "_forward_op"), (ops, "backward_op"), (kvcache, "_kvcache_op")):
+        monkeypatch.setattr(module, name, None)
+    q, k, v = (x.requires_grad_() for x in qkv())
+    cu = cumulative(7, 7)
+    flash_attn_func(q, k, v).sum().backward()
+    flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), cu, cu, 7, 7)
+    flash_attn_with_kvcache(q.detach(), k.detach(), v.detach(), cache_seqlens=3)
+    with pytest.raises(TypeError), TorchDispatchMode():
+        flash_attn_func(q, k, v)
+
+
+OPTIONS = {"plain": Options(causal=True), "dropout": Options(dropout_p=0.3)}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("layout", ["dense", "heads first", "packed"])
+def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, layout: str) -> None:
+    dtype = torch.float16 if option == "plain" else torch.float32
+    (q, k, v), options, starts = qkv(sq=5, sk=9, dtype=dtype), OPTIONS[option], ()
+    if layout == "heads first":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    if layout == "packed":
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        starts, options = (cumulative(3, 7), cumulative(9, 9)), options._replace(max_seqlen_q=7, max_seqlen_k=9)
+    arguments = ops._flatten(PackedInputs(q, k, v, None, *starts), options)
+    checks = ("test_schema", "test_faketensor")
+    rng_state = torch.tensor([5, 7]) if option == "dropout" else None
+    asked = True, option == "dropout", True, rng_state
+    torch.library.opcheck(ops._forward_op, (*arguments, *asked), test_utils=checks)
+    out, lse, _, rng_state = ops._forward_op(*arguments, *asked)
+    for dlse in (None, torch.ones_like(lse)):
+        given = (torch.ones_like(out), out, lse, rng_state, dlse, *arguments)
+        torch.library.opcheck(ops.backward_op, given, test_utils=checks)

@@ -1,0 +1,1 @@
+"""Calls that end in one clear error before anything is written."""

@@ -1,0 +1,1 @@
+"""PyTorch's scaled_dot_product_attention on our kernels."""

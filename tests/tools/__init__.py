@@ -1,0 +1,1 @@
+"""Commands, pages, benchmarks, and the repository's own rules."""

@@ -1,0 +1,187 @@
+"""The pages say nothing that is not there: links, variables, commands and their options, and Python that parses."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flash_attn_compat import cli, settings
+from flash_attn_compat.backends.fused import aot, variants
+from flash_attn_compat.backends.fused.variants import Kind
+from verify import cli as verify_cli
+from verify import compare
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", ".github/ISSUE_TEMPLATE/*.md", "verify/recorded_answers/*.md")
+    for path in ROOT.glob(pattern)
+)
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"`((?:[\w/.-]+/|test_)[\w.-]+\.(?:py|cu|cuh|cpp|md|ipynb|jsonl|yml))`")
+_SOURCE = re.compile(r"`([\w-]+\.(?:py|cu|cuh|cpp))`")
+SOURCES = {
+    path.name
+    for folder in ("flash_attn_compat", "verify", "tests", "benchmarks", "examples")
+    for path in (ROOT / folder).rglob("*.*")
+} | {"setup.py"}
+# Where a file may be that a page names.
+FOLDERS = ROOT / "flash_attn_compat", ROOT / "flash_attn_compat/dropin/site", ROOT / "tests"
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_VARIABLE = re.compile(r"FLASH_ATTN_COMPAT_[A-Z_]*[A-Z]")
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    return (text for language, text in _FENCE.findall(page.read_text(encoding="utf-8")) if language in languages)
+
+
+def anchors(page: Path) -> set[str]:
+    """As repository hosts make them of headings: lower case, no punctuation, dashes for spaces."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of each command of ours in the pages, without comments, assignments and redirections."""
+    for page in PAGES:
+        for line in "\n".join(blocks(page, "bash")).splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+            lexer.whitespace_split = True
+            for is_operator, part in itertools.groupby(lexer, lambda word: set(word) <= set(";&|")):
+                words = list(itertools.dropwhile(lambda word: "=" in word, part))
+                if words and not is_operator:
+                    yield named(page), words
+
+
+ALL_COMMANDS = list(commands())
+COMMANDS = {page: [words for found, words in ALL_COMMANDS if found == page] for page in map(named, PAGES)}
+VERIFY = [module.__name__.removeprefix("verify.") for module in verify_cli.SUBCOMMANDS]
+each_page = pytest.mark.parametrize("page", PAGES, ids=named)
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in _LINK.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@each_page
+def test_files_that_are_named_are_there(page: Path) -> None:
+    for name in _FILE.findall(page.read_text(encoding="utf-8")):
+        assert any((folder / name).exists() for folder in (ROOT, page.parent, *FOLDERS)), name
+
+
+@each_page
+def test_sources_that_are_named_without_a_folder_are_there(page: Path) -> None:
+    named = set(_SOURCE.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))))
+    assert named <= SOURCES
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/vllm.md", "examples/t4.ipynb"])
+def test_the_repository_is_installed_from_the_address_that_the_project_names(name: str) -> None:
+    project = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"git(?:\+| clone )(http.+?)\.git", (ROOT / name).read_text(encoding="utf-8")))
+    assert project is not None and named == {project[1]}
+
+
+VALUES = dict(
+    re.findall(r"^\| `(\w+)` \| (.+?) \|", (ROOT / "docs/environment.md").read_text(encoding="utf-8"), re.MULTILINE)
+)
+
+
+def test_the_page_of_variables_lists_exactly_the_table_in_settings() -> None:
+    assert VALUES.keys() == settings.VARIABLES.keys()
+
+
+@pytest.mark.parametrize("name", settings.VARIABLES)
+def test_the_page_of_variables_names_the_values_that_change_something(name: str) -> None:
+    choices, default, _ = settings.VARIABLES[name]
+    listed, changing = re.findall(r"`(.+?)`", VALUES[name]), [value for value in choices if value != default]
+    assert listed == changing or (name == settings.CAPABILITY and set(listed) <= set(choices))
+
+
+@each_page
+def test_every_variable_that_is_named_is_read(page: Path) -> None:
+    assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) <= settings.VARIABLES.keys()
+
+
+@pytest.mark.parametrize("page", [page for page, some in COMMANDS.items() if some])
+def test_every_documented_command_exists_and_takes_its_arguments(page: str) -> None:
+    for program, *arguments in COMMANDS[page]:
+        check_command(program, arguments)
+
+
+def check_command(program: str, arguments: list[str]) -> None:
+    for argument in arguments:
+        assert not argument.startswith("tests/") or (ROOT / argument).exists(), argument
+    if Path(program).name in ("python", "python3"):
+        if arguments[:1] == ["-m"]:
+            # To look for pip would make setuptools take this process for it, and give distutils back.
+            assert arguments[1] in ("build", "pip") or importlib.util.find_spec(arguments[1]) is not None
+            if arguments[1] == "verify":
+                verify_takes(arguments[2:])
+        elif not arguments[0].startswith("-"):
+            assert (ROOT / arguments[0]).exists()
+    if Path(program).name == "flash-attn-compat" and arguments[0] == "verify":
+        verify_takes(arguments[1:])
+    elif Path(program).name == "flash-attn-compat" and arguments[0] != "run":
+        cli._parser().parse_args(arguments)
+
+
+def verify_takes(arguments: list[str]) -> None:
+    is_named = arguments and arguments[0] in VERIFY
+    verify_cli.build_parser().parse_args(arguments if is_named else ["compare", *arguments])
+
+
+def test_readme_has_at_most_1400_words() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1400
+
+
+@each_page
+def test_python_that_is_shown_parses(page: Path) -> None:
+    for text in blocks(page, "python"):
+        ast.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        (r"compile --for sm_75 +# (\d+) kernels", lambda: aot.usual_kinds(75)),
+        (r"time for its (\d+) kernels", lambda: aot.usual_kinds(75)),
+        (r"`--all` has ([\d,]+) kernels for sm_75", lambda: aot.common_kinds(75, (), ())),
+    ],
+)
+def test_the_page_says_how_many_kernels_compile_makes(said: str, kinds: Callable[[], Iterable[Kind]]) -> None:
+    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    number = re.search(said, re.sub(r"\s+", " ", page))
+    assert number is not None and int(number[1].replace(",", "")) == len(variants.made_for(kinds()))
+
+
+def test_the_kernel_that_verifys_page_shows_passes_away_from_the_recorded_answers(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    kernel = next(text for text in blocks(ROOT / "docs/verify.md", "python") if "my_kernel.py" in text)
+    (tmp_path / "my_kernel.py").write_text(kernel, encoding="utf-8")
+    monkeypatch.setattr(compare, "recorded_cases", lambda: ())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    asked = ["--quick", "--device", "cpu", "-k", "func d64,func d128,plain 64"]
+    assert verify_cli.main([*asked, "--implementation", f"{tmp_path / 'my_kernel.py'}:attention"]) == 0
+    judged = " ".join(capsys.readouterr().out.split()).partition("judged: ")[2].partition("; declined")[0]
+    assert {"causal", "rows without keys", "no keys at all", "strided inputs", "gradients"} <= {*judged.split(", ")}

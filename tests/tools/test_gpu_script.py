@@ -1,0 +1,161 @@
+"""The script for a GPU's minutes: parts that exist, end in time and say how they went. No GPU needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_interface
+from flash_attn_compat.backends.fused import variants
+from tests import fused_coverage, gpu, sanitize
+from tests.forms.plain import some
+from tests.gpu import Part
+from tests.kernels import fused_on_cpu
+from tests.sdpa import fuzz, originals
+from verify.call import solve
+
+
+def python(code: str, seconds: int = 60) -> Part:
+    return Part("part", [sys.executable, "-c", code], {"SAID_BEFORE": "4"}, seconds)
+
+
+def test_every_part_runs_a_module_that_is_there(tmp_path: Path) -> None:
+    parts = list(gpu.parts(3, tmp_path))
+    assert len({part.name for part in parts}) == len(parts) > 12
+    for part in parts:
+        assert part.command[:2] == [sys.executable, "-m"] and importlib.util.find_spec(part.command[2]), part
+        assert part.stops == (part.command[2] in ("tests.fuzz", "tests.sdpa.fuzz", "tests.sanitize")), part
+
+
+SAYS_WHEN = "import sys; print(sys.argv[sys.argv.index('--seconds') + 1], 'findings')"
+CODES = {
+    "passed": ("print('5 passed')", False, {"ok": True, "code": 0, "said": ["5 passed"], "failures": []}),
+    "failed": ("print('FAILED one\\n5 passed'); exit(3)", False, {"ok": False, "code": 3, "failures": ["FAILED one"]}),
+    "can stop": (SAYS_WHEN, True, {"ok": True, "code": 0, "said": ["360 findings"]}),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_part_reports_its_verdict_and_its_findings(name: str, tmp_path: Path) -> None:
+    code, stops, expected = CODES[name]
+    found = gpu.run(python(code)._replace(stops=stops), 600, tmp_path)
+    assert {key: found[key] for key in expected} == expected
+    assert (tmp_path / "part.log").read_text().splitlines()[-1] == found["said"][-1]  # type: ignore[index]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes have no groups here")
+def test_a_part_that_takes_too_long_ends_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os, time; print(os.fork(), flush=True); time.sleep(3600)"
+    log = tmp_path / "part.log"
+
+    class LateOnceStarted(subprocess.Popen[bytes]):
+        """Out of time as soon as it has said all, however long that takes."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            while timeout is not None:
+                if len(log.read_text().split()) == 2:
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.01)
+            return super().wait()
+
+    monkeypatch.setattr(subprocess, "Popen", LateOnceStarted)
+    found = gpu.run(python(code), 600, tmp_path)
+    assert found["code"] == "out of time" and found["ok"] is False
+    child = max(int(line) for line in log.read_text().split())
+    deadline = time.monotonic() + 600
+    while _is_running(child):
+        assert time.monotonic() < deadline, "what it had started runs on"
+        time.sleep(0.01)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z" if os.path.isdir("/proc/self") else False
+    except OSError:
+        return False
+
+
+def test_parts_without_time_are_told_and_are_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--minutes", "0", "--only", "fuzz", "--out", str(tmp_path)]) == 1
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(told) == 4 and all(one["code"] == "no time left" for one in told)
+
+
+def test_a_finding_in_a_kernel_of_ours_is_told_from_others() -> None:
+    lines = ["Invalid __global__ read of size 16 bytes", "    at dkdv+0x4f0", "    at cutlass::Kernel+0x10"]
+    report = "\n".join(f"========= {line}" for line in lines)
+    assert sanitize.findings(report) == ["=========     at dkdv+0x4f0"]
+
+
+def test_findings_before_a_check_that_hangs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho '=========     at dkdv+0x4f0'\nexec sleep 3600\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    class LateOnceFound(subprocess.Popen[bytes]):
+        """Out of time as soon as it has said something, however long that takes."""
+
+        def communicate(self, input: bytes | None = None, timeout: float | None = None) -> tuple[bytes, bytes]:
+            while True:
+                try:
+                    return super().communicate(input, 0.05)
+                except subprocess.TimeoutExpired as late:
+                    if late.stdout:
+                        raise
+
+    monkeypatch.setattr(subprocess, "Popen", LateOnceFound)
+    assert len(sanitize.findings(sanitize.run("racecheck", 0, 1, 600.0))) == 1
+
+
+def test_the_sanitizers_states_are_states() -> None:
+    from tests.forms.caller_state import states
+
+    assert set(sanitize.STATES) <= {state.name for state in states()}
+
+
+@pytest.mark.parametrize("number", some([75, 90], 2))
+def test_the_coverage_launches_every_variant_that_it_compiles(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch, number, one_tile=True)
+    kinds = list(fused_coverage.kinds(number))
+    with flash_attn_compat.use_backend("fused"):
+        for kind in kinds:
+            for problem in fused_coverage.problems(kind).values():
+                call = problem.build()
+                solve(getattr(flash_attn_interface, call.fn), call)
+    assert {launch.variant for launch in launches.seen} == set(variants.made_for(kinds))
+
+
+@originals.needs_grouped_heads
+@pytest.mark.parametrize("number", [75, 90])
+def test_so_it_does_of_masks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch, number, one_tile=True)
+    kinds = list(fused_coverage.masked_kinds(number))
+    with originals.override_on(), flash_attn_compat.use_backend("fused"):
+        for kind in kinds:
+            problem = fused_coverage.masked_problem(kind)
+            out, _ = fuzz.by_operator(problem, *(x.requires_grad_() for x in fuzz.tensors(problem, "cpu")))
+            out.backward(torch.ones_like(out))
+    assert {launch.variant for launch in launches.seen} == set(variants.made_for(kinds))
+
+
+def test_the_sanitizers_entries_are_all_there_are() -> None:
+    entries = {variant.entry for variant in variants.made_for(variants.kinds(75))}
+    assert set(sanitize.ENTRIES.split("|")) >= entries - {"decode_append"}
+
+
+@originals.needs_grouped_heads
+def test_a_wrong_answer_under_a_mask_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.record(monkeypatch)  # where nobody computes anything
+    kind = next(iter(fused_coverage.masked_kinds(75)))
+    with pytest.raises(AssertionError, match="out"):
+        fused_coverage._check_masked(fused_coverage.masked_problem(kind), torch.device("cpu"))

@@ -1,0 +1,1 @@
+"""verify judges kernels: its verdicts, reports and commands."""

@@ -1,0 +1,369 @@
+"""verify locate: planted mistakes are named, right kernels left in peace, wrong questions end in one line."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from tests.verify import mutants
+from verify.cli import main
+from verify.diagnosis import Setting, which
+from verify.locate import Located, heat_map, locate, report
+from verify.planted import bfloat16_throughout, half_inputs, half_output, half_weights, planted, right
+from verify.problems import Problem
+
+SMALL = ["--n", "96", "--br", "32", "--bc", "32", "--batch", "1", "--heads", "2", "--head-dim", "16"]
+REFERENCE = ("reference", mutants.correct.flash_attn_func)
+
+
+def located(
+    function, n=96, causal=False, keys=None, dtype="float32", tile=32, heads_k=2, group=1, atol=None
+) -> Located:
+    shape = {"nheads_k": heads_k, "group": group, "head_dim": 16, "dtype": dtype, "backward": False}
+    call = Problem(seqlens_q=(n,), seqlens_k=(keys or n,), causal=causal, **shape).build()
+    return locate([("mine", function), REFERENCE], Setting(call, tile, tile, "cpu"), atol)
+
+
+def named(found: Located) -> str:
+    """Return the name of the mistake, the last finding about A."""
+    return found.wrong["A"].sentences[-1]
+
+
+# ---- the classical bug ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("planted", "said", "row"),
+    [
+        ("maximum_at_next_tile", ["key tile 0 is right, every later one is wrong",
+                                  "the running maximum m of the key tiles before is lost: stored at"], 0),
+        ("maximum_without_tile_offset", ["query tile 0 is right, every later one is wrong",
+                                         "the running maximum m of the key tiles before is lost"], 32),
+    ],
+)  # fmt: skip
+def test_a_running_maximum_stored_at_the_wrong_index_is_named(planted, said, row, tmp_path, capsys):
+    saved = tmp_path / "a.json"
+    arguments = [
+        f"verify.planted:{planted}",
+        "tests.verify.mutants:correct.flash_attn_func",
+        *SMALL,
+        "--json",
+        str(saved),
+    ]
+    assert main(["locate", *arguments]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(part in shown for part in said)
+    # The heat map, two rows in each character.
+    assert "·" * (row // 2) + "█" * 16 in shown
+    data = json.loads(saved.read_text())
+    place = {"batch": 0, "head": 0, "row": row, "channel": 0, "query_tile": row // 32, "key_tile": 1}
+    assert data["first"] | {"channel": 0} == place
+    assert data["growth"] == {"A": [False, True, True]}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("mistake", "part"),
+    [
+        ("maximum at next tile", "the running maximum m"),
+        ("maximum without tile offset", "the running maximum m"),
+        ("row sum not rescaled", "the row sum l is not rescaled to the new maximum"),
+        ("output not rescaled", "the output O is not rescaled to the new maximum"),
+    ],
+)
+def test_state_carried_wrongly_between_key_tiles_is_named_from_outside(mistake, part, causal):
+    kernel = partial(planted(mistake), block_rows=24, block_columns=40)
+    assert part in named(located(kernel, n=100, causal=causal, tile=40))
+
+
+# ---- other mistakes -------------------------------------------------------------------------------------------------
+
+
+def of(change_keys=lambda x: x, change_out=lambda out: out):
+    """The right kernel, but of other keys, or with something done to its output."""
+
+    def attention(q, k, v, causal=False):
+        return change_out(mutants.correct.flash_attn_func(q, change_keys(k), change_keys(v), causal=causal))
+
+    return attention
+
+
+RANDOM = torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "settings", "part"),
+    [
+        (mutants.stale_key_tile.flash_attn_func, {"n": 128}, "another tile's K or V, or stale memory"),
+        (mutants.stored_maximum_lost.flash_attn_func, {}, "the running maximum m"),
+        (of(change_out=torch.zeros_like), {}, "rows that are zero"),
+        (of(change_out=lambda out: out * torch.nan), {}, "NaN or infinity"),
+        (of(change_out=lambda out: torch.randn(out.shape, generator=RANDOM)), {}, "two calls differ"),
+    ],
+)
+def test_a_mistake_that_test_verify_faults_lacks_is_named(kernel, settings, part):
+    assert part in named(located(kernel, **settings))
+
+
+def test_a_changed_input_is_remarked_even_where_the_answer_is_right():
+    def in_place(q, k, v, causal=False):
+        out = mutants.correct.flash_attn_func(q, k, v, causal=causal)
+        q.zero_()
+        return out
+
+    found = located(in_place)
+    assert found.first is None
+    assert found.kernels["A"].remarks == ["it changed its input q"]
+
+
+def test_a_kernel_of_one_length_only_is_still_located():
+    def of_96(q, k, v, causal=False):
+        if q.shape[1] != 96:
+            raise ValueError("96 or nothing")
+        return planted("row sum not rescaled")(q, k, v, causal)
+
+    found = located(of_96)
+    assert found.first is not None and found.key_tile is None
+    assert "grown key tile by key tile: the kernel declines smaller problems" in found.wrong["A"].sentences
+
+
+def test_a_compiled_function_that_tells_no_parameters_is_asked_too(capsys):
+    assert main(["locate", "torch.nn.functional:scaled_dot_product_attention", *SMALL]) == 1  # another layout
+    assert "A (torch.nn.functional:scaled_dot_product_attention) is wrong" in " ".join(capsys.readouterr().out.split())
+
+
+# ---- right, but in lower precision -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (half_inputs, "rounded to fp16 somewhere (its inputs, and nothing else"),
+        (half_output, "rounded to fp16 somewhere (its output holds no other numbers"),
+        (half_weights, "rounded to fp16 somewhere (TF32 has as many digits)"),
+        (bfloat16_throughout, "rounded to bf16 somewhere (its output holds no other numbers)"),
+    ],
+)
+def test_a_right_kernel_of_lower_precision_is_told_that_it_rounds_and_nothing_else(kernel, said, causal):
+    found = located(kernel, causal=causal)
+    assert said in named(found) and "no other mistake" in named(found)
+    headings = [line for line in report(found, {}).conclusion if line.startswith("A (mine) is ")]
+    assert headings == [f"A (mine) is right in {'bf16' if 'bf16' in said else 'fp16'} only:"]
+
+
+def test_rounding_is_named_for_a_kernel_of_one_length_too():
+    def of_96(q, k, v, causal=False):
+        if q.shape[1] != 96:
+            raise ValueError("96 or nothing")
+        return half_inputs(q, k, v)
+
+    assert "rounded to fp16 somewhere" in named(located(of_96))
+
+
+def test_fp16_is_called_less_than_fp32_where_fp64_was_asked_for():
+    single = of(change_out=lambda out: out.float().double())
+    assert "rounded to fp32 somewhere" in named(located(single, dtype="float64"))
+
+
+def test_sums_kept_in_fp16_look_like_bf16():
+    """Over many keys these lose digits that fp16 has."""
+    shape = {"nheads_k": 1, "head_dim": 16, "dtype": "float16", "value_mean": 1.0, "backward": False}
+    call = Problem(seqlens_q=(4,), seqlens_k=(8192,), **shape).build()
+    kernels = [("mine", mutants.fp16_accumulation.flash_attn_func), REFERENCE]
+    assert "sums kept in fp16" in named(locate(kernels, Setting(call, 4, 2048, "cpu"), atol=1e-3))
+
+
+def mixed_in(share, axis):
+    """Another head's, batch element's or channel's output is added, no larger than a rounding to fp16."""
+    return of(change_out=lambda out: out + share * out.roll(1, axis))
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        mixed_in(1e-4, 2),
+        mixed_in(1e-4, 3),
+        of(change_out=lambda out: spoil_row(out, 1e-4)),
+        of(change_out=lambda out: 1.01 * out),
+        of(change_out=lambda out: 1.0005 * out),
+        lambda q, k, v, causal=False: right(1.01 * q, k, v, causal=causal),
+    ],
+    ids=["heads", "channels", "one row", "1 per cent", "0.05 per cent", "scale"],
+)
+@pytest.mark.parametrize("n", [96, pytest.param(320, marks=pytest.mark.thorough)])
+def test_a_mistake_as_small_as_a_rounding_is_not_taken_for_one(kernel, n):
+    found = located(kernel, n=n)
+    assert found.first is None or "rounded" not in named(found)
+
+
+def spoil_row(out, by):
+    out = out.clone()
+    out[:, 5] *= 1 + by
+    return out
+
+
+def test_a_key_left_out_of_many_is_not_taken_for_a_rounding():
+    """It is worth less than bf16 rounds away there, but not in a smaller problem."""
+    found = located(of(change_keys=lambda x: x[:, :-1]), n=512, tile=128, heads_k=1)
+    assert "rounded" not in named(found)
+
+
+# ---- no false alarm -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "keys", "causal", "dtype"),
+    [
+        (96, None, False, "bfloat16"),
+        (101, None, True, "float32"),
+        (37, 90, True, "float16"),
+        (90, 37, True, "bfloat16"),
+        (90, 37, True, "float32"),
+    ],
+)
+def test_two_right_kernels_are_the_same(dtype, n, keys, causal):
+    found = located(partial(right, block_rows=24, block_columns=32), n=n, keys=keys, causal=causal, dtype=dtype)
+    assert found.first is None and all(each.check.ok for each in found.kernels.values())
+
+
+def test_two_backends_are_compared_by_import_path(capsys):
+    assert main(["locate", "chunked", "reference", *SMALL]) == 0
+    assert "SAME" in capsys.readouterr().out
+
+
+def test_two_right_outputs_are_the_same_and_the_verdict_says_that_gradients_were_not_looked_at(capsys):
+    assert main(["locate", "tests.verify.seven_kernels:wrong_gradient", *SMALL]) == 0
+    assert "SAME: no element of out differs" in (shown := " ".join(capsys.readouterr().out.split()))
+    assert shown.endswith("(compared: out alone; --backward compares dq, dk and dv too)")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_gradient_that_is_a_little_too_large_is_different_also_within_the_slack_of_two_right_ones(dtype, capsys):
+    arguments = ["locate", "tests.verify.seven_kernels:wrong_gradient", *SMALL, "--dtype", dtype, "--backward"]
+    assert main(arguments) == 1
+    assert "=> dk: all of it is 1.05 times the right value" in " ".join(capsys.readouterr().out.split())
+
+
+def test_gradients_of_a_wrong_output_are_reported_as_not_examined(capsys):
+    assert main(["locate", "verify.planted:row_sum_not_rescaled", *SMALL, "--backward"]) == 1
+    assert "dq, dk and dv were not compared" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_kernel_without_a_backward_is_named_where_its_gradients_are_asked_for(capsys):
+    assert main(["locate", "tests.verify.test_travels:detached", *SMALL, "--backward"]) == 2
+    assert "tests.verify.test_travels:detached gives no gradients" in capsys.readouterr().err
+
+
+OPTIONS = ["--window", "20", "-1", "--softcap", "4", "--softmax-scale", "0.3", "--alibi"]
+
+
+def test_large_scores_show_a_maximum_that_is_not_subtracted_and_the_recipe_says_how_large(capsys):
+    assert main(["locate", "tests.verify.seven_kernels:no_maximum", *SMALL]) == 0
+    capsys.readouterr()
+    assert main(["locate", "tests.verify.seven_kernels:no_maximum", *SMALL, "--magnitude", "12"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "=> NaN or infinity: no maximum subtracted before exp" in shown and "q and k times 12 before .to" in shown
+
+
+def test_options_reach_a_kernel_that_takes_them_and_fail_one_that_does_not(capsys):
+    assert main(["locate", "tests.verify.mutants:correct", *SMALL, *OPTIONS, "--backward"]) == 0
+    assert main(["locate", "tests.verify.mutants:left_edge_one_too_far", *SMALL, *OPTIONS[:3]]) == 1
+    assert main(["locate", "tests.verify.seven_kernels:right", *SMALL, *OPTIONS]) == 2
+    assert "unexpected keyword argument" in capsys.readouterr().err
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def spoiled(*index, by=1.0):
+    """The right kernel with something added to a part of its output, (batch, seqlen, heads, head_dim)."""
+
+    def change(out):
+        out = out.clone()
+        out[index] += by
+        return out
+
+    return of(change_out=change)
+
+
+@pytest.mark.parametrize(
+    ("where", "first", "texture"),
+    [
+        ((slice(None), slice(32, 64)), (0, 0, 32, 0, 1), "whole tiles"),
+        ((slice(None), slice(34, 36), 1), (0, 1, 34, 0, 1), "whole rows"),
+        ((slice(None), slice(32, 64), slice(None), slice(2, 4)), (0, 0, 32, 2, 1), "whole channels of tiles"),
+        (([0, 0], [70, 17], [0, 1], [5, 3]), (0, 0, 70, 5, 2), "scattered elements"),
+    ],
+)
+def test_the_first_difference_and_the_largest_wrong_unit_are_named(where, first, texture):
+    found = located(spoiled(*where))
+    assert found.first == first
+    (line,) = [line for line in report(found, {}).conclusion if line.startswith("DIFFERENT")]
+    assert line.endswith(f"in {texture}")
+
+
+def test_each_shade_of_the_heat_map_is_ten_times_worse_and_shows_the_worst_of_its_rows():
+    errors = torch.zeros(96, 1)
+    errors[[0, 3, 4, 7, 8, 10], 0] = torch.tensor([0.5, 5.0, 50.0, 500.0, 5e4, torch.nan])
+    found = located(spoiled(0, slice(None), 1, by=errors), atol=1.0)
+    table = heat_map(found.error, found.tolerance, found.differs)
+    assert table.rows == [("0", "·" * 48), ("1", "·░▒▓██" + "·" * 42)]
+    assert "2 rows in each character" in table.columns[1]
+
+
+def test_a_report_is_about_the_kernel_that_is_wrong():
+    spoilt, correct = located(of(change_out=torch.zeros_like)), located(right)
+    kernels = [REFERENCE, ("theirs", of(change_out=torch.zeros_like))]
+    assert report(locate(kernels, spoilt.setting), {}).subject == "theirs"
+    assert report(correct, {}).subject == "mine"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([False, False, True], "tiles 0 to 1 are right, every later one is wrong"),
+        ([True, False, True, False], "of 4 tiles only 0, 2 are wrong"),
+        ([True, True], "every tile is wrong"),
+        ([False, False], "no tile is wrong"),
+    ],
+)
+def test_a_pattern_is_put_into_words(wrong, words):
+    assert which(wrong, "tile") == words
+
+
+ASKED = []
+
+
+def records(q, k, v, causal=False):
+    ASKED.append((q, k, v))
+    return mutants.correct.flash_attn_func(q, k, v, causal=causal)
+
+
+def test_the_printed_recipe_gives_the_inputs(capsys):
+    ASKED.clear()
+    main(["locate", "tests.verify.test_locate:records", *SMALL, "--seed", "7", "--dtype", "fp16"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "q, k, v in this order: torch.randn(batch, seqlen, heads, head_dim, generator=g).to(torch.float16)" in shown
+    assert 'g = torch.Generator("cpu").manual_seed(7)' in shown
+    generator = torch.Generator("cpu").manual_seed(7)
+    for tensor in ASKED[-1]:  # the first call asks whether it is an attention function
+        assert torch.equal(tensor, torch.randn(1, 96, 2, 16, generator=generator).to(torch.float16))
+
+
+# ---- wrong questions ------------------------------------------------------------------------------------------------
+
+
+def raises(q, k, v, causal=False):
+    raise ZeroDivisionError("planted\nsecond line")
+
+
+def of_another_shape(q, k, v, causal=False):
+    return q.transpose(1, 2)
+
+
+def knows_no_mask(q, k, v):
+    return q

@@ -1,0 +1,1 @@
+"""vLLM's attention layers on our kernels."""
