@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_attn_compat.core import sinks
-from flash_attn_compat.dispatch import kvcache
+from flash_attn_compat.dispatch import kvcache, sinks
 
 
 def flash_attn_with_kvcache(

@@ -24,9 +24,11 @@ class Bare(torch.autograd.Function):
     backward = staticmethod(lambda ctx, dout: (dout * 1, dout * 2, dout * 3))
 function = Bare.apply
 """
-_MENDED = "from flash_attn_compat.dispatch import at_exit; at_exit.wait_for_autograd(q)\n"
+_MENDED = "from flash_attn_compat.dispatch.pytorch import at_exit; at_exit.wait_for_autograd(q)\n"
 _OURS = "from flash_attn_compat import flash_attn_func as function\n"
-_NOT_MENDED = "from flash_attn_compat.dispatch import at_exit; at_exit.wait_for_autograd = lambda tensor: None\n"
+_NOT_MENDED = (
+    "from flash_attn_compat.dispatch.pytorch import at_exit\nat_exit.wait_for_autograd = lambda tensor: None\n"
+)
 KINDS = {
     "bare": _BARE,
     "bare, mended": _BARE + _MENDED,

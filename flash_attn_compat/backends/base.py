@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends import alibi
 from flash_attn_compat.backends.varlen import Block, Layout, Places, whole_block, with_folded_factor
-from flash_attn_compat.core import alibi, dropout
+from flash_attn_compat.core import dropout
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result

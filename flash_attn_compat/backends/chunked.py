@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
+from flash_attn_compat.backends import alibi
 from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
 from flash_attn_compat.backends.compilation import OptionallyCompiled
 from flash_attn_compat.backends.varlen import Block, ByDistance
-from flash_attn_compat.core import alibi
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, lse_dtype
 from flash_attn_compat.core.features import Feature, all_but, lacks_tensor_cores
 from flash_attn_compat.core.kernel_layout import ready

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend, write_gradients
+from flash_attn_compat.backends.unwritten import Clear, PackedResults, clear_by_operators
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.entry import BackwardRun, Run
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.inputs import NO_INPUTS, Inputs, Options
-from flash_attn_compat.core.unwritten import Clear, PackedResults, clear_by_operators
 
 # Features that both builds of FlashAttention-2's kernels decline. Calls over a cache go to fused, which appends and
 # attends in one launch.

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends import alibi
 from flash_attn_compat.backends.varlen import Block, Layout
-from flash_attn_compat.core import alibi, torch_state
+from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.kernel_layout import key_block_size, round_up
 from flash_attn_compat.core.mask import Range

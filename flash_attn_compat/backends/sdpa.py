@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends import smoke_test
+from flash_attn_compat.backends import alibi, smoke_test
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, argument_names, aten_operator
 from flash_attn_compat.backends.varlen import Block, ByDistance
-from flash_attn_compat.core import alibi, cuda_capture, kernel_layout
+from flash_attn_compat.core import cuda_capture, kernel_layout
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Result, lse_dtype
 from flash_attn_compat.core.eight_bit import is_eight_bit
 from flash_attn_compat.core.features import Feature, Traits, all_but, split

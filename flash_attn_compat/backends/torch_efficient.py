@@ -13,10 +13,10 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import Capabilities, aten_operator, missing_argument_reasons
 from flash_attn_compat.backends.external import LaunchResult, SingleLaunchBackend
+from flash_attn_compat.backends.unwritten import packed_lse, padded_lse, token_places
 from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature, Traits
-from flash_attn_compat.core.reentry import as_decided
-from flash_attn_compat.core.unwritten import packed_lse, padded_lse, token_places
+from flash_attn_compat.core.torch_state import as_decided
 
 _SUPPORTED = (
     Feature.CAUSAL | Feature.DROPOUT | Feature.GQA | Feature.VALUE_HEAD_DIM | Feature.VARLEN | Feature.LSE

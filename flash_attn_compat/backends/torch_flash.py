@@ -13,10 +13,10 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, aten_operator, missing_argument_reasons
 from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, LaunchResult, window_arguments
+from flash_attn_compat.backends.unwritten import packed_lse, padded_lse
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature, all_but
-from flash_attn_compat.core.unwritten import packed_lse, padded_lse
 
 # PyTorch builds its kernels without ALiBi slopes, though the operator's schema has them. Deterministic gradients depend
 # on a switch of the whole process.

@@ -15,7 +15,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core import alibi, cuda_capture, dropout
+from flash_attn_compat.backends import alibi
+from flash_attn_compat.core import cuda_capture, dropout
 from flash_attn_compat.core.call import AttentionCall, lse_dtype
 from flash_attn_compat.core.eight_bit import as_bytes, dequantize, is_eight_bit
 from flash_attn_compat.core.features import Feature

@@ -1,12 +1,17 @@
 """PyTorch's state around a call (autocast, modes, tracing, transforms): how to read it, and how to compute without it.
 
+torch_sdpa/ and torch_flex/ keep two marks of their own in it: a flag per thread, and one in the keys of stored graphs.
+
 Default dtype and default device are not here: every tensor that this package makes names its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,3 +104,35 @@ def _note_all() -> Callable[[Sequence[Tensor]], None]:
 
 # Tells autograd, as PyTorch's own operators do, that the caller's tensors were written in place.
 note_written = _note_all()
+
+
+class _Decided(threading.local):
+    yet = False
+
+
+# Its ``yet``: whether this thread is within a call whose backend is chosen, where PyTorch's operators stay PyTorch's.
+DECIDED = _Decided()
+
+
+def as_decided(compute: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """``compute(*arguments, **named)``, whose operators are PyTorch's own."""
+    before, DECIDED.yet = DECIDED.yet, True
+    try:
+        return compute(*arguments, **named)
+    finally:
+        DECIDED.yet = before
+
+
+def mark_caches(name: str, state: str | None) -> None:
+    """Mark the keys of PyTorch's caches of graphs on disk, in this thread, with the state of a switch; None: no mark.
+
+    Before PyTorch 2.7, which stored no such graphs on disk, this changes nothing.
+    """
+    config: Any = getattr(torch.compiler, "config", None)
+    tag = getattr(config, "cache_key_tag", None)
+    if not isinstance(tag, str):
+        return
+    mark = "" if state is None else f"|flash_attn_compat.{name}={state}"
+    new_tag = re.sub(rf"\|flash_attn_compat\.{name}=[^|]*", "", tag) + mark
+    if tag != new_tag:
+        config.cache_key_tag = new_tag

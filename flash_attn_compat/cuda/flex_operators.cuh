@@ -1,4 +1,4 @@
-// The functions that generated score_mods and mask_mods call: one for each operator of core/flex_operators.py, with
+// The functions that generated score_mods and mask_mods call: one for each operator of core/flex/operators.py, with
 // PyTorch's results for NaN, infinities, negative integers and overflow. Integers wrap, as PyTorch's do; 16-bit floats
 // are fp32 here.
 #pragma once

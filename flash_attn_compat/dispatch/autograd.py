@@ -17,7 +17,8 @@ from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
 from flash_attn_compat.core.entry import Entry
 from flash_attn_compat.core.features import SLOPES_GRADIENT, Feature
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, new_tuple
-from flash_attn_compat.dispatch import at_exit, choice, heads_first
+from flash_attn_compat.dispatch import choice
+from flash_attn_compat.dispatch.pytorch import at_exit, heads_first
 from flash_attn_compat.dispatch.serve import LSE, backward_inputs, find, gradients, run
 
 _BACKWARD = int(Feature.BACKWARD)
@@ -93,7 +94,9 @@ class _Attention(torch.autograd.Function):
         is_differentiated = torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse)
         if ctx.watch is not None and dout is not None:
             dout = dout.transpose(1, 2)
-            x, result = heads_first.undo_writes(ctx.watch, ctx.entry, x, result, is_differentiated)
+            x = heads_first.with_mask_of_forward(ctx.watch, ctx.entry, x, result.saved)
+            if ctx.watch.out._version and not is_differentiated:  # another forward's gradients need no ``out``
+                result = result._replace(out=_out_again(ctx.entry, x, result.rng_state))
         x = backward_inputs(x, result.rng_state)
         _, _, _, wants_slopes, *wanted = ctx.needs_input_grad
         if is_differentiated:
@@ -109,6 +112,12 @@ class _Attention(torch.autograd.Function):
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
         gradients(ctx.entry, x, upstream, into=Gradients(*unpack(packed)))
         return None, None, None, of_slopes, *packed
+
+
+def _out_again(entry: Entry, x: Any, rng_state: Tensor | None) -> Tensor:
+    """Return ``out`` as it was before the caller wrote to it."""
+    again = x._replace(rng_state=rng_state)
+    return run(find(again, entry.options), again)[1].out  # found anew, for hooks may have moved tensors
 
 
 def _restore(ctx: Any) -> tuple[tuple[Tensor, ...], Inputs, Result]:

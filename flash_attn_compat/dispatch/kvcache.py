@@ -14,8 +14,13 @@ from flash_attn_compat.core.arguments.options import integer, split_descales
 from flash_attn_compat.core.call import lse_dtype
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import CacheInputs, Options, new_tuple
-from flash_attn_compat.dispatch import sharding
-from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, refuse_private, refuse_transforms
+from flash_attn_compat.dispatch.pytorch import sharding
+from flash_attn_compat.dispatch.pytorch.observers import (
+    are_strided,
+    must_be_one_operator,
+    refuse_private,
+    refuse_transforms,
+)
 from flash_attn_compat.dispatch.serve import find, run
 
 _LSE = int(Feature.LSE)

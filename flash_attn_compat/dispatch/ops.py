@@ -25,13 +25,14 @@ from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, PackedInputs
 from flash_attn_compat.core.kernel_layout import round_up
 from flash_attn_compat.core.torch_state import tracing_state, with_autograd
-from flash_attn_compat.dispatch import observers, serve, sharding
+from flash_attn_compat.dispatch import serve
 from flash_attn_compat.dispatch.autograd import (
     differentiable_gradients,
     gradient_of_lse,
     gradient_of_slopes,
     is_wrapped,
 )
+from flash_attn_compat.dispatch.pytorch import observers, sharding
 
 _LSE = int(Feature.LSE)
 

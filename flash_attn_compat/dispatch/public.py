@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core import checks, sinks, torch_state
+from flash_attn_compat.core import checks, torch_state
 from flash_attn_compat.core.arguments.build import with_page_lengths
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import DenseInputs, Options, PackedInputs, new_tuple
-from flash_attn_compat.dispatch import autograd, ops, sharding
-from flash_attn_compat.dispatch.observers import are_strided, are_transformed, must_be_one_operator, recorded_use
+from flash_attn_compat.dispatch import autograd, ops, sinks
+from flash_attn_compat.dispatch.pytorch import sharding
+from flash_attn_compat.dispatch.pytorch.observers import (
+    are_strided,
+    are_transformed,
+    must_be_one_operator,
+    recorded_use,
+)
 
 _WITH_SINKS = Feature.LSE | Feature.SHARED_DROPOUT_MASK
 _WITH_PROBABILITIES = _WITH_SINKS | DMASK

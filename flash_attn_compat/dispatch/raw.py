@@ -12,14 +12,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core import checks, overlap, unwritten
+from flash_attn_compat.backends import unwritten
+from flash_attn_compat.core import checks, overlap
 from flash_attn_compat.core.arguments.build import with_page_lengths
 from flash_attn_compat.core.call import BackwardInputs, Gradients
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import Inputs, Options, PackedInputs
 from flash_attn_compat.core.kernel_layout import round_up
 from flash_attn_compat.dispatch import choice, ops
-from flash_attn_compat.dispatch.observers import are_strided, must_be_one_operator, recorded_use
+from flash_attn_compat.dispatch.pytorch.observers import are_strided, must_be_one_operator, recorded_use
 from flash_attn_compat.dispatch.serve import backward_inputs, find, gradients, run, run_outside_autograd
 
 # Options.use. rng_state describes the dropout mask, and any backend may draw it again.

@@ -23,7 +23,8 @@ from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardR
 from flash_attn_compat.core.entry import BackwardRun, Entry, Key, Run, RunInto, never_run
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import NO_INPUTS, Inputs, Options, new_tuple
-from flash_attn_compat.dispatch import at_exit, call_cache, choice, sharding
+from flash_attn_compat.dispatch import call_cache, choice
+from flash_attn_compat.dispatch.pytorch import at_exit, sharding
 
 LSE = int(Feature.LSE)
 

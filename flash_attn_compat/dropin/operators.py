@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import private_interface, settings
-from flash_attn_compat.dispatch import observers, ops
+from flash_attn_compat.dispatch import ops
 from flash_attn_compat.dispatch.autograd import is_wrapped
 from flash_attn_compat.dispatch.ops import SPELLINGS
+from flash_attn_compat.dispatch.pytorch import observers
 from flash_attn_compat.dropin import installed_package
 from flash_attn_compat.private_interface import round_multiple
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused.flex import Mods
-from flash_attn_compat.core import flex_capture, flex_printer
-from flash_attn_compat.core.flex_operators import Declined
-from flash_attn_compat.core.flex_printer import Bound, Number, Printed
+from flash_attn_compat.core.flex import capture, printer
+from flash_attn_compat.core.flex.operators import Declined
+from flash_attn_compat.core.flex.printer import Bound, Number, Printed
 from flash_attn_compat.torch_flex.calls import FlexCall
 
 _MOST = 1024
@@ -72,10 +72,10 @@ def _print(call: FlexCall, with_slope: bool) -> Functions | str:
     if any(map(_holds_tensor, (call.score_mod, call.mask_mod))):
         return "a function holds a tensor of its own, which may change from call to call: capture it instead"
     try:
-        score = flex_capture.capture_score(call.score_mod, own, device)
-        mask = flex_capture.capture_mask(call.mask_mod, others, device, len(own))
-        slope = flex_capture.capture_slope(call.score_mod, own, device) if with_slope else None
-        return of_printed(flex_printer.print_functions(score, mask, slope))
+        score = capture.capture_score(call.score_mod, own, device)
+        mask = capture.capture_mask(call.mask_mod, others, device, len(own))
+        slope = capture.capture_slope(call.score_mod, own, device) if with_slope else None
+        return of_printed(printer.print_functions(score, mask, slope))
     except Declined as reason:
         return str(reason)
 

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_compat import settings
-from flash_attn_compat.core.cache_marks import mark_caches
+from flash_attn_compat.core.torch_state import mark_caches
 from flash_attn_compat.torch_flex import inductor
 from flash_attn_compat.torch_flex.policy import Policy
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.library import Library
 
 from flash_attn_compat.backends.fused.flex import FlexInputs, FlexUpstream
-from flash_attn_compat.core import flex_capture, flex_printer
-from flash_attn_compat.core.flex_capture import JOINT_ARGUMENTS, MASK_ARGUMENTS, SCORE_ARGUMENTS, Captured
-from flash_attn_compat.core.flex_operators import Declined
+from flash_attn_compat.core.flex import capture, printer
+from flash_attn_compat.core.flex.capture import JOINT_ARGUMENTS, MASK_ARGUMENTS, SCORE_ARGUMENTS, Captured
+from flash_attn_compat.core.flex.operators import Declined
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.settings import is_explaining
 from flash_attn_compat.torch_flex import functions, launch, policy
@@ -174,7 +174,7 @@ def _make_forward_lowering(active: Policy, original: Callable[..., Any]) -> Call
         call = FlexCall(*arguments)
         try:
             graphs = _graphs_of(call, call.score_mod)
-            found = functions.of_printed(flex_printer.print_functions(*graphs))
+            found = functions.of_printed(printer.print_functions(*graphs))
             rest = _check_and_pass(active, call, found, backward=False)
         except Declined:
             choice.served[launch.PYTORCH] += 1
@@ -198,7 +198,7 @@ def _make_backward_lowering(active: Policy, original: Callable[..., Any]) -> Cal
             joint = call.joint_graph.graph_module
             _refuse_captured_gradients(joint)
             slope = Captured(joint, JOINT_ARGUMENTS, score.arguments)
-            found = functions.of_printed(flex_printer.print_functions(score, mask, slope))
+            found = functions.of_printed(printer.print_functions(score, mask, slope))
             rest = _check_and_pass(active, forward, found, backward=True)
         except Declined:
             return original(*arguments)
@@ -220,7 +220,7 @@ def _graphs_of(call: FlexCall, score_mod: Any) -> tuple[Captured, Captured]:
     for subgraph, names in ((score_mod, SCORE_ARGUMENTS), (call.mask_mod, MASK_ARGUMENTS)):
         module = subgraph.graph_module
         holders = [node for node in module.graph.nodes if node.op == "placeholder"][len(names) :]
-        arguments = flex_capture.describe([node.meta["val"] for node in holders], device, first)
+        arguments = capture.describe([node.meta["val"] for node in holders], device, first)
         found.append(Captured(module, names, arguments))
         first += len(arguments)
     return found[0], found[1]

@@ -16,8 +16,7 @@ from torch.autograd import forward_ad
 
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.inputs import DenseInputs, Options
-from flash_attn_compat.core.reentry import DECIDED
-from flash_attn_compat.core.torch_state import count_modes, tracing_state, transforms_are_on
+from flash_attn_compat.core.torch_state import DECIDED, count_modes, tracing_state, transforms_are_on
 from flash_attn_compat.dispatch.choice import served
 from flash_attn_compat.settings import is_explaining
 from flash_attn_compat.torch_sdpa import bridge, graphs

@@ -11,7 +11,8 @@ from flash_attn_compat.core.call import BackwardInputs, Gradients, Result
 from flash_attn_compat.core.entry import Entry
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options
-from flash_attn_compat.dispatch import autograd, choice, heads_first, observers, serve
+from flash_attn_compat.dispatch import autograd, choice, serve
+from flash_attn_compat.dispatch.pytorch import heads_first, observers
 
 KERNELS, PYTORCH = "fused", "pytorch"
 as_own = heads_first.as_own

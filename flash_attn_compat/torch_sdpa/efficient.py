@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.core import cuda_capture, unwritten
+from flash_attn_compat.backends import unwritten
+from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import BackwardInputs, Gradients
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, PackedInputs
-from flash_attn_compat.core.reentry import DECIDED
+from flash_attn_compat.core.torch_state import DECIDED
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.torch_sdpa import bridge
 from flash_attn_compat.torch_sdpa.policy import (

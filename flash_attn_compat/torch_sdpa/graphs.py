@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from flash_attn_compat import settings
-from flash_attn_compat.core.cache_marks import mark_caches
 from flash_attn_compat.core.entry import PLAIN
+from flash_attn_compat.core.torch_state import mark_caches
 from flash_attn_compat.torch_sdpa.policy import Policy
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default

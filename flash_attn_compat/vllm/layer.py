@@ -16,12 +16,12 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.core import cuda_capture, sinks
+from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.eight_bit import as_bytes
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import CacheInputs, Options, PackedInputs
 from flash_attn_compat.core.mask import MOST_TOKENS
-from flash_attn_compat.dispatch import choice
+from flash_attn_compat.dispatch import choice, sinks
 from flash_attn_compat.dispatch.kvcache import attend_into
 from flash_attn_compat.dispatch.raw import forward_into
 from flash_attn_compat.vllm import versions

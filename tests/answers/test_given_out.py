@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_with_kvcache, use_backend
-from flash_attn_compat.core import sinks
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import CacheInputs, Options, PackedInputs
-from flash_attn_compat.dispatch import kvcache, raw
+from flash_attn_compat.dispatch import kvcache, raw, sinks
 from tests.kernels import emulate, fused_on_cpu
 from tests.kernels.fused_on_cpu import LaunchRecord
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, use_backend
-from flash_attn_compat.backends import sdpa
+from flash_attn_compat.backends import alibi, sdpa
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.backends.varlen import Block, Places, Spans
-from flash_attn_compat.core import alibi
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.mask import Range
 from tests.forms.support import cumulative

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from flash_attn_compat.core import flex_capture, flex_printer
-from flash_attn_compat.core.flex_printer import Printed
+from flash_attn_compat.core.flex import capture, printer
+from flash_attn_compat.core.flex.printer import Printed
 from tests.kernels import emulate
 
 CPU = torch.device("cpu")
@@ -64,8 +64,8 @@ class Results(NamedTuple):
 
 def traced(function: Any, arguments: int) -> GraphModule:
     """A graph of a function without captured arguments."""
-    capture = flex_capture.capture_mask if arguments == 4 else flex_capture.capture_score
-    return capture(function, (), CPU, *([0] if arguments == 4 else [])).graph
+    capture_function = capture.capture_mask if arguments == 4 else capture.capture_score
+    return capture_function(function, (), CPU, *([0] if arguments == 4 else [])).graph
 
 
 def identity(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -83,10 +83,10 @@ def printed(
     count = len(captured) if score_mod is not identity else 0
     given = captured if score_mod is not identity else ()
     masked = captured if mask_mod is not everywhere else ()
-    score = flex_capture.capture_score(score_mod, given, CPU)
-    slope = flex_capture.capture_slope(score_mod, given, CPU) if slopes else None
-    mask = flex_capture.capture_mask(mask_mod, masked, CPU, count if masked is not captured else 0)
-    return flex_printer.print_functions(score, mask, slope)
+    score = capture.capture_score(score_mod, given, CPU)
+    slope = capture.capture_slope(score_mod, given, CPU) if slopes else None
+    mask = capture.capture_mask(mask_mod, masked, CPU, count if masked is not captured else 0)
+    return printer.print_functions(score, mask, slope)
 
 
 def evaluate(functions: Printed, score: Tensor, places: Sequence[Tensor], captured: Sequence[Any] = ()) -> Results:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.core import flex_operators
-from flash_attn_compat.core.flex_operators import OPERATORS, Declined
+from flash_attn_compat.core.flex import operators
+from flash_attn_compat.core.flex.operators import OPERATORS, Declined
 from tests.flex import on_host
 from tests.kernels import emulate
 
@@ -248,7 +248,7 @@ def test_captured_tensors_of_any_dtype_rank_and_strides_are_read_as_pytorch_read
     torch.manual_seed(dims)
     names, sizes = ["b", "h", "q", "kv"][:dims], (2, 3, 5, 7)[:dims]
     tables = []
-    for dtype in flex_operators.LOADS:
+    for dtype in operators.LOADS:
         table = (torch.randn(tuple(2 * size for size in sizes)) * 50).to(dtype)
         tables.append(table[tuple(slice(1, None, 2) for _ in names)].movedim(0, -1) if dims else table)
     at = [torch.randint(0, size, (50,), dtype=torch.int32) for size in (2, 3, 5, 7)]
@@ -308,7 +308,7 @@ def test_other_functions_are_declined_with_a_reason(reason: str) -> None:
 @pytest.mark.parametrize("name", ["bool", "u8", "i8", "i16", "int", "i64"])
 def test_integer_literals_beyond_their_type_are_declined(name: str) -> None:
     with pytest.raises(Declined):
-        flex_operators.literal(float("inf"), name)
+        operators.literal(float("inf"), name)
     if name != "bool":
         with pytest.raises(Declined):
-            flex_operators.literal(2**64, name)
+            operators.literal(2**64, name)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_varlen_func, settings, use_backend
-from flash_attn_compat.backends import torch_flash
+from flash_attn_compat.backends import torch_flash, unwritten
 from flash_attn_compat.backends.fused import clearing, nvrtc, self_test
-from flash_attn_compat.core import cuda_capture, unwritten
+from flash_attn_compat.backends.unwritten import PackedResults
+from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.mask import Mask
-from flash_attn_compat.core.unwritten import PackedResults
 from tests.answers import others_kernels
 from tests.forms.support import cumulative, randn
 from tests.kernels import emulate, fused_on_cpu, offline

@@ -23,7 +23,7 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_compat.dispatch import sharding
+from flash_attn_compat.dispatch.pytorch import sharding
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests.forms.support import cumulative, in_group, randn
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_func
-from flash_attn_compat.dispatch import at_exit
+from flash_attn_compat.dispatch.pytorch import at_exit
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import exits
 from tests.forms.kinds import Operators
@@ -75,7 +75,7 @@ def test_every_backward_is_waited_for_and_no_forward(run: Callable[[], None], mo
 
 _SLOW = """
 import threading, time
-from flash_attn_compat.dispatch import at_exit
+from flash_attn_compat.dispatch.pytorch import at_exit
 
 started, done = threading.Event(), []
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.torch_version import TorchVersion
 
 from flash_attn_compat import reset_backend_counts
-from flash_attn_compat.core.reentry import as_decided
+from flash_attn_compat.core.torch_state import as_decided
 from flash_attn_compat.torch_sdpa import attention, efficient, override
 from flash_attn_compat.torch_sdpa.policy import Policy
 from tests.forms.support import in_threads, randn

@@ -10,12 +10,12 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import backward, clearing, forward, masks, nvrtc, tuned
+from flash_attn_compat.backends.unwritten import Clear, clear_by_operators
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
 from flash_attn_compat.core.entry import BackwardRun, Run, RunInto
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.core.inputs import CacheInputs, Inputs, Options
-from flash_attn_compat.core.unwritten import Clear, clear_by_operators
 
 # Features that the kernels combine with a dense mask.
 _SUPPORTED_WITH_BIAS = (

@@ -1,6 +1,6 @@
 """Sets tokens that PyTorch's and flash-attn's kernels leave unwritten to 0: one launch instead of fourteen operators.
 
-The backends around those kernels get the function from ``Fused.choose_clear``. core/unwritten.py has the operators.
+The backends around those kernels get the function from ``Fused.choose_clear``. backends/unwritten.py has the operators.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn_compat.backends import unwritten
 from flash_attn_compat.backends.fused import calls, launcher, nvrtc, params, self_test
 from flash_attn_compat.backends.fused.variants import Variant
-from flash_attn_compat.core import cuda_capture, unwritten
+from flash_attn_compat.backends.unwritten import Clear, PackedResults
+from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.mask import Mask
-from flash_attn_compat.core.unwritten import Clear, PackedResults
 
 VARIANT = Variant("clear", "clear.cu", (), 1, 256, 0)
 # Bytes of the results for each block: a small call gets few blocks.

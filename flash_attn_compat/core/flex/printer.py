@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from flash_attn_compat.core.flex_capture import (
+from flash_attn_compat.core.flex.capture import (
     MASK_ARGUMENTS,
     Captured,
     IntegerArgument,
     TensorArgument,
 )
-from flash_attn_compat.core.flex_operators import (
+from flash_attn_compat.core.flex.operators import (
     C_TYPES,
     CONSTANT,
     FULL,

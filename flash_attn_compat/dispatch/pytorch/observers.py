@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.features import SLOPES_GRADIENT, Feature
 from flash_attn_compat.core.torch_state import count_modes, is_traced, tracing_state, transforms_are_on
-from flash_attn_compat.dispatch import flops, sharding
+from flash_attn_compat.dispatch.pytorch import flops, sharding
 
 BACKWARD, TRANSFORMS = int(Feature.BACKWARD), int(Feature.TRANSFORMS)
 _WITH_SLOPES = BACKWARD | Feature.SHARED_DROPOUT_MASK | SLOPES_GRADIENT

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from flash_attn_compat.core import torch_state
-from flash_attn_compat.core.flex_operators import C_TYPES, Declined
+from flash_attn_compat.core.flex.operators import C_TYPES, Declined
 
 MASK_ARGUMENTS = "b", "h", "q", "kv"
 SCORE_ARGUMENTS = "score", *MASK_ARGUMENTS

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.core.call import Result
 from flash_attn_compat.core.entry import Entry
 from flash_attn_compat.core.inputs import Inputs
-from flash_attn_compat.dispatch.serve import find, run
 
 
 class Watch(NamedTuple):
@@ -46,20 +44,11 @@ def make_own(out: Tensor, x: Any) -> tuple[Tensor, Watch, Inputs]:
     return own, Watch(_version(own), _version(mask), mask._version), x._replace(bias=mask.data)
 
 
-def undo_writes(
-    watch: Watch, entry: Entry, x: Any, result: Result, is_differentiated: bool
-) -> tuple[Inputs, Result]:  # fmt: skip
-    """Return the inputs and the result of a forward as they were before the caller wrote to out or to the mask.
-
-    is_differentiated: whether the gradients come from another forward, which needs no ``out``
-    """
-    if watch.mask is not None and watch.mask._version != watch.mask_version:
-        x = x._replace(bias=_kept_mask(entry, x.bias, result.saved))
-    if watch.out._version and not is_differentiated:
-        again = x._replace(rng_state=result.rng_state)
-        # Hooks may have moved tensors, so the call is found again.
-        result = result._replace(out=run(find(again, entry.options), again)[1].out)
-    return x, result
+def with_mask_of_forward(watch: Watch, entry: Entry, x: Any, saved: tuple[Any, ...]) -> Inputs:
+    """Return the inputs with the mask of booleans as it was in the forward, even if the caller has written to it."""
+    is_written = watch.mask is not None and watch.mask._version != watch.mask_version
+    found: Inputs = x._replace(bias=_kept_mask(entry, x.bias, saved)) if is_written else x
+    return found
 
 
 def _version(tensor: Tensor) -> Tensor:
