@@ -165,6 +165,15 @@ def test_the_notebooks_lora_learns_as_with_sdpa(ran: dict[str, Any]) -> None:
     assert ours[-1] < ours[0] and all(math.isclose(a, b, rel_tol=2e-3) for a, b in zip(ours, theirs))
 
 
+def test_the_notebooks_functions_keep_documents_apart_and_scores_below_the_cap(ran: dict[str, Any]) -> None:
+    """The cell's result, against the softmax of its formula in fp64."""
+    q, k, v = (ran[name].double() for name in "qkv")
+    scores = 20 * torch.tanh(q @ k.mT / 8 / 20)
+    tokens = torch.arange(ran["TOKENS"])
+    seen = (ran["document"][:, None] == ran["document"]) & (tokens[:, None] >= tokens)
+    torch.testing.assert_close(ran["out"].double(), scores.where(seen, -math.inf).softmax(-1) @ v, atol=2e-3, rtol=2e-3)
+
+
 def test_the_notebook_asks_for_its_source_before_it_installs(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = notebook.cells()
     names: dict[str, Any] = {}
