@@ -6,6 +6,7 @@ may break a GPU's context run in child processes, after the machine has been des
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -378,9 +379,10 @@ def _explain_sdpa(device: torch.device) -> dict[str, str]:
 
 
 def _explain_flex(device: torch.device) -> dict[str, str]:
-    is_on = flex_override.active_policy() is not None
     if flex_override.find_old_version() is not None:
         return {"here": f"PyTorch's own: ours needs PyTorch 2.6, and this is {torch.__version__}"}
+    importlib.import_module("torch.nn.attention.flex_attention")  # an installation switches it on at this import
+    is_on = flex_override.active_policy() is not None
     reasons = "; ".join(device_reasons(Policy(), device))
     return {
         "switched on": "yes" if is_on else "no (patch(flex=True), run --flex, install --flex)",

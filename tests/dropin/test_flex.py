@@ -12,6 +12,7 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import cli, settings
 from flash_attn_compat.dropin import install, patch, patched, unpatch
+from tests.dropin.environment import Environment
 from tests.tools.interpreters import forked, forked_child
 
 pytest.importorskip("torch.nn.attention.flex_attention", reason="PyTorch 2.5 brought it")
@@ -93,3 +94,15 @@ def test_the_line_that_install_writes(tmp_path: Path) -> None:
     install.install(tmp_path, sdpa="1", flex="always")
     line = (tmp_path / "_flash_attn_compat_startup.pth").read_text()
     assert line.endswith(".wait_for_imports('1', flex='always')\n")
+
+
+@pytest.mark.parametrize("flex", [None, "1"])
+def test_an_installation_switches_it_on_at_the_import_and_doctor_says_so(flex: str | None, tmp_path: Path) -> None:
+    environment = Environment(tmp_path)
+    install.install(environment.site_packages, flex=flex)
+    answer = environment.forked(
+        f"{LOOK}\nfrom flash_attn_compat import doctor\nprint(doctor._explain_flex(torch.device('cpu')))"
+    )
+    on, told = answer.stdout.splitlines()
+    assert on == ("False" if flex else "None"), answer.stderr
+    assert f"'switched on': '{'yes' if flex else 'no ('}" in told
