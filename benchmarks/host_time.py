@@ -225,7 +225,7 @@ def serve_without_gpu() -> None:
     """Make the fused backend serve CPU tensors for the rest of this process, with launches that do nothing."""
     import pytest
 
-    from flash_attn_compat.backends.fused import nvrtc
+    from flash_attn_compat.backends.fused.building import nvrtc
     from tests.kernels import fused_on_cpu
 
     patch = pytest.MonkeyPatch()

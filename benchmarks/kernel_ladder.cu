@@ -2,7 +2,7 @@
 // before. docs/kernels.md explains the steps, benchmarks/kernel_ladder.py runs and times them. fp16, no LSE.
 //
 // grid: tiles * nheads * batch blocks; a block has a tile of rows of one head.
-#include "common.cuh"
+#include "base/common.cuh"
 
 constexpr int KEYS = 64;   // of a tile in shared memory
 constexpr int ROW_BYTES = 2 * D, CHUNKS = D / 8;   // of 16 bytes, in a row

@@ -24,8 +24,10 @@ from torch import Tensor
 from benchmarks.kernel_report import Pipes, model_turing, useful_share
 from benchmarks.runner import relative_difference
 from flash_attn_compat import flash_attn_func, settings, use_backend
-from flash_attn_compat.backends.fused import launcher, layouts, nvrtc, params, variants
-from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.launching import launcher, layouts, params
 from tests.kernels import offline
 from verify.environment import describe
 from verify.timing import Failed, Job, Timing, attempt, fastest, time_together

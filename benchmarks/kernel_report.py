@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from flash_attn_compat.backends.fused import variants
-from flash_attn_compat.backends.fused.nvrtc import KernelError
-from flash_attn_compat.backends.fused.variants import Kind, Variant
+from flash_attn_compat.backends.fused.building.nvrtc import KernelError
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
 from tests import fused_coverage
 from tests.kernels import offline
 

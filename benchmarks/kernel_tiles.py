@@ -1,7 +1,7 @@
 """Times each kernel's tiles on this GPU: `python -m benchmarks.kernel_tiles`.
 
 Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets. The candidates are `tune`'s
-(backends/fused/candidates.py), here under every mask; the first of each row is the present tile.
+(backends/fused/tuning/candidates.py), here under every mask; the first of each row is the present tile.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from torch import Tensor
 
 import flash_attn_compat
 from benchmarks.runner import DTYPES, Contest, forward_only, make_parser, run, time_one_by_one
-from flash_attn_compat.backends.fused import candidates, grids, nvrtc, variants
-from flash_attn_compat.backends.fused.tiles import Tile
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.launching import grids
+from flash_attn_compat.backends.fused.tuning import candidates
 from flash_attn_compat.dispatch import call_cache
 from verify import workloads
 from verify.bench_run import Jobs

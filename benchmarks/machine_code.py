@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flash_attn_compat.backends.fused import candidates, variants
-from flash_attn_compat.backends.fused.variants import Kind, Variant
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.tuning import candidates
 from tests import fused_coverage
 from tests.kernels import offline
 

@@ -1,7 +1,7 @@
 // A bare loop of 16 x 8 by 8 x 8 products, without a load: the peak beside which kernel_ladder.py shows its steps.
 //
 // grid: any number of blocks of 8 warps; each block writes a sum of its products to lse[block].
-#include "ptx.cuh"
+#include "base/ptx.cuh"
 
 constexpr int ROUNDS = 512, AT_ONCE = 4, WARPS = 8;
 

@@ -27,10 +27,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernel_tiles import format_tile, replace_tile
 from flash_attn_compat import flash_attn_func, use_backend
-from flash_attn_compat.backends.fused import aot, nvrtc, variants
-from flash_attn_compat.backends.fused.grids import choose_one_tile, takes_small_tiles
-from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.backends.fused.variants import FP16, Kind
+from flash_attn_compat.backends.fused.building import aot, nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind
+from flash_attn_compat.backends.fused.launching.grids import choose_one_tile, takes_small_tiles
 from verify.graphs import capture
 from verify.timing import Failed, Job, attempt, fastest, free_memory
 

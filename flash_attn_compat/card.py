@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 import flash_attn_compat
-from flash_attn_compat.backends.fused import nvrtc
+from flash_attn_compat.backends.fused.building import nvrtc
 
 # The share of a GPU's memory that may be used. Beyond it, Windows' drivers (also under WSL) use host memory silently.
 MEMORY_SHARE = 0.9

@@ -281,7 +281,7 @@ def _uninstall(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     from flash_attn_compat import doctor
-    from flash_attn_compat.backends.fused import faults
+    from flash_attn_compat.backends.fused.judging import faults
 
     if options.again:
         faults.remove_marks()
@@ -300,7 +300,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     from flash_attn_compat import tune
-    from flash_attn_compat.backends.fused import kernel_files, tuned
+    from flash_attn_compat.backends.fused.building import kernel_files
+    from flash_attn_compat.backends.fused.tuning import tuned
 
     try:
         tuning = tune.plan_tuning(options.head_dim, options.dtype, options.seqlen)
@@ -333,8 +334,10 @@ def _write(path: Path, line: str) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from flash_attn_compat.backends.fused import aot, clearing, kernel_files, variants
-    from flash_attn_compat.backends.fused.nvrtc import KernelError
+    from flash_attn_compat.backends.fused import clearing
+    from flash_attn_compat.backends.fused.building import aot, kernel_files
+    from flash_attn_compat.backends.fused.building.nvrtc import KernelError
+    from flash_attn_compat.backends.fused.choosing import variants
 
     if options.into:
         os.environ[settings.CACHE] = options.into

@@ -26,7 +26,9 @@ import torch.nn.functional as F
 
 import flash_attn_compat
 from flash_attn_compat import installed, self_check, settings
-from flash_attn_compat.backends.fused import faults, kernel_files, nvrtc, tuned
+from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
+from flash_attn_compat.backends.fused.judging import faults
+from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.core.features import dtype_name, lacks_tensor_cores
 from flash_attn_compat.dropin import install, installed_package
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec

@@ -19,10 +19,12 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import progress, settings
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import candidates, nvrtc, tuned, variants
-from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.tuning import candidates, tuned
+from flash_attn_compat.backends.fused.tuning.tuned import Card, TileChoice, Times
 from flash_attn_compat.card import Limits, count_flops, measure_limits
 from flash_attn_compat.core.features import dtype_name, lacks_tensor_cores
 from flash_attn_compat.dispatch import call_cache

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from flash_attn_compat import backend_counts, use_backend
-from flash_attn_compat.backends.fused import aot, masks, nvrtc, variants
-from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
+from flash_attn_compat.backends.fused.building import aot, nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
+from flash_attn_compat.backends.fused.launching import masks
 from flash_attn_compat.torch_sdpa.policy import Policy
 from tests.kernels import eight_bit_steps
 from tests.sdpa import fuzz, originals

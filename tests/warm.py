@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flash_attn_compat import explain, flash_attn_interface, settings, use_backend
 from flash_attn_compat import flash_attn_2_cuda as raw
-from flash_attn_compat.backends.fused import params
+from flash_attn_compat.backends.fused.launching import params
 from flash_attn_compat.core.inputs import Options
 from flash_attn_compat.dispatch import call_cache
 from tests.forms import calls

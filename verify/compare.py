@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flash_attn_compat.backends.fused import faults
+from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.card import cap_memory
 from flash_attn_compat.isolation import Ended, NotDone, may_break, read_concurrently, run_in_children
 

@@ -25,9 +25,10 @@ from benchmarks.turing_sm.machine_code import (
     parse,
     usual_path,
 )
-from flash_attn_compat.backends.fused import candidates, variants
-from flash_attn_compat.backends.fused.nvrtc import KernelError
-from flash_attn_compat.backends.fused.variants import Kind, Variant
+from flash_attn_compat.backends.fused.building.nvrtc import KernelError
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.tuning import candidates
 from tests.kernels import offline
 
 ENTRIES = candidates.ENTRIES

@@ -80,7 +80,7 @@ class Mask(NamedTuple):
 
     @property
     def kernel_fields(self) -> dict[str, int]:
-        """The fields of struct Params (cuda/params.cuh) that say the mask."""
+        """The fields of struct Params (cuda/base/params.cuh) that say the mask."""
         left, right = self.window
         return {"window_left": min(left, _MAX_WINDOW), "window_right": min(right, _MAX_WINDOW)}
 

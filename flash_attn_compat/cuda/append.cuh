@@ -1,7 +1,7 @@
 // Writes new keys and values into a cache, behind the keys in use, and rotates keys by their positions (RoFormer: Su et
 // al., 2021) if there are tables. The decode kernel appends few keys itself, append.cu many. A piece is 8 channels.
 #pragma once
-#include "sequences.cuh"
+#include "base/sequences.cuh"
 
 // The slot behind sequence b's keys in use.
 DEVICE int first_new_slot(const Params &p, int b) {

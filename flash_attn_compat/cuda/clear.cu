@@ -3,7 +3,7 @@
 // keys; a null address is no result. Channels come in pieces of 8, aligned to 16 bytes.
 //
 // grid: any number of blocks. All blocks share the tokens outside of all sequences; each takes some of the sequences.
-#include "ptx.cuh"
+#include "base/ptx.cuh"
 
 constexpr int THREADS = 256;
 

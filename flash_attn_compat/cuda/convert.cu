@@ -2,7 +2,7 @@
 // k, v (and q) for each sequence and key head, by `splits` blocks each; powers of two follow from it (scale_of in
 // common.cuh). COPIED: absmax also writes k and v as fp16, by the largest magnitude known so far, and to_half writes
 // again where the final power differs. In the backward all maxima are known, and to_half alone writes the copies.
-#include "sequences.cuh"
+#include "base/sequences.cuh"
 
 constexpr int THREADS = 256, CHUNKS = D / 8, STEP = THREADS / CHUNKS, AT_ONCE = 4,
               ROWS = AT_ONCE * STEP;   // AT_ONCE: rows that a thread loads together

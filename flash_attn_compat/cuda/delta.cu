@@ -3,7 +3,7 @@
 //
 // grid: tiles * nheads * batch blocks of 256 threads; D / 8 threads (at most 32) share a row; tiles = ceil(rows of the
 // longest sequence / ROWS). SHARED_GRID: p.varlen_tiles * nheads blocks.
-#include "sequences.cuh"
+#include "base/sequences.cuh"
 
 constexpr int THREADS = 256, LANES = D > 256 ? 32 : D / 8, SHARES = D / 8 / LANES, PASSES = 4 / SHARES,
               ROWS = PASSES * THREADS / LANES;   // SHARES: chunks of a row for each lane

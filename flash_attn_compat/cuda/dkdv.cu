@@ -7,7 +7,7 @@
 // outside of all sequences. tiles = ceil(keys (or slots) of the longest sequence / STATIONARY_ROWS). SHARED_GRID:
 // p.varlen_tiles * nheads_k blocks.
 #define KEYS_STATIONARY 1
-#include "sequences.cuh"
+#include "base/sequences.cuh"
 
 // The rows and operands of dkdv, by the names of backward.cuh.
 struct Operands {
@@ -26,8 +26,8 @@ struct Operands {
   static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.q_s; }
   static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.dout_s; }
 };
-#include "few_keys.cuh"
-#include "stages.cuh"
+#include "gradients/few_keys.cuh"
+#include "gradients/stages.cuh"
 
 DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {
   const StationaryTile keys(p, blockIdx.x + p.zero);

@@ -3,7 +3,7 @@
 // grid: tiles * nheads * batch blocks; with cu_seqlens_q tiles * nheads more, which clear tokens outside of all
 // sequences. tiles = ceil(rows of the longest sequence / STATIONARY_ROWS). SHARED_GRID: p.varlen_tiles * nheads blocks.
 #define KEYS_STATIONARY 0
-#include "sequences.cuh"
+#include "base/sequences.cuh"
 
 // The rows and operands of dq, by the names of backward.cuh.
 struct Operands {
@@ -22,7 +22,7 @@ struct Operands {
   static DEVICE const Strides &streamed_qk_strides(const Params &p) { return p.k_s; }
   static DEVICE const Strides &streamed_vo_strides(const Params &p) { return p.v_s; }
 };
-#include "stages.cuh"
+#include "gradients/stages.cuh"
 
 // The largest |dout| (scaled) of each stationary row: with a bound of its own a row keeps its digits, however small it
 // is beside other rows.

@@ -2,7 +2,7 @@
 // into bits; finds each row's largest bias. grid: parts * bands for each head's mask (one if heads share it); a part is
 // PART_KEYS keys. A block reads BIAS_WORDS * 32 keys of a band: 16 words, or 8 or 2 for masks of at most 256 or 64
 // keys. A warp reads at most 256 keys of a quarter of the band's rows.
-#include "mask.cuh"
+#include "scores/mask.cuh"
 
 constexpr int QUARTERS = 4, AT_ONCE = 4, N = BIAS_WORDS > 8 ? 8 : BIAS_WORDS,
               WARPS = BIAS_WORDS / N * QUARTERS;   // AT_ONCE: rows that are loaded together

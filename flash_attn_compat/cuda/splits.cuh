@@ -1,7 +1,7 @@
 // FlashDecoding (Dao, Haziza, Massa, Sizov, 2023): several blocks share the keys of a tile, and the last of them merges
 // the results.
 #pragma once
-#include "softmax.cuh"
+#include "scores/softmax.cuh"
 
 // The keys of one split, in whole units: every split but the last has as many. Where few keys are visible, there are
 // fewer than p.splits.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import nvrtc
+from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.torch_flex import functions, launch

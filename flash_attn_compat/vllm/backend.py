@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 )
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import nvrtc
+from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.vllm import versions
 from flash_attn_compat.vllm.batch import CompatMetadata, count_decodes, split, with_parts
 from flash_attn_compat.vllm.layer import CACHE_DTYPES, ENCODERS, FUSED, PAGE, CompatImpl

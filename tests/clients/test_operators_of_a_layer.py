@@ -13,7 +13,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from flash_attn_compat.backends.fused import nvrtc
+from flash_attn_compat.backends.fused.building import nvrtc
 from tests.kernels import fused_on_cpu
 
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -1,4 +1,4 @@
-"""Runs printed functions on a CPU: g++ compiles them with cuda/flex_operators.cuh, as the emulator compiles kernels."""
+"""Runs printed functions on a CPU: g++ compiles them with flex_operators.cuh, as the emulator compiles kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flash_attn_compat.core.flex.printer import Printed
 from tests.kernels import emulate
 
 CPU = torch.device("cpu")
-# What cuda/flex.cuh gives printed functions. Loads check that they stay inside their tensors.
+# What cuda/scores/flex.cuh gives printed functions. Loads check that they stay inside their tensors.
 _HARNESS = """
 struct FlexParams { const void *at[16]; i64 elements[16]; int size[16][4], stride[16][4]; i64 numbers[8]; };
 static int outside;

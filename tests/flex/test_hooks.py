@@ -11,7 +11,7 @@ from torch._C import DispatchKey
 from torch.nn.attention.flex_attention import flex_attention
 
 from flash_attn_compat import backend_counts, explain, reset_backend_counts
-from flash_attn_compat.backends.fused import nvrtc
+from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.torch_flex import functions, graphs, inductor, operator, override
 from flash_attn_compat.torch_flex.calls import FlexCall
 from flash_attn_compat.torch_flex.policy import Policy

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import os
 import shutil
 import subprocess
@@ -24,8 +23,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 import flash_attn_compat
-from flash_attn_compat.backends.fused.nvrtc import GENERATED
-from flash_attn_compat.backends.fused.variants import DEFAULTS
+from flash_attn_compat.backends.fused.building.nvrtc import GENERATED
+from flash_attn_compat.backends.fused.choosing.variants import DEFAULTS
 from tests.kernels.offline import SHARED_MEMORY
 
 HERE = Path(__file__).parent
@@ -194,8 +193,9 @@ def _folders(source: Path) -> tuple[Path, Path, Path]:
 
 def built_name(source: Path, options: tuple[str, ...]) -> str:
     """Return a name that depends on every byte of the sources, not on their folder."""
-    headers = (sorted(folder.glob("*.*h")) for folder in _folders(source))
-    files = dict.fromkeys((file.name, file.read_bytes()) for file in (source, ENGINE, *itertools.chain(*headers)))
+    headers = [(folder, file) for folder in _folders(source) for file in sorted(folder.rglob("*.*h"))]
+    files = dict.fromkeys((file.name, file.read_bytes()) for file in (source, ENGINE))
+    files |= dict.fromkeys((file.relative_to(folder).as_posix(), file.read_bytes()) for folder, file in headers)
     sizes = [(name, len(content)) for name, content in files]
     compiled = hashlib.sha256(repr((options, ENGINE_OPTIONS, LIBRARIES, compiler_version(), sizes)).encode())
     for _, content in files:

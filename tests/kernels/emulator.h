@@ -6,7 +6,7 @@
 // engine.cpp does the work and is compiled once; this is compiled with each variant, so there is little of it and no header of C's.
 #pragma once
 #define EMULATED 1
-#include "ptx.cuh"
+#include "base/ptx.cuh"
 
 #define DEVICE inline
 #define KERNEL(threads, blocks) extern "C" __attribute__((visibility("default"))) void

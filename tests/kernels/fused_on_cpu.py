@@ -23,22 +23,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import (
-    Fused,
-    calls,
-    faults,
-    grids,
-    kernel_files,
-    launcher,
-    nvrtc,
-    params,
-    self_test,
-    tuned,
-    variants,
-    workspaces,
-)
-from flash_attn_compat.backends.fused.nvrtc import Kernel, Target
-from flash_attn_compat.backends.fused.variants import Variant
+from flash_attn_compat.backends.fused import Fused
+from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import Kernel, Target
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Variant
+from flash_attn_compat.backends.fused.judging import faults, self_test
+from flash_attn_compat.backends.fused.launching import calls, grids, launcher, params, workspaces
+from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.core import checks
 from flash_attn_compat.dispatch import call_cache
 

@@ -1,6 +1,6 @@
 // What the emulator is tested with: instructions of ptx.cuh against plain PyTorch, and every mistake that it must notice.
 // q: the input, out or lse: the output; zero: 0, which the compiler cannot know.
-#include "ptx.cuh"
+#include "base/ptx.cuh"
 
 #define LANE (threadIdx.x & 31)
 

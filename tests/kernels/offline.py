@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flash_attn_compat.backends.fused import nvrtc
-from flash_attn_compat.backends.fused.grids import Gpu
-from flash_attn_compat.backends.fused.nvrtc import Compiler
-from flash_attn_compat.backends.fused.variants import Variant
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import Compiler
+from flash_attn_compat.backends.fused.choosing.variants import Variant
+from flash_attn_compat.backends.fused.launching.grids import Gpu
 
 FOLDERS = "NVRTC_FOLDERS"
 REGISTERS = 65536  # of a multiprocessor

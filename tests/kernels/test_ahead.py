@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import cli, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import aot, kernel_files, nvrtc, variants
-from flash_attn_compat.backends.fused.nvrtc import KernelError
-from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind, Variant
+from flash_attn_compat.backends.fused.building import aot, kernel_files, nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import KernelError
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import BF16_AS_FP16, FP16, Kind, Variant
 from tests.forms.support import check_refused_in_one_line, ints
 from tests.kernels import fused_on_cpu
 

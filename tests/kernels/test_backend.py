@@ -15,8 +15,12 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
-from flash_attn_compat.backends.fused import Fused, layouts, nvrtc, self_test, variants
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused import Fused
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.judging import self_test
+from flash_attn_compat.backends.fused.launching import layouts
 from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Feature, Traits
@@ -238,7 +242,7 @@ IN_FP16 = """
 """
 WINDOW = train(window_size=(9, 3))
 WRONG = {
-    "a window one key too wide": ("score.cuh", "position + after)", "position + after + 1)", WINDOW),
+    "a window one key too wide": ("scores/score.cuh", "position + after)", "position + after + 1)", WINDOW),
     "scores kept in fp16": (
         "forward.cu", "v_tile, step);\n      });\n", f"v_tile, step);\n      }});\n{IN_FP16}", train()
     ),
@@ -246,11 +250,13 @@ WRONG = {
     "scores kept in fp16 by a step that appends": (
         "decode.cu", "w));\n  }\n", f"w));\n  }}\n{IN_FP16}", decode_step(1)
     ),
-    "scores kept in fp16 by gradients": ("backward.cuh", "qk_at);\n", f"qk_at);\n{IN_FP16}", train()),
+    "scores kept in fp16 by gradients": ("gradients/backward.cuh", "qk_at);\n", f"qk_at);\n{IN_FP16}", train()),
     "a key too few": ("forward.cu", "range.streamed - 1 - from", "range.streamed - 2 - from", train()),
-    "scores not rescaled": ("softmax.cuh", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
-    "an LSE of other units": ("softmax.cuh", "__log2f(l)) * LN2", "__log2f(l))", train()),
-    "another dropout mask": ("softmax.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),
+    "scores not rescaled": ("scores/softmax.cuh", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
+    "an LSE of other units": ("scores/softmax.cuh", "__log2f(l)) * LN2", "__log2f(l))", train()),
+    "another dropout mask": (
+        "scores/softmax.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)
+    ),
     "splits that share a key": ("splits.cuh", "+ split * each,", "+ split * (each - 1),", train()),
     "splits weighed alike": ("splits.cuh", "exp2_approx(x[s][0].x - from[0])", "1.f", train()),
     "gradients of some heads left out": ("dkdv.cu", "s < p.splits;", "s + 1 < p.splits;", train()),
@@ -277,9 +283,12 @@ def test_a_wrong_kernel_is_caught_before_its_first_real_call(
 ALL_GRADIENTS = {
     "as they are": ("dkdv.cu", "clear_dq(p, keys);", "clear_dq(p, keys);", True),
     "dq without the last keys": (
-        "few_keys.cuh", "UNROLLED(k, STATIONARY_ROWS / 16) {", "UNROLLED(k, STATIONARY_ROWS / 16 - 1) {", False
+        "gradients/few_keys.cuh",
+        "UNROLLED(k, STATIONARY_ROWS / 16) {", "UNROLLED(k, STATIONARY_ROWS / 16 - 1) {", False,
     ),
-    "no delta": ("few_keys.cuh", "(STREAMED_ROWS + step) * 4, -sum)", "(STREAMED_ROWS + step) * 4, 0.f)", False),
+    "no delta": (
+        "gradients/few_keys.cuh", "(STREAMED_ROWS + step) * 4, -sum)", "(STREAMED_ROWS + step) * 4, 0.f)", False
+    ),
     "dq left as it was outside": ("dkdv.cu", "clear_dq(p, keys);", ";", False),
 }  # fmt: skip
 

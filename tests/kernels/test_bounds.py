@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_interface
-from flash_attn_compat.backends.fused import forward, variants
+from flash_attn_compat.backends.fused import forward
+from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.dispatch import call_cache, serve
 from tests.kernels import emulate, fused_on_cpu
 from tests.kernels.fused_on_cpu import LaunchRecord

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flash_attn_compat.backends.fused import faults, kernel_files
+from flash_attn_compat.backends.fused.building import kernel_files
+from flash_attn_compat.backends.fused.judging import faults
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flash_attn_compat.backends.fused import nvrtc, self_test, tuned, variants
-from flash_attn_compat.backends.fused.nvrtc import Target
-from flash_attn_compat.backends.fused.variants import FP16, Kind
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import Target
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind
+from flash_attn_compat.backends.fused.judging import self_test
+from flash_attn_compat.backends.fused.tuning import tuned
 from tests.kernels import emulate
 
 KIND = Kind(75, FP16, 64, local=True)
-HEADERS = {f"cuda/{path.name}" for path in nvrtc.SOURCES.glob("*.cuh")}
+HEADERS = {f"cuda/{name}" for name in nvrtc.HEADERS}
 MACROS = ("-DD=64", "-DLOCAL=1")
 Change = Callable[[pytest.MonkeyPatch], object]
 
@@ -73,12 +76,12 @@ CACHES = {
     ),
     "what a trial asks": Cache(
         lambda copies: self_test._result_name((variants.forward(KIND),), 0),
-        {f"fused/{path.name}" for path in self_test._CODE.glob("*.py")},
+        {f"fused/{path.relative_to(self_test._CODE).as_posix()}" for path in self_test._CODE.rglob("*.py")},
         {},
     ),
     "what was tuned": Cache(
         lambda copies: tuned._file_name("Tesla T4"),
-        {f"cuda/{path.name}" for path in nvrtc.SOURCES.glob("*.cu*")},
+        {*HEADERS, *(f"cuda/{path.name}" for path in nvrtc.SOURCES.glob("*.cu"))},
         {"PyTorch": other(torch, "__version__", "2.99")},
     ),
     # Wherever its source lies: a library is kept for the next run of the tests.

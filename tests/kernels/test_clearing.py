@@ -13,7 +13,9 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_varlen_func, settings, use_backend
 from flash_attn_compat.backends import torch_flash, unwritten
-from flash_attn_compat.backends.fused import clearing, nvrtc, self_test
+from flash_attn_compat.backends.fused import clearing
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.backends.unwritten import PackedResults
 from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import AttentionCall
@@ -274,8 +276,7 @@ def test_a_kernel_that_clears_other_tokens_fails_its_self_test_and_operators_cle
 ) -> None:
     text, other = (nvrtc.SOURCES / "clear.cu").read_text(), MUTANTS[mutant]
     assert text.count(other[0]) == 1
-    for header in nvrtc.SOURCES.glob("*.cuh"):
-        shutil.copy(header, tmp_path)
+    shutil.copytree(nvrtc.SOURCES, tmp_path, dirs_exist_ok=True)
     (tmp_path / "clear.cu").write_text(text.replace(*other))
     fused_on_cpu.emulate(monkeypatch, 90, tried=True, sources=tmp_path)
     monkeypatch.setattr(self_test, "_test_digests", lambda: ())

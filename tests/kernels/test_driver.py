@@ -7,9 +7,11 @@ import struct
 
 import pytest
 
-from flash_attn_compat.backends.fused import nvrtc, params, variants
-from flash_attn_compat.backends.fused.nvrtc import ContextLost, Kernel, KernelError
-from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import ContextLost, Kernel, KernelError
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.launching import params
 from flash_attn_compat.core import cuda_capture
 from tests.forms.support import driver_stand_in
 

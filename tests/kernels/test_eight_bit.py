@@ -12,7 +12,10 @@ from torch.torch_version import TorchVersion
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import Fused, forward, grids, layouts, params, self_test, variants
+from flash_attn_compat.backends.fused import Fused, forward
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.judging import self_test
+from flash_attn_compat.backends.fused.launching import grids, layouts, params
 from flash_attn_compat.core import eight_bit
 from flash_attn_compat.core.features import Feature, Traits
 from tests import fused_coverage

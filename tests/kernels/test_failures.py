@@ -20,9 +20,9 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import base
-from flash_attn_compat.backends.fused import nvrtc
-from flash_attn_compat.backends.fused.nvrtc import KernelError
-from flash_attn_compat.backends.fused.variants import Variant
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import KernelError
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.private_interface import _flash_attn_backward, _flash_attn_varlen_forward
 from tests.forms.support import close, ints, randn

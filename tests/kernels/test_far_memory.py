@@ -99,10 +99,10 @@ def test_calls_that_differ_in_strides_that_lead_nowhere_are_alike(name: str, str
 
 
 WRONG = {
-    "rows of Q": ("sequences.cuh", "x + b * s.batch + (i64)row * s.row", "packed", -3),
-    "heads of the backward": ("backward.cuh", "(i64)(head + which) * s.head", "trained", -2),
-    "rows of keys": ("tiles.cuh", "(i64)(first_slot + row) * s.row", "many rows", -3),
-    "rows of gradients": ("tiles.cuh", "out + (i64)(first_row + row) * row_stride", "gradients given", -3),
+    "rows of Q": ("base/sequences.cuh", "x + b * s.batch + (i64)row * s.row", "packed", -3),
+    "heads of the backward": ("gradients/backward.cuh", "(i64)(head + which) * s.head", "trained", -2),
+    "rows of keys": ("base/tiles.cuh", "(i64)(first_slot + row) * s.row", "many rows", -3),
+    "rows of gradients": ("base/tiles.cuh", "out + (i64)(first_row + row) * row_stride", "gradients given", -3),
 }
 
 

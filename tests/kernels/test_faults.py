@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from flash_attn_compat import backend_counts, explain, flash_attn_func, isolation, reset_backend_counts, use_backend
-from flash_attn_compat.backends.fused import faults, kernel_files, nvrtc, params, self_test
-from flash_attn_compat.backends.fused.nvrtc import ContextLost
+from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import ContextLost
+from flash_attn_compat.backends.fused.judging import faults, self_test
+from flash_attn_compat.backends.fused.launching import params
 from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.dispatch import call_cache
 from tests.forms.support import close, driver_stand_in, randn
@@ -163,7 +165,7 @@ def test_an_interrupt_at_any_point_leaves_no_mark(at: str, folder: Path, monkeyp
 def ended_by(end: str) -> str:
     """A program that ends, or waits, in the middle of a trial."""
     return f"""
-from flash_attn_compat.backends.fused import faults
+from flash_attn_compat.backends.fused.judging import faults
 import os, signal, sys, time
 with faults.watch_trial({TRIAL!r}, "forward", lambda: None):
     print("tries", flush=True)
@@ -190,7 +192,7 @@ def test_a_process_that_ends_in_a_trial_leaves_a_mark_against_that_trial_alone(e
 @needs_fork
 def test_processes_that_try_the_same_kernel_at_once_do_not_refuse_it(folder: Path) -> None:
     code = f"""
-from flash_attn_compat.backends.fused import faults
+from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.dispatch import call_cache
 import os, time
 os.environ["FLASH_ATTN_COMPAT_CACHE"] = {str(folder.parent)!r}
@@ -260,7 +262,7 @@ PLACES = {
 SEND = "os.kill(os.getpid(), number)"
 START = """
 import ctypes, faulthandler, os, signal, sys, threading
-from flash_attn_compat.backends.fused import faults
+from flash_attn_compat.backends.fused.judging import faults
 
 sound = lambda: None
 """

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import flex, layouts, nvrtc
+from flash_attn_compat.backends.fused import flex
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing.variants import Kind
 from flash_attn_compat.backends.fused.flex import BlockLists, Blocks, FlexInputs, FlexUpstream, Mods
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused.launching import layouts
 from tests.forms import plain as plain_tests
 from tests.kernels import emulate, fused_on_cpu, offline
 

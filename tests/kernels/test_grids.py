@@ -12,9 +12,10 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import grids, variants, workspaces
-from flash_attn_compat.backends.fused.grids import Grid
-from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import BF16_AS_FP16, FP16, Kind
+from flash_attn_compat.backends.fused.launching import grids, workspaces
+from flash_attn_compat.backends.fused.launching.grids import Grid
 from tests.forms.plain import some_of
 from tests.kernels import fused_on_cpu, offline
 from tests.kernels.fused_on_cpu import LaunchRecord

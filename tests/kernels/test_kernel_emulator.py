@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import params
+from flash_attn_compat.backends.fused.launching import params
 from tests.kernels import emulate
 from tests.kernels.emulate import EmulationError, Kernel, Rules, compile_kernel
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
-from flash_attn_compat.backends.fused import forward, grids, variants, workspaces
+from flash_attn_compat.backends.fused import forward
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.launching import grids, workspaces
 from tests.forms.plain import some, some_of
 from tests.kernels import emulate, fused_on_cpu
 from tests.kernels.fused_on_cpu import LaunchRecord

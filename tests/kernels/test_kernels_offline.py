@@ -16,9 +16,10 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import kernel_report
-from flash_attn_compat.backends.fused import grids, nvrtc, variants
-from flash_attn_compat.backends.fused.nvrtc import Compiler
-from flash_attn_compat.backends.fused.variants import (
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import Compiler
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import (
     BF16,
     BF16_AS_FP16,
     BIAS_WORDS,
@@ -31,6 +32,7 @@ from flash_attn_compat.backends.fused.variants import (
     Kind,
     Variant,
 )
+from flash_attn_compat.backends.fused.launching import grids
 from tests.forms.plain import some, some_of
 from tests.kernels import offline
 

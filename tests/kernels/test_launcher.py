@@ -22,8 +22,11 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import KernelsFailed
-from flash_attn_compat.backends.fused import forward, launcher, layouts, nvrtc, variants, workspaces
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused import forward
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.launching import launcher, layouts, workspaces
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import call_of, checked_call
 from flash_attn_compat.core.inputs import CacheInputs, DenseInputs, Options

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from flash_attn_compat.backends.fused import kernel_files, nvrtc, params, variants
-from flash_attn_compat.backends.fused.nvrtc import Kernel, KernelError, Target
-from flash_attn_compat.backends.fused.variants import Kind, Variant
+from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import Kernel, KernelError, Target
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.launching import params
 from flash_attn_compat.core import cuda_capture
 
 VARIANT = variants.forward(Kind(75, variants.FP16, 64))
@@ -180,7 +182,7 @@ def test_python_and_c_agree_on_every_field(tmp_path: Path) -> None:
     places = [*(f"offsetof(Params, {name})" for name, _ in FIELDS), "sizeof(Params)"]
     asserted = [f"static_assert({place} == {end});" for place, end in zip(places, ends, strict=True)]
     program = tmp_path / "layout.cpp"
-    program.write_text("\n".join(["#include <cstddef>", '#include "params.cuh"', *asserted]))
+    program.write_text("\n".join(["#include <cstddef>", '#include "base/params.cuh"', *asserted]))
     command = ["g++", "-std=c++17", "-w", "-fsyntax-only", f"-I{nvrtc.SOURCES}", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stderr

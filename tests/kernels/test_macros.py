@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_attn_compat.backends.fused import flex, nvrtc, variants
-from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused import flex
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind, Variant
 from tests import fused_coverage
 
 PAGE = Path(__file__).parents[2] / "docs/kernels.md"
 _ROW = re.compile(r"^\| `([A-Z0-9_]+)` \| ([^|]+) \| [^|]+ \| ([^|]+) \|$", re.MULTILINE)
-SOURCES = sorted(nvrtc.SOURCES.glob("*.cu*"))
+SOURCES = sorted(nvrtc.SOURCES.rglob("*.cu*"))
 
 
 def all_variants() -> list[Variant]:
@@ -42,7 +44,7 @@ def table() -> dict[str, tuple[str, set[str]]]:
 def includes(source: str) -> str:
     """A source with all headers that it includes, one after the other."""
     text = (nvrtc.SOURCES / source).read_text(encoding="utf-8")
-    headers = re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE)
+    headers = re.findall(r'^#include "([\w/]+\.cuh)"', text, re.MULTILINE)
     return text + "".join(includes(header) for header in headers if header != nvrtc.GENERATED)
 
 

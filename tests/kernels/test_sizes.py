@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 import flash_attn_compat
-from flash_attn_compat.backends.fused import grids, variants
-from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS, Kind
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.choosing.variants import FP16, HEAD_DIMS, Kind
+from flash_attn_compat.backends.fused.launching import grids
 from tests.forms.plain import pairwise, some, some_of
 from tests.kernels import emulate, fused_on_cpu, offline
 from tests.kernels.fused_on_cpu import LaunchRecord

@@ -11,8 +11,9 @@ import torch
 
 from flash_attn_compat import backend_counts, doctor, explain, flash_attn_func, reset_backend_counts, settings
 from flash_attn_compat.backends import chunked
-from flash_attn_compat.backends.fused import nvrtc, tuned
-from flash_attn_compat.backends.fused.tuned import Card
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.tuning import tuned
+from flash_attn_compat.backends.fused.tuning.tuned import Card
 from flash_attn_compat.core.features import Feature, Traits, lacks_tensor_cores
 from flash_attn_compat.dispatch import choice
 from tests.forms.support import randn

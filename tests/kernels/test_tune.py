@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from flash_attn_compat import backend_counts, cli, explain, flash_attn_func, reset_backend_counts, settings, tune
-from flash_attn_compat.backends.fused import candidates, nvrtc, tuned, variants
-from flash_attn_compat.backends.fused.nvrtc import KernelError
-from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.backends.fused.tuned import Card, TileChoice
-from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import KernelError
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.tuning import candidates, tuned
+from flash_attn_compat.backends.fused.tuning.tuned import Card, TileChoice
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.card import NO_LIMITS, Limits
 from flash_attn_compat.dispatch import call_cache

@@ -21,10 +21,11 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import backward, tuned
-from flash_attn_compat.backends.fused.nvrtc import KernelError
-from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.backends.fused.tuned import Card, TileChoice, Times
+from flash_attn_compat.backends.fused import backward
+from flash_attn_compat.backends.fused.building.nvrtc import KernelError
+from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.tuning import tuned
+from flash_attn_compat.backends.fused.tuning.tuned import Card, TileChoice, Times
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.dispatch import call_cache, choice
 from tests.answers import others_kernels

@@ -13,9 +13,10 @@ import sys
 import pytest
 
 import flash_attn_compat
-from flash_attn_compat.backends.fused import grids, variants
-from flash_attn_compat.backends.fused.tiles import Tile
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.launching import grids
 from tests.kernels import fused_on_cpu
 from verify.examination import Examination
 from verify.judge import Check

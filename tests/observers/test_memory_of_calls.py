@@ -24,7 +24,7 @@ from flash_attn_compat import (
     reset_backend_counts,
     use_backend,
 )
-from flash_attn_compat.backends.fused import layouts
+from flash_attn_compat.backends.fused.launching import layouts
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.inputs import Options, PackedInputs

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_with_kvcache
 from flash_attn_compat.backends import unwritten
-from flash_attn_compat.backends.fused import self_test, variants
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.core import cuda_capture
 from tests.forms.support import UNSEEN, OnGpu, cumulative
 from tests.kernels import fused_on_cpu

@@ -15,7 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import explain
-from flash_attn_compat.backends.fused import Fused, candidates, grids, nvrtc, variants
+from flash_attn_compat.backends.fused import Fused
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.launching import grids
+from flash_attn_compat.backends.fused.tuning import candidates
 from flash_attn_compat.torch_sdpa.policy import check_mask
 from tests.forms.plain import pairwise, some, some_of
 from tests.forms.support import randn
@@ -350,12 +354,16 @@ def test_right_kernels_pass_their_trial(kind: str, one_tile: bool, monkeypatch: 
     ("kind", "file", "before", "after"),
     [
         ("bool", "mask.cu", "x[r][n] == 0.f) << n", "true) << n"),
-        ("bool", "mask.cuh", "& (KEYS < 64 ? 1 :", "& (KEYS < 128 ? 1 :"),
-        ("own, odd", "backward_scores.cuh", "mask.at(p, row,", "mask.at(p, row + 1,"),
+        ("bool", "scores/mask.cuh", "& (KEYS < 64 ? 1 :", "& (KEYS < 128 ? 1 :"),
+        ("own, odd", "gradients/backward_scores.cuh", "mask.at(p, row,", "mask.at(p, row + 1,"),
         pytest.param(
-            "own", "backward_scores.cuh", "? e ? bias[m][r].y", "? e ? bias[m][r].x", marks=pytest.mark.thorough
+            "own",
+            "gradients/backward_scores.cuh",
+            "? e ? bias[m][r].y",
+            "? e ? bias[m][r].x",
+            marks=pytest.mark.thorough,
         ),
-        ("own", "mask.cuh", "bits_to_float((u16)(both >> 16))", "bits_to_float((u16)both)"),
+        ("own", "scores/mask.cuh", "bits_to_float((u16)(both >> 16))", "bits_to_float((u16)both)"),
     ],
 )
 def test_a_wrong_kernel_is_caught(

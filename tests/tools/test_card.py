@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flash_attn_compat import card
-from flash_attn_compat.backends.fused import nvrtc
+from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.card import Limits
 from tests.forms.support import driver_stand_in
 from verify import bench, compare

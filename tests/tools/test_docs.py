@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from flash_attn_compat import cli, settings
-from flash_attn_compat.backends.fused import aot, variants
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused.building import aot
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind
 from verify import cli as verify_cli
 from verify import compare
 
@@ -34,7 +35,9 @@ SOURCES = {
     for path in (ROOT / folder).rglob("*.*")
 } | {"setup.py"}
 # Where a file may be that a page names.
-FOLDERS = ROOT / "flash_attn_compat", ROOT / "flash_attn_compat/dropin/site", ROOT / "tests"
+FOLDERS = tuple(
+    ROOT / name for name in ("flash_attn_compat", "flash_attn_compat/dropin/site", "flash_attn_compat/cuda", "tests")
+)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _VARIABLE = re.compile(r"FLASH_ATTN_COMPAT_[A-Z_]*[A-Z]")
 

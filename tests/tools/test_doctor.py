@@ -16,7 +16,8 @@ from torch.torch_version import TorchVersion
 import flash_attn_compat
 from flash_attn_compat import backends, cli, doctor, isolation, self_check, settings
 from flash_attn_compat.backends import sdpa
-from flash_attn_compat.backends.fused import faults, nvrtc
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.dispatch import call_cache
 from tests.dropin.environment import write_package
 from tests.sdpa import originals

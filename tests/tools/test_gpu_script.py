@@ -15,7 +15,7 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
-from flash_attn_compat.backends.fused import variants
+from flash_attn_compat.backends.fused.choosing import variants
 from tests import fused_coverage, gpu, sanitize
 from tests.forms.plain import some
 from tests.gpu import Part

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flash_attn_compat import cli
-from flash_attn_compat.backends.fused import kernel_files, nvrtc
+from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
 from tests.tools import interpreters
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ import pytest
 from benchmarks import turing_sm
 from benchmarks.turing_sm.machine import GEFORCE, T4, Simulation
 from benchmarks.turing_sm.machine_code import Instruction, decode_control, follow, halves, main_loop, parse, usual_path
-from flash_attn_compat.backends.fused import variants
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind
 from tests.kernels import offline
 
 BRANCH = T4.branch  # cycles from a loop's branch to its first instruction

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_attn_compat.backends.fused import faults
+from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.utils.testing import attention_ref
 from tests.forms.support import check_refused_in_one_line
 from tests.kernels import fused_on_cpu

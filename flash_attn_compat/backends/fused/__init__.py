@@ -9,7 +9,10 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
-from flash_attn_compat.backends.fused import backward, clearing, forward, masks, nvrtc, tuned
+from flash_attn_compat.backends.fused import backward, clearing, forward
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.launching import masks
+from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.backends.unwritten import Clear, clear_by_operators
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result

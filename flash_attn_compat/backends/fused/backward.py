@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import calls, grids, layouts, masks, nvrtc, self_test, variants
-from flash_attn_compat.backends.fused.launcher import Plan
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.judging import self_test
+from flash_attn_compat.backends.fused.launching import calls, grids, layouts, masks
+from flash_attn_compat.backends.fused.launching.launcher import Plan
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients
 from flash_attn_compat.core.entry import BackwardRun

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 
 from flash_attn_compat.backends import unwritten
-from flash_attn_compat.backends.fused import calls, launcher, nvrtc, params, self_test
-from flash_attn_compat.backends.fused.variants import Variant
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing.variants import Variant
+from flash_attn_compat.backends.fused.judging import self_test
+from flash_attn_compat.backends.fused.launching import calls, launcher, params
 from flash_attn_compat.backends.unwritten import Clear, PackedResults
 from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import AttentionCall

@@ -18,7 +18,7 @@ Nothing here knows PyTorch's operators: whoever captures a caller's functions pr
 score: q k times scale, in natural units; flex_slope: the derivative of flex_score by ``score``; slope, in
 flex_gradients: the derivative of the loss by flex_score's result, which the function times its own derivatives adds to
 ``gradients`` by flex_add. The last function is there only with ``Mods.gradients``. The functions may call what
-cuda/flex.cuh defines, and read ``f``:
+cuda/scores/flex.cuh defines, and read ``f``:
 
     flex_float(f, i, offset)                    captured tensor i at an offset in elements (i64); also flex_half,
                                                 flex_bfloat16, flex_bool, flex_u8, flex_i8, flex_i16, flex_i32, flex_i64
@@ -39,9 +39,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES
-from flash_attn_compat.backends.fused import calls, grids, layouts, nvrtc, params, variants
-from flash_attn_compat.backends.fused.launcher import Plan
-from flash_attn_compat.backends.fused.variants import Kind, Variant
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.launching import calls, grids, layouts, params
+from flash_attn_compat.backends.fused.launching.launcher import Plan
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.inputs import DenseInputs

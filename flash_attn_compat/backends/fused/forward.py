@@ -11,19 +11,13 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import NegatedView
-from flash_attn_compat.backends.fused import (
-    backward,
-    calls,
-    grids,
-    launcher,
-    layouts,
-    masks,
-    self_test,
-    tuned,
-    variants,
-)
-from flash_attn_compat.backends.fused.launcher import Plan
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused import backward
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.judging import self_test
+from flash_attn_compat.backends.fused.launching import calls, grids, launcher, layouts, masks
+from flash_attn_compat.backends.fused.launching.launcher import Plan
+from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.core import dropout, kernel_layout
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall, Result

@@ -1,7 +1,7 @@
 """The table of operators that score_mods and mask_mods may use, and C++ literals.
 
-Every operator is one call of a function in cuda/flex_operators.cuh. Nothing else of a graph reaches the compiler: text
-consists of the table's function names, of literals made here, and of names that the printer numbers.
+Every operator is one call of a function in cuda/scores/flex_operators.cuh. Nothing else of a graph reaches the
+compiler: text consists of the table's function names, of literals made here, and of names that the printer numbers.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def print_functions(score: Captured, mask: Captured, slope: Captured | None = No
         mask_text or _NO_MASK,
     )
     return Printed(
-        '#include "flex_operators.cuh"\n' + "".join(parts), tuple(table.tensors), tuple(table.numbers),
+        '#include "scores/flex_operators.cuh"\n' + "".join(parts), tuple(table.tensors), tuple(table.numbers),
         tuple(sorted(table.bounds)), tuple(sorted(table.indexed)), score_text is not None, mask_text is not None,
     )  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""From a variant to a loaded kernel: compiling, loading, and compiled kernels on disk."""

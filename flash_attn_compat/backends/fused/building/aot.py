@@ -1,0 +1,103 @@
+"""Ahead-of-time compilation of kernels, with or without a GPU: for container images, for example."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
+from flash_attn_compat.backends.fused.building.nvrtc import KernelError
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind, Variant
+
+_MIN_ARCHITECTURE = 75
+_COMMON_HEAD_DIMS = 32, 64, 80, 96, 128, 256
+_DIFFUSION_HEAD_DIMS = 40, 80, 160
+
+
+def parse_architecture(architecture: str) -> int:
+    """Return 90 for sm_90 or compute_90. Raises KernelError where NVRTC or this package does not support it."""
+    known: list[int] = [one for one in nvrtc.compiler().architectures if one >= _MIN_ARCHITECTURE]
+    numbers = {f"{kind}_{one}": one for kind in ("sm", "compute") for one in known}
+    if architecture not in numbers:
+        names = ", ".join(f"sm_{one}" for one in known)
+        raise KernelError(f"unknown architecture {architecture!r}; choose from {names}")
+    return numbers[architecture]
+
+
+def common_kinds(
+    number: int, head_dims: Collection[int], dtypes: Collection[str], masks: bool = False
+) -> Iterator[Kind]:
+    """Yield the kinds that models use: 16-byte aligned rows, at most one of ALiBi, softcap, dropout and a dense mask.
+
+    Kernels over caches of 8-bit floats are compiled at their first call.
+
+    head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
+    masks: whether to include dense masks, of booleans or of biases in the dtype, which PyTorch's operators take
+    """
+    sizes = set(map(variants.size_of, head_dims or _COMMON_HEAD_DIMS))
+    for kind in variants.kinds(number):
+        name = "float16" if kind.type == FP16 else "bfloat16"
+        is_common = kind.vec == 8 and not kind.cache and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
+        is_common = is_common and (not kind.bias or (masks and kind.bias != variants.FLOAT_BIAS))
+        if is_common and kind.D in sizes and (name in dtypes or not dtypes):
+            yield kind
+
+
+def usual_kinds(number: int) -> Iterator[Kind]:
+    """Yield the kinds of three programs: a 7B model trained by LoRA and generating, packed BERT, a diffusion step.
+
+    They are causal d 128 over a cache, pages too, in fp16 and bf16; d 64, with dropout where nothing is masked; and
+    unmasked d 40, 80 and 160; the last two groups in fp16. Gradients of few keys compile at their first call.
+    """
+    sizes = set(map(variants.size_of, _DIFFUSION_HEAD_DIMS))
+    for kind in variants.kinds(number):
+        is_fp16 = kind.type == FP16
+        if kind.vec != 8 or kind.alibi or kind.softcap or kind.bias or kind.cache or kind.few_keys or kind.window:
+            continue
+        if kind.D == 128:
+            is_usual = kind.local and not kind.dropout and (is_fp16 or not kind.paged)
+        elif kind.D == 64:
+            is_usual = is_fp16 and not kind.paged and not (kind.local and kind.dropout)
+        else:
+            is_usual = kind.D in sizes and is_fp16 and not (kind.local or kind.paged or kind.dropout)
+        if is_usual:
+            yield kind
+
+
+def compile_all(
+    wanted: Iterable[tuple[Variant, str]],
+    watched: Callable[[list[Future[bool]]], Iterable[Future[bool]]] = iter,
+    pool: Executor | None = None,
+) -> tuple[int, list[str]]:
+    """Compile variants, each for an architecture, into the cache.
+
+    Args:
+        watched: yields the jobs in order, to show progress
+        pool: runs the jobs, and is shut down at the end; threads by default
+
+    Returns:
+        the number of kernels that were not in the cache yet, and the errors
+    """
+    compiled, errors = 0, []
+    pool = pool or ThreadPoolExecutor(os.cpu_count())
+    try:
+        for job in watched([pool.submit(_compile, *one) for one in wanted]):
+            try:
+                compiled += job.result()
+            except KernelError as error:
+                errors.append(str(error))
+    finally:  # an interrupt waits only for running compilations
+        pool.shutdown(cancel_futures=True)
+    return compiled, errors
+
+
+def _compile(variant: Variant, architecture: str) -> bool:
+    """Compile the kernel if the cache lacks it; returns whether it did. Raises KernelError."""
+    name = nvrtc.cache_name(variant, architecture)
+    if kernel_files.read(name) is not None:
+        return False
+    if not kernel_files.write(name, nvrtc.compile_variant(variant, architecture)):
+        raise KernelError(f"{kernel_files.describe_folder()} cannot be written")
+    return True

@@ -1,0 +1,1 @@
+"""Which kernel a call takes: tiles, macros and variants. Pure numbers, without PyTorch."""

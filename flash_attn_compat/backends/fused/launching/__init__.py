@@ -1,0 +1,1 @@
+"""From a call to launches: struct Params, layouts, grids, workspaces and plans."""

@@ -1,0 +1,181 @@
+"""What kernels get of a call: its kind, its lengths, its fields of struct Params, and the blocks that share a tile."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.launching import eight_bit, grids, layouts, masks, params, workspaces
+from flash_attn_compat.backends.fused.tuning import tuned
+from flash_attn_compat.core import dropout
+from flash_attn_compat.core.append import Append
+from flash_attn_compat.core.call import AttentionCall
+
+# Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
+_MAX_WINDOW = 2**29
+
+
+def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
+    """Return a call's kind. decodes: for the decode kernel, which rejects sequences longer than max_rows."""
+    left, right = call.mask.left, call.mask.right
+    has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
+    device, number = call.q.device, nvrtc.target(call.q.get_device()).number
+    half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
+    cache = eight_bit.cache_macro(call.k)
+    is_plain = half == variants.FP16 and number < 80 and call.cu_seqlens_q is None
+    fills = not is_plain or grids.fills_gpu(
+        max_rows(call), max_keys(call), call.batch * call.nheads, count_multiprocessors(call.q.get_device())
+    )
+    # A single row is at the last key: no key is to its right.
+    local, size = left is not None or (right is not None and not has_one_row), max(call.q.shape[-1], call.v.shape[-1])
+    rows, longest = max_rows(call), max(max_rows(call), max_keys(call))
+    few_rows = grids.takes_small_tiles(rows, size, local) if number < 80 else rows <= variants.FEW_ROWS
+    is_long = call.bias is not None or call.block_table is not None
+    kind = Kind(
+        number=number,
+        type=variants.BF16_AS_FP16 if half and (number < 80 or cache) else half,
+        cache=cache,
+        head_dim=call.q.shape[-1],
+        head_dim_v=call.v.shape[-1],
+        local=local,
+        alibi=call.alibi_slopes is not None,
+        softcap=call.softcap > 0.0,
+        dropout=call.dropout_p > 0.0,
+        paged=call.block_table is not None,
+        vec=vec,
+        window=None if left is None or right is None else left + right + 1,
+        few_rows=few_rows or not fills,
+        short=0 if is_long else next((most for most in (variants.SHORT, variants.FEW_ROWS) if longest <= most), 0),
+        bias=masks.bias_macro(call.bias),
+        bias_pairs=masks.can_load_pairs(call.bias),
+    )
+    return kind._replace(tiles=tuned.find_tiles(settings.gpu(device), number, kind.size, call.q.dtype))
+
+
+def call_fields(call: AttentionCall) -> dict[str, params.Value]:
+    """Return the fields of struct Params that follow from a call's shapes and options, for any kernel."""
+    q, k, v = call.q, call.k, call.v
+    same = "batch", "nheads", "nheads_k", "softmax_scale", "softcap"
+    fields: dict[str, params.Value] = {name: getattr(call, name) for name in same}
+    fields |= {
+        "q_s": layouts.kernel_strides(q),
+        "k_s": layouts.kernel_strides(k),
+        "v_s": layouts.kernel_strides(v),
+        "group": call.nheads // call.nheads_k,
+        "seqlen_q": max_rows(call),
+        "total_q": q.shape[0] if call.cu_seqlens_q is not None else 0,
+        "total_k": k.shape[0] if call.cu_seqlens_k is not None else 0,
+        "head_dim": q.shape[-1],
+        "head_dim_v": v.shape[-1],
+        **call.mask.kernel_fields,
+        "lse_has_position": int(call.lse_carries_alibi_position),
+        "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
+        "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
+        **eight_bit.cache_fields(call),
+    }
+    if call.bias is not None:
+        fields |= masks.mask_fields(call.bias)
+    table, slopes = call.block_table, call.alibi_slopes
+    if slopes is not None:
+        fields["slopes_batch"] = layouts.effective_stride(slopes, 0) if slopes.dim() == 2 else 0
+    if table is not None:
+        fields |= {
+            "table_stride": layouts.effective_stride(table, 0),
+            "page_size": k.shape[1],
+            "pages_per_sequence": table.shape[1],
+            "num_pages": k.shape[0],
+        }
+    if call.dropout_p:
+        fields["dropout_limit"] = dropout.word_limit(call.dropout_p)
+        fields["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
+    return fields
+
+
+def append_fields(new: Append) -> dict[str, params.Value]:
+    """Return the fields of struct Params that follow from an append."""
+    cos = new.rotary_cos
+    fields: dict[str, params.Value] = {
+        "k_new_s": layouts.kernel_strides(new.k),
+        "v_new_s": layouts.kernel_strides(new.v),
+        "seqlen_new": new.k.shape[1],
+    }
+    if cos is not None:
+        fields |= {
+            "rotary_dim": 2 * cos.shape[1],
+            "rotary_interleaved": int(new.rotary_interleaved),
+            "rotary_rows": cos.shape[0],
+            "rotary_row_stride": layouts.effective_stride(cos, 0),
+            "rotate_rows_apart": int(new.rows_have_own_position),
+        }
+    return fields
+
+
+def max_rows(call: AttentionCall) -> int:
+    """Return the most query rows that a sequence may have."""
+    if call.cu_seqlens_q is None:
+        return call.q.shape[1]
+    return max(1, min(call.max_seqlen_q, call.q.shape[0]))
+
+
+def max_keys(call: AttentionCall) -> int:
+    """Return the most keys that a sequence may have: of a cache its slots."""
+    if call.block_table is not None:
+        return call.block_table.shape[1] * call.k.shape[1]
+    if call.cu_seqlens_k is None:
+        return call.k.shape[1]
+    return max(1, min(call.max_seqlen_k, call.k.shape[0]))
+
+
+def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
+    """Return the number of blocks that share the keys of each of a call's ``tiles``."""
+    if tiles > workspaces.COUNTERS:  # enough tiles to fill any GPU
+        return 1
+    left, right = call.mask.left, call.mask.right
+    keys = max_keys(call)
+    if left is not None and right is not None:
+        keys = min(keys, left + min(max_rows(call), variant.rows) + right)
+    return grids.count_splits(variant, tiles, keys, find_gpu(call))
+
+
+def choose_head_splits(call: AttentionCall, variant: Variant, blocks: int) -> int:
+    """Return the number of blocks that share the query heads of each of the ``blocks`` of a call's dkdv."""
+    if blocks > workspaces.COUNTERS:
+        return 1
+    group = call.nheads // call.nheads_k
+    return grids.count_head_splits(variant, blocks, group, max_rows(call), find_gpu(call))
+
+
+def find_gpu(call: AttentionCall) -> grids.Gpu:
+    device = call.q.get_device()
+    return grids.Gpu(count_multiprocessors(device), nvrtc.target(device).number)
+
+
+@functools.cache
+def count_multiprocessors(device: int) -> int:
+    """Return the number of a GPU's streaming multiprocessors."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def choose_append_kind(call: AttentionCall, new: Append) -> Kind:
+    inputs = call.q if new.rotary_cos is not None else None, call.k, call.v, *new[:4]
+    return choose_kind(call, layouts.vector_size(inputs, in_place=True))
+
+
+def enable_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
+    """Return ``kind``, with copies of the streamed operands if there are many tiles. Caches and pages are never copied:
+    they may be much larger than the new keys, and each step would copy them again.
+    """
+    is_converted = kind.type == variants.BF16_AS_FP16 and kind.vec == 8 and not (kind.paged or kind.cache)
+    if not (is_converted and (call.is_dense or call.cu_seqlens_k is not None) and all(x.numel() for x in call[:3])):
+        return kind
+    stationary, starts = (call.k, call.cu_seqlens_k) if backward else (call.q, call.cu_seqlens_q)
+    variant = variants.dkdv(kind) if backward else variants.forward(kind)
+    # Of packed sequences the host knows only the mean length.
+    rows = stationary.shape[1] if starts is None else stationary.shape[0] / max(call.batch, 1)
+    group = 1 if backward else call.nheads // call.nheads_k
+    return kind._replace(copied=variants.pays_to_copy(kind, variant, rows, group))

@@ -1,0 +1,285 @@
+"""Tuning results of `flash-attn-compat tune` for a GPU model: each backend's times at usual calls, and the best tiles.
+
+This user's results lie beside the compiled kernels. The rows of cards.jsonl are results that others have sent. Nothing
+is timed here. A file with any defect counts as no result. Cards without tensor cores have an estimate until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
+from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.tuning import candidates
+from flash_attn_compat.core.features import Feature, Traits, dtype_name, lacks_tensor_cores
+
+_SHIPPED = Path(__file__).with_name("cards.jsonl")
+# A call with several of these features counts as the first: its kernels depend on that one most.
+_CASES = {
+    "pages": Feature.PAGED,
+    "decode": Feature.SEQUSED_K | Feature.APPEND,
+    "ALiBi": Feature.ALIBI,
+    "softcap": Feature.SOFTCAP,
+    "window": Feature.WINDOW_LEFT,
+    "causal": Feature.CAUSAL,
+}
+CASES = ("full", *reversed(_CASES))
+_OVER_CACHE = Feature.SEQUSED_K | Feature.APPEND | Feature.PAGED
+
+
+class Times(NamedTuple):
+    """Milliseconds of a usual problem by backend name, of every backend that serves it. training: with gradients
+
+    clock_mhz, power_w: medians of the GPU's clock and power while the problem was timed; None if unknown
+    """
+
+    case: str
+    head_dim: int
+    dtype: str
+    training: bool
+    milliseconds: dict[str, float]
+    clock_mhz: float | None = None
+    power_w: float | None = None
+
+    def __str__(self) -> str:
+        ordered = sorted(self.milliseconds.items(), key=lambda one: one[1])
+        listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
+        known = self.clock_mhz is not None and self.power_w is not None
+        state = f" at {self.clock_mhz:,.0f} MHz, {self.power_w:.0f} W" if known else ""
+        return f"{self.case}, head_dim {self.head_dim}, {self.dtype}{', training' * self.training}: {listed}{state}"
+
+
+class TileChoice(NamedTuple):
+    """The tile that a kernel uses instead of the table's."""
+
+    entry: str
+    head_dim: int
+    dtype: str
+    tile: Tile
+
+    def __str__(self) -> str:
+        tile = self.tile
+        rows, keys = (tile.streamed_rows, tile.rows) if self.entry == "dkdv" else (tile.rows, tile.streamed_rows)
+        return f"{self.entry} of head_dim {self.head_dim}, {self.dtype}: {rows} rows, {keys} keys, {tile.warps} warps"
+
+
+class Card(NamedTuple):
+    """Tuning results of one GPU model. made_with: versions; state: clock and power meanwhile; both for human readers"""
+
+    gpu: str
+    made_with: str
+    times: tuple[Times, ...] = ()
+    tiles: tuple[TileChoice, ...] = ()
+    state: str = ""
+
+    def merge(self, newer: Card) -> Card:
+        """Return both cards' results; newer ones replace those of the same case."""
+        times = {one[:4]: one for one in (*self.times, *newer.times)}
+        tiles = {one[:3]: one for one in (*self.tiles, *newer.tiles)}
+        return newer._replace(times=tuple(times.values()), tiles=tuple(tiles.values()))
+
+
+def to_row(card: Card) -> str:
+    """Return a card as one line of cards.jsonl (JSON)."""
+    return json.dumps(
+        {**card._asdict(), "times": [one._asdict() for one in card.times], "tiles": [list(one) for one in card.tiles]}
+    )
+
+
+def from_row(row: str) -> Card:
+    """Return the card of one line of JSON. Raises ValueError for any other text."""
+    try:
+        fields: dict[str, Any] = json.loads(row)
+        times = tuple(_parse_times(**one) for one in fields["times"])
+        tiles = tuple(_parse_choice(*one) for one in fields["tiles"])
+        state = _check_text(fields.get("state", ""))
+        return Card(_check_text(fields["gpu"]), _check_text(fields["made_with"]), times, tiles, state)
+    # The JSON has another structure, is too deep for the parser, or has numbers beyond float's range.
+    except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"no card: {type(error).__name__}: {error}") from error
+
+
+def _parse_times(
+    case: str,
+    head_dim: int,
+    dtype: str,
+    training: bool,
+    milliseconds: dict[str, float],
+    clock_mhz: float | None = None,
+    power_w: float | None = None,
+) -> Times:
+    figures = {_check_text(name): float(_check(ms, int, float)) for name, ms in milliseconds.items()}
+    if "fused" not in figures or not all(0 < ms < math.inf for ms in figures.values()):
+        raise ValueError(f"no times: {milliseconds!r:.200}")
+    state = [None if value is None else float(_check(value, int, float)) for value in (clock_mhz, power_w)]
+    return Times(_check_text(case), _check_int(head_dim), _check_text(dtype), _check(training, bool), figures, *state)
+
+
+def _parse_choice(entry: str, head_dim: int, dtype: str, tile: list[int]) -> TileChoice:
+    parts: list[Any] = [part if isinstance(part, bool) else _check_int(part) for part in tile]
+    return TileChoice(_check_text(entry), _check_int(head_dim), _check_text(dtype), Tile(*parts))
+
+
+def _check(value: Any, *types: type) -> Any:
+    """Return ``value`` if its type is one of these; a bool is no int. Raises TypeError."""
+    if type(value) not in types:
+        raise TypeError(f"no {types[0].__name__}: {value!r:.200}")
+    return value
+
+
+def _check_text(value: Any) -> str:
+    """Return ``value`` if it is printable text, without control characters for a terminal. Raises TypeError."""
+    text: str = _check(value, str)
+    if not text.isprintable():
+        raise TypeError(f"not printable: {text!r:.200}")
+    return text
+
+
+def _check_int(value: Any) -> int:
+    number: int = _check(value, int)
+    if not 0 <= number < 2**31:
+        raise TypeError(f"no whole number of this size: {value!r:.200}")
+    return number
+
+
+_cards: dict[str, Card | None] = {}
+
+
+def find_card(gpu: str | None) -> Card | None:
+    """Return the tuning results for a GPU model, or None. A process reads them once."""
+    if gpu is None:
+        return None
+    if gpu not in _cards:
+        shipped, stored = _read_shipped().get(gpu), _read_stored(gpu)
+        _cards[gpu] = shipped.merge(stored) if shipped and stored else stored or shipped
+    return _cards[gpu]
+
+
+def store_card(card: Card) -> bool:
+    """Merge the card into this user's file; returns False if that is not writable: then only this process uses it."""
+    stored = _read_stored(card.gpu)
+    card = stored.merge(card) if stored else card
+    written = kernel_files.write(_file_name(card.gpu), to_row(card).encode())
+    _cards.pop(card.gpu, None)
+    if not written:
+        _cards[card.gpu] = card
+    return written
+
+
+@contextlib.contextmanager
+def override_card(card: Card) -> Iterator[None]:
+    """Use ``card`` as the only tuning results of its GPU model within the context, in this process."""
+    before = dict(_cards)
+    _cards[card.gpu] = card
+    try:
+        yield
+    finally:
+        _cards.clear()
+        _cards.update(before)
+
+
+def find_times(traits: Traits) -> Times | None:
+    """Return the times for calls with these traits, or None; always None where the settings force our kernels."""
+    card = find_card(traits.gpu)
+    is_forced = settings.is_on(settings.FUSED)
+    if card is None or is_forced or traits.features & Feature.WINDOW_RIGHT:  # tune times no right windows
+        return None
+    case = next((case for case, feature in _CASES.items() if traits.features & feature), "full")
+    largest = max(traits.head_dim, traits.head_dim_v)
+    size = next((size for size in variants.HEAD_DIMS if largest <= size), None)
+    wanted = case, size, dtype_name(traits.dtype), traits.needs_backward
+    return next((one for one in card.times if one[:4] == wanted), None)
+
+
+def estimate_times(traits: Traits) -> Mapping[str, float] | None:
+    """Return relative times by backend name for untuned calls on a GPU without tensor cores; None for all other calls.
+
+    PyTorch's half-precision kernels need tensor cores, as ours do; chunked multiplies in fp32 there. Steps over a cache
+    get no estimate: fused reads the cache in place.
+    """
+    is_forced = settings.is_on(settings.FUSED)
+    if not lacks_tensor_cores(traits.gpu) or is_forced or traits.features & _OVER_CACHE:
+        return None
+    warn_if_slow(traits.gpu)
+    return {"chunked": 1.0, "fused": 4.0, "torch_efficient": 4.0, "sdpa": 4.0}
+
+
+def warn_if_slow(gpu: str | None) -> None:
+    """Warn once if the GPU has no tensor cores and no tuning result: the estimated order may be wrong there."""
+    if gpu is not None and lacks_tensor_cores(gpu) and find_card(gpu) is None:
+        _warn(gpu)
+
+
+@functools.cache
+def _warn(gpu: str) -> None:
+    warnings.warn(
+        f"{gpu} has no tensor cores, which half precision needs to be fast: use float32 there if you can. Calls in "
+        "half precision go to the backend chunked, which multiplies in fp32, until `flash-attn-compat tune` has timed "
+        "all backends on this GPU",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def find_tiles(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[tuple[str, Tile], ...]:
+    """Return (entry, tile) pairs that replace the table's. A tile counts only if it is a candidate, and so fits."""
+    card = find_card(gpu)
+    if card is None:
+        return ()
+    wanted = D, dtype_name(dtype)
+    return tuple(
+        (entry, tile) for entry, *shape, tile in card.tiles
+        if tuple(shape) == wanted and tile in candidates.candidate_tiles(entry, number, D)
+    )  # fmt: skip
+
+
+def summarize(gpu: str) -> list[str]:
+    """Return a line for each tuning result of a GPU model, or one that says that there is none."""
+    card = find_card(gpu)
+    if card is None:
+        return ["not tuned: the order of backends is that of an H200 (flash-attn-compat tune times them here)"]
+    return ["; ".join(filter(None, (f"tuned with {card.made_with}", card.state))), *format_lines(card)]
+
+
+def format_lines(card: Card) -> list[str]:
+    """Return the card's times and tiles as lines in two columns."""
+    rows = [str(one).split(": ", 1) for one in (*card.times, *card.tiles)]
+    width = max((len(case) for case, _ in rows), default=0)
+    return [f"{case:{width}}  {result}" for case, result in rows]
+
+
+def _read_stored(gpu: str) -> Card | None:
+    return _parse_rows([(kernel_files.read(_file_name(gpu)) or b"").decode(errors="replace")]).get(gpu)
+
+
+@functools.cache
+def _read_shipped() -> dict[str, Card]:
+    return _parse_rows(_SHIPPED.read_text(encoding="utf-8").splitlines())
+
+
+def _parse_rows(rows: Iterable[str]) -> dict[str, Card]:
+    cards = {}
+    for row in rows:
+        try:
+            card = from_row(row)
+        except ValueError:  # written by another version, for example
+            continue
+        cards[card.gpu] = card
+    return cards
+
+
+def _file_name(gpu: str) -> str:
+    """Return the name of a GPU model's file. It changes with the kernels and with PyTorch, which need new times."""
+    sources = *sorted(path.name for path in nvrtc.SOURCES.glob("*.cu")), *nvrtc.HEADERS
+    return kernel_files.make_name("tuned", gpu, torch.__version__, *map(nvrtc.read_source, sources))

@@ -1,0 +1,93 @@
+// FlexAttention: a caller's score_mod and mask_mod, and the tiles that a BlockMask leaves. flex_mods.cuh is generated
+// for each pair of functions; backends/fused/flex.py says what it defines, and what it may call.
+//
+// FLEX 1: no BlockMask, all tiles; 2: tiles of a BlockMask with blocks of FLEX_BLOCK_Q queries and FLEX_BLOCK_K keys.
+#pragma once
+#include "scores/mask.cuh"
+
+// ---- What the generated functions call
+DEVICE float flex_exp2(float x) { return exp2_approx(x); }
+DEVICE float flex_exp(float x) { return exp2_approx(x * LOG2E); }
+DEVICE float flex_log2(float x) { return __log2f(x); }
+DEVICE float flex_log(float x) { return __log2f(x) * LN2; }
+DEVICE float flex_log1p(float x) { return log1pf(x); }
+// 1 - 2 / (exp(2 x) + 1), good to 1e-7 as softcap's.
+DEVICE float flex_tanh(float x) { return fmaf(-2.f, reciprocal_approx(exp2_approx(x * (2.f * LOG2E)) + 1.f), 1.f); }
+DEVICE float flex_reciprocal(float x) { return 1.f / x; }
+DEVICE float flex_sigmoid(float x) { return reciprocal_approx(1.f + exp2_approx(-x * LOG2E)); }
+DEVICE float flex_sqrt(float x) { return sqrtf(x); }
+DEVICE float flex_rsqrt(float x) { return 1.f / sqrtf(x); }
+DEVICE float flex_sin(float x) { return sinf(x); }
+DEVICE float flex_cos(float x) { return cosf(x); }
+DEVICE float flex_erf(float x) { return erff(x); }
+DEVICE float flex_floor(float x) { return floorf(x); }
+DEVICE float flex_ceil(float x) { return ceilf(x); }
+DEVICE float flex_abs(float x) { return fabsf(x); }
+template <class T> DEVICE T flex_abs(T x) { return x < 0 ? -x : x; }
+template <class T> DEVICE T flex_relu(T x) { return x < 0 ? 0 : x; }
+template <class T> DEVICE T flex_sign(T x) { return (T)((x > 0) - (x < 0)); }
+template <class T> DEVICE T flex_minimum(T a, T b) { return a < b || a != a ? a : b; }   // NaN wins, as in PyTorch
+template <class T> DEVICE T flex_maximum(T a, T b) { return a > b || a != a ? a : b; }
+// Division of integers towards zero and towards -inf, and what each leaves; of floats likewise. By 0: 0, not a trap.
+template <class T> DEVICE T flex_divide(T a, T b) { return b == 0 ? 0 : b == -1 ? -a : a / b; }
+template <class T> DEVICE T flex_fmod(T a, T b) { return b == 0 || b == -1 ? 0 : a % b; }
+template <class T> DEVICE T flex_floor_divide(T a, T b) {
+  return flex_divide(a, b) - (flex_fmod(a, b) != 0 && (a < 0) != (b < 0));
+}
+template <class T> DEVICE T flex_remainder(T a, T b) { return a - b * flex_floor_divide(a, b); }
+DEVICE float flex_divide(float a, float b) { return a / b < 0.f ? ceilf(a / b) : floorf(a / b); }
+DEVICE float flex_floor_divide(float a, float b) { return floorf(a / b); }
+DEVICE float flex_remainder(float a, float b) { return a - b * floorf(a / b); }
+// A caller's own index: negative ones count from the end, and none leads outside of the tensor.
+DEVICE int flex_within(int i, int size) { return clamp(i < 0 ? i + size : i, 0, size - 1); }
+
+// The number at an offset in a captured tensor.
+#define FLEX_LOAD(name, result, type, x) \
+  DEVICE result name(const FlexParams &f, int i, i64 offset) { \
+    const type loaded = global_load((const type *)f.captured[i] + offset); \
+    return x; \
+  }
+FLEX_LOAD(flex_float, float, float, loaded)
+FLEX_LOAD(flex_half, float, u16, half_to_float(loaded))
+FLEX_LOAD(flex_bfloat16, float, u16, __int_as_float((u32)loaded << 16))
+FLEX_LOAD(flex_bool, bool, u8, loaded != 0)
+FLEX_LOAD(flex_i64, i64, i64, loaded)
+FLEX_LOAD(flex_i32, int, int, loaded)
+FLEX_LOAD(flex_i16, int, short, loaded)
+FLEX_LOAD(flex_i8, int, signed char, loaded)
+FLEX_LOAD(flex_u8, int, u8, loaded)
+
+#include "flex_mods.cuh"
+
+// ---- The tiles of TILE streamed rows that a BlockMask leaves to the stationary rows from `first` on: those of its
+// partial blocks, then those of its full blocks, which no mask_mod hides. STATIONARY, STREAMED: rows of a block of the
+// BlockMask. A tile has a place in this list, and a number among the sequence's tiles. Wrong lists never lead outside
+// of the tensors: a number too large stands for the tile behind the last one, in which everything is hidden.
+template <int STATIONARY, int STREAMED, int TILE> struct FlexTiles {
+  static constexpr int EACH = STREAMED / TILE;   // tiles of a block
+  static_assert(STREAMED % TILE == 0, "tiles lie within blocks");
+  int partials, count;   // tiles of partial blocks, and all tiles
+  // Of the tiles of a block larger than the sequence, those that exist. tiles: of the sequence
+  static DEVICE int each(int tiles) { return EACH > 64 ? min(EACH, tiles) : EACH; }
+  static DEVICE int number_of(const FlexParams &f, int which, int b, int h, int first, int tiles) {
+    const FlexList &list = f.lists[which];
+    if (!f.num[which]) return 0;
+    const i64 at =
+        (i64)b * list.num_b + (i64)h * list.num_h + (i64)min(first / STATIONARY, list.rows - 1) * list.num_row;
+    return clamp(global_load(f.num[which] + at), 0, list.columns) * each(tiles);
+  }
+  DEVICE FlexTiles() : partials(0), count(0) {}
+  DEVICE FlexTiles(const FlexParams &f, int which, int b, int h, int first, int tiles)
+        : partials(number_of(f, which, b, h, first, tiles)),
+          count(partials + number_of(f, which + 1, b, h, first, tiles)) {}
+  DEVICE bool is_full(int place) const { return place >= partials; }
+  DEVICE int tile(const FlexParams &f, int which, int b, int h, int first, int place, int tiles) const {
+    const int k = is_full(place) ? place - partials : place, at = is_full(place) ? which + 1 : which;
+    const FlexList &list = f.lists[at];
+    const int *row = f.indices[at] + (i64)b * list.indices_b + (i64)h * list.indices_h +
+                     (i64)min(first / STATIONARY, list.rows - 1) * list.indices_row;
+    const u32 block =
+        min((u32)global_load(row + (i64)(k / each(tiles)) * list.indices_column), (u32)(tiles / EACH + 1));
+    return min((int)block * EACH + k % each(tiles), tiles);
+  }
+};

@@ -1,0 +1,153 @@
+// What happens to a score between the two products, in every kernel that computes scores: forward.cu, decode.cu,
+// dkdv.cu and dq.cu. The rules of softcap, biases, ALiBi and masks are here, and nowhere else:
+//
+//   which tiles hold a visible score, and which hide one      visible_keys, MaskRange; DenseMask (mask.cuh)
+//   which scores of a tile are hidden                         VisibleRows; DenseMask
+//   what a visible score becomes, and its derivative          ScoreRule
+//
+// FLEX: a caller's own functions (flex.cuh) take part in each of the three.
+#pragma once
+#if FLEX
+#include "scores/flex.cuh"
+#else
+#include "scores/mask.cuh"
+#endif
+
+// ---- Windows and causal masks. Row i stands at key i + offset, and sees the keys from `left` before to `right` behind
+// that position.
+
+// The keys [first, end) that any of the rows [row, row_end) sees.
+struct Range {
+  int first, end;
+};
+DEVICE Range visible_keys(int row, int row_end, int offset, int seqlen_k, int left, int right) {
+  if (!LOCAL) return {0, seqlen_k};
+  return {max(0, row + offset - left), min(seqlen_k, row_end - 1 + offset + right + 1)};
+}
+
+DEVICE int window(int size) { return LOCAL && size >= 0 ? size : UNBOUNDED; }
+
+// The streamed rows [first, last] that a stationary row sees. All places are counted from a lane's first streamed row:
+// those of the stationary row's position, and of the last streamed row that exists.
+struct VisibleRows {
+  int first, last;
+  DEVICE VisibleRows(int position, int last, int before, int after)   // the window around the position
+        : first(LOCAL ? position - before : 0), last(LOCAL ? min(last, position + after) : last) {}
+  DEVICE VisibleRows() {}   // set later
+  // Compiler steering: `||` would be a branch.
+  DEVICE bool hides(int i) const { return (i > last) | (LOCAL && i < first); }
+};
+
+// The ROWS stationary rows of a warp, and the streamed rows that they see, in tiles of TILE: row i sees streamed rows
+// from i + shift - before to i + shift + after.
+template <int ROWS, int TILE> struct MaskRange {
+  int first, shift;   // the first stationary row; row i stands at streamed row i + shift
+  int streamed;   // number of streamed rows
+  int before, after;   // the window
+  DEVICE bool sees_some(int tile) const {
+    return tile <= first + ROWS - 1 + shift + after && tile + TILE - 1 >= first + shift - before;
+  }
+  DEVICE bool sees_all(int tile) const {
+    if (tile + TILE > streamed) return false;
+    return !LOCAL || (tile + TILE - 1 <= first + shift + after && tile >= first + ROWS - 1 + shift - before);
+  }
+  // The whole tile lies on one side of all stationary positions.
+  DEVICE bool is_behind(int tile) const { return tile + TILE - 1 <= first + shift; }
+  DEVICE bool is_ahead(int tile) const { return tile >= first + ROWS - 1 + shift; }
+};
+
+// ---- Scores
+
+// Biases, or a caller's functions, may make scores huge: then these stay in natural units, and the maximum is
+// subtracted before exp2 scales them. Other scores are in units of log2 once they have changed.
+constexpr bool NATURAL = BIAS > 1 || FLEX_SCORE;
+// Whether anything but softmax_scale changes scores.
+constexpr bool CHANGES = SOFTCAP || ALIBI || NATURAL;
+
+// What the scores of one head become. S: q k, as the tensor cores return it.
+struct ScoreRule {
+  float scale, unit;   // S times scale is in natural units, S times unit in units of log2
+  float doubled;   // softcap: 2 S unit / softcap is S times doubled
+  float slope;   // ALiBi: what a key of distance takes off, in units of log2
+  DEVICE void set_scale(const Params &p, float natural, float log2) {
+    scale = natural, unit = log2;
+    if (SOFTCAP) doubled = 2.f * unit / p.softcap;
+  }
+#if FLEX
+  int b, head;
+#endif
+  DEVICE void set_head(const Params &p, int b, int head) {
+#if FLEX
+    this->b = b, this->head = head;
+#endif
+    if (ALIBI) slope = alibi_slope(p, b, head) * LOG2E;
+  }
+  // (1 - tanh(x)) / 2 = 1 / (exp(2 x) + 1) of x = score / softcap, good to 1e-7.
+  DEVICE float below_cap(float S) const { return SOFTCAP ? reciprocal_approx(exp2_approx(S * doubled) + 1.f) : 0.f; }
+  // The score in units of log2, plus `from`. With softcap the score counts down from the cap, which `from` must add.
+  DEVICE float scaled(const Params &p, float S, float below, float from) const {
+    return SOFTCAP ? fmaf(below, -2.f * p.softcap * LOG2E, from) : fmaf(S, unit, from);
+  }
+  // ahead: from the row's position to the key
+  DEVICE float with_alibi(float score, float ahead) const { return ALIBI ? fmaf(-slope, fabsf(ahead), score) : score; }
+  // NATURAL: the score in natural units, of a row and a key. A caller's functions see those that exist: for others they
+  // get the last one.
+#if FLEX
+  DEVICE float natural(const Params &p, float S, float bias, int row, int key) const {
+    return FLEX_SCORE ? flex_score(p.flex, S * scale, b, head, existing_row(p, row), existing_key(p, key)) : S * scale;
+  }
+  DEVICE bool sees(const Params &p, int row, int key) const {
+    return !FLEX_MASK || flex_mask(p.flex, b, head, existing_row(p, row), existing_key(p, key));
+  }
+  DEVICE float slope_at(const Params &p, float score, int row, int key) const {
+    return flex_slope(p.flex, score, b, head, existing_row(p, row), existing_key(p, key));
+  }
+  static DEVICE int existing_row(const Params &p, int i) { return min(i, p.seqlen_q - 1); }
+  static DEVICE int existing_key(const Params &p, int i) { return min(i, p.seqlen_k - 1); }
+#else
+  DEVICE float natural(const Params &p, float S, float bias, int row, int key) const { return fmaf(S, scale, bias); }
+  DEVICE bool sees(const Params &p, int row, int key) const { return true; }
+  DEVICE float slope_at(const Params &p, float score, int row, int key) const { return 1.f; }
+#endif
+  // A quarter of softcap's derivative, 1 - tanh^2.
+  static DEVICE float quarter_slope(float below) { return fmaf(-below, below, below); }
+};
+
+// Changes, then hides the scores of a tile of keys from `key` on. `rows` has a lane's rows by m and r, which are row
+// 16 m + g + 8 r of the warp's: row(m, r), position(m, r), rule(m, r), and visible(m, r, from), its keys counted from
+// the lane's first one. is_read: whether the dense mask has to be read.
+template <int N, int M, class Rows> DEVICE void change_scores(float (&S)[N][M][4], const Params &p,
+                                                              const DenseMask &mask, bool is_read, const Rows &rows,
+                                                              int key, int t) {
+  UNROLLED(m, M)
+    UNROLLED(r, 2) {
+      const ScoreRule &rule = rows.rule(m, r);
+      const float ahead = (float)(key + 2 * t - rows.position(m, r));
+      UNROLLED(n, N) {
+        float2 bias = make_float2(0.f, 0.f);
+        if (BIAS > 1) bias = mask.pair(p, rows.row(m, r), key + n * 8 + 2 * t, is_read);
+        UNROLLED(e, 2) {
+          float &s = S[n][m][2 * r + e];
+          if (NATURAL) s = rule.natural(p, s, e ? bias.y : bias.x, rows.row(m, r), key + n * 8 + 2 * t + e);
+          else if (SOFTCAP) s = rule.scaled(p, s, rule.below_cap(s), p.softcap * LOG2E);
+          else s *= rule.unit;
+          s = rule.with_alibi(s, ahead + (float)(n * 8 + e));
+        }
+      }
+    }
+}
+template <int N, int M, class Rows>
+DEVICE void hide_scores(float (&S)[N][M][4], const Params &p, const DenseMask &mask, const Rows &rows, int key, int t) {
+  UNROLLED(m, M)
+    UNROLLED(r, 2) {
+      const VisibleRows visible = rows.visible(m, r, key + 2 * t);
+      UNROLLED(n, N)
+        UNROLLED(e, 2) {
+          // Compiler steering: behind a branch each load of a caller's mask_mod would wait alone.
+          const bool hides =
+              visible.hides(n * 8 + e) | !rows.rule(m, r).sees(p, rows.row(m, r), key + n * 8 + 2 * t + e);
+          if (BIAS ? !mask.sees(p, rows.row(m, r), key + n / 4 * 32, n % 4 * 8 + 2 * t + e) : hides)
+            S[n][m][2 * r + e] = NEG_INF;
+        }
+    }
+}
