@@ -10,15 +10,14 @@ os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.forms.overlapping import Serve
-    from tests.forms.support import RecordingReference
+    from tests.forms.support import RecordingReference, Serve
     from tests.kernels.fused_on_cpu import LaunchRecord
 
 MOST_PROCESSES = 14  # each takes about 1 GB, and 0.7 GB of a GPU that it uses
@@ -141,7 +140,16 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> "Iterator[LaunchRecord]":
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: "Path") -> "Serve":
-    """Return a function from a backend to a block in which it serves CPU tensors."""
-    from tests.forms import overlapping
+    """From a backend to a block in which it serves CPU tensors: emulated, or by a stand-in."""
+    from flash_attn_compat import use_backend
+    from tests.answers import others_kernels
+    from tests.kernels import fused_on_cpu
 
-    return lambda backend: overlapping.serving(backend, monkeypatch, tmp_path)
+    def serving(backend: str) -> Any:
+        if backend == "fused":
+            fused_on_cpu.emulate(monkeypatch)
+        elif backend in others_kernels.BACKENDS:
+            others_kernels.install(monkeypatch, backend, tmp_path)
+        return use_backend(backend)
+
+    return serving

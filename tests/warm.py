@@ -27,7 +27,7 @@ from flash_attn_compat.core.inputs import Options
 from flash_attn_compat.dispatch import call_cache
 from tests.forms import calls
 from tests.forms.calls import CHANGES, FIRST
-from tests.forms.problems import DENSE, PACKED, PROBLEMS, STEP
+from tests.forms.inputs import DENSE, PACKED, PROBLEMS, STEP
 from tests.kernels import fused_on_cpu
 from verify.call import Call, moved, same, solve
 from verify.problems import FUNCTIONS, Problem, laid_out

@@ -12,9 +12,9 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_varlen_func
 from flash_attn_compat.backends import sdpa, varlen
 from flash_attn_compat.core.call import BackwardInputs
+from tests.forms.inputs import PROBLEMS, TOGETHER, cumulative, randn
 from tests.forms.plain import some_of
-from tests.forms.problems import PROBLEMS, TOGETHER
-from tests.forms.support import GENERAL, close, cumulative, on_backend, on_general_backends, randn
+from tests.forms.support import GENERAL, close, on_backend, on_general_backends
 from tests.fuzz import must_serve
 from verify.examination import Examination
 from verify.problems import Problem

@@ -34,7 +34,7 @@ from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.core.inputs import DenseInputs
 from flash_attn_compat.dispatch import call_cache
-from tests.forms.support import cumulative, qkv
+from tests.forms.inputs import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]
 

@@ -13,7 +13,8 @@ from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import DenseInputs, Options, PackedInputs
 from flash_attn_compat.flash_attn_interface import _get_block_size_n
-from tests.forms.support import cumulative, on_backend, qkv, randn
+from tests.forms.inputs import cumulative, qkv, randn
+from tests.forms.support import on_backend
 from verify import oracle
 
 DROPPING = pytest.mark.parametrize("backend", ["reference", "chunked"])

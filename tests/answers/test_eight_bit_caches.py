@@ -18,7 +18,8 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.core import eight_bit
 from flash_attn_compat.flash_attn_interface import _flash_attn_varlen_forward
-from tests.forms.support import cumulative, ints, on_general_backends, randn
+from tests.forms.inputs import cumulative, ints, randn
+from tests.forms.support import on_general_backends
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HALF = torch.float16

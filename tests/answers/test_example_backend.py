@@ -9,7 +9,8 @@ import pytest
 from flash_attn_compat import explain, flash_attn_func
 from flash_attn_compat.backends import Backend
 from flash_attn_compat.backends.reference import Reference
-from tests.forms.support import qkv, serve_by
+from tests.forms.inputs import qkv
+from tests.forms.support import serve_by
 from tests.tools.test_docs import ROOT, blocks
 from verify.drawing import random_problem
 from verify.examination import Examination

@@ -11,9 +11,9 @@ from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_att
 from flash_attn_compat.core.append import Append, by_operators
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Feature
+from tests.forms.inputs import STEP, cumulative, ints, qkv, randn
 from tests.forms.plain import attention, attention_and_lse
-from tests.forms.problems import STEP
-from tests.forms.support import RecordingReference, close, cumulative, ints, on_backend, on_general_backends, qkv, randn
+from tests.forms.support import RecordingReference, close, on_backend, on_general_backends
 
 # Of 3 rows and 3 new keys over caches of 32 keys.
 ROTATED = replace(STEP, rotary_dim=16, poison="").build().args

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_varlen_func, use_backend
+from tests.forms.inputs import cumulative, randn
 from tests.forms.plain import some
-from tests.forms.support import cumulative, randn
 from tests.kernels import fused_on_cpu
 
 HALF, BRAIN = torch.float16, torch.bfloat16

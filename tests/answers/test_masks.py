@@ -7,7 +7,8 @@ import torch
 
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.flash_attn_interface import _flash_attn_varlen_forward
-from tests.forms.support import cumulative, on_backend, on_general_backends, qkv, randn
+from tests.forms.inputs import cumulative, qkv, randn
+from tests.forms.support import on_backend, on_general_backends
 
 
 @on_general_backends

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests.answers import others_kernels
-from tests.forms.support import cumulative, randn
+from tests.forms.inputs import cumulative, randn
 from tests.kernels import fused_on_cpu
 
 STARTS = cumulative(20)

@@ -22,7 +22,7 @@ from flash_attn_compat.dispatch import call_cache
 from tests.answers import others_kernels
 from tests.answers.others_kernels import BACKENDS, GENUINE, lay_flash_attn
 from tests.forms.caller_state import State, skip_reason, states
-from tests.forms.support import cumulative, qkv
+from tests.forms.inputs import cumulative, qkv
 from verify.drawing import random_problem
 from verify.examination import Examination
 from verify.problems import KINDS, Problem

@@ -21,21 +21,12 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import sdpa
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
-from tests.forms.overlapping import (
-    DTYPES,
-    HALVES,
-    PATTERNS,
-    WITH_CHANNELS,
-    Answers,
-    Serve,
-    check_equal,
-    copied,
-    strided,
-)
+from tests.forms.inputs import DTYPES, HALVES, PATTERNS, WITH_CHANNELS, copied, cumulative, ints, randn, strided
 from tests.forms.plain import pairwise
-from tests.forms.support import GENERAL, cumulative, ints, randn
+from tests.forms.support import GENERAL, Serve, check_equal
 from tests.sdpa import originals
 
+Answers = list[Tensor]
 Q_SHAPE, K_SHAPE = (2, 5, 4, 8), (2, 7, 2, 8)
 
 

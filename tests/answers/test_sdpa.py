@@ -11,7 +11,7 @@ from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.backends.varlen import Block, Places, Spans
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.mask import Range
-from tests.forms.support import cumulative
+from tests.forms.inputs import cumulative
 from verify.examination import Examination
 from verify.problems import Problem
 

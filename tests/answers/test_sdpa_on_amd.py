@@ -17,7 +17,7 @@ from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.dispatch import call_cache
-from tests.forms.support import randn
+from tests.forms.inputs import randn
 
 CAUSAL = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
 SERVED = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD

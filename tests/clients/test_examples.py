@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from tests.forms.inputs import randn
 from tests.forms.plain import attention, check_function, some
-from tests.forms.support import load_file, randn
+from tests.forms.support import load_file
 from tests.tools.interpreters import forked, forked_group
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

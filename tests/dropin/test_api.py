@@ -16,7 +16,7 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as current
 from flash_attn_compat.dropin import patch, patched, unpatch
 from tests.dropin.environment import write_package
-from tests.forms.support import cumulative, qkv, randn
+from tests.forms.inputs import cumulative, qkv, randn
 from tests.tools.interpreters import forked, forked_each
 
 VARIABLE = "FLASH_ATTN_COMPAT_API"

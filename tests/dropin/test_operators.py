@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as ours
 from flash_attn_compat.dropin import patch, unpatch
+from tests.forms.inputs import cumulative, qkv, randn
 from tests.forms.kinds import CALLS, Operators
-from tests.forms.support import cumulative, qkv, randn
 from tests.observers.test_kinds import check
 from tests.tools.interpreters import forked
 

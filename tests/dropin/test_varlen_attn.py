@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flash_attn_compat.dropin import patch, unpatch
 from tests.dropin.test_detection import CALL
+from tests.forms.inputs import cumulative, randn
 from tests.forms.plain import attention, check_function
-from tests.forms.support import cumulative, randn
 from tests.tools.interpreters import forked
 
 pytest.importorskip("torch.nn.attention.varlen", reason="torch.nn.attention.varlen came with torch 2.10")

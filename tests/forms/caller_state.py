@@ -20,7 +20,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.dispatch import call_cache
 from tests.forms.calls import PROBLEMS, TABLE, Call, Prepared, Results
-from tests.forms.support import seed_random_numbers
+from tests.forms.inputs import seed_random_numbers
 
 Enter = Callable[[torch.device], contextlib.AbstractContextManager[object]]
 

@@ -24,9 +24,8 @@ from flash_attn_compat.ops.activations import bias_gelu_impl, swiglu
 from flash_attn_compat.ops.layer_norm import dropout_add_layer_norm
 from flash_attn_compat.ops.triton.layer_norm import rms_norm_fn
 from flash_attn_compat.utils.generation import InferenceParams
-from tests.forms import problems
-from tests.forms.problems import DENSE, PACKED, SQUARE, STEP
-from tests.forms.support import ints, randn
+from tests.forms import inputs
+from tests.forms.inputs import DENSE, PACKED, SQUARE, STEP, ints, randn
 from verify.call import DIFFERENTIABLE
 from verify.call import Call as VerifyCall
 from verify.problems import FUNCTIONS, Problem
@@ -129,9 +128,7 @@ OF_DTYPE: dict[str, tuple[str, ...]] = {
     "float64": ("dense: causal rows that see no key",),
 }  # fmt: skip
 PROBLEMS = {
-    f"{name}, {dtype}": replace(problems.PROBLEMS[name], dtype=dtype)
-    for dtype, some in OF_DTYPE.items()
-    for name in some
+    f"{name}, {dtype}": replace(inputs.PROBLEMS[name], dtype=dtype) for dtype, some in OF_DTYPE.items() for name in some
 }
 
 

@@ -1,4 +1,4 @@
-"""Helpers of several test files: the general backends, small inputs, and comparisons."""
+"""Helpers of several test files: backends that serve or record, comparisons, processes of a group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,10 +27,12 @@ from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall, Result
 from flash_attn_compat.core.entry import Run
 from flash_attn_compat.core.inputs import Inputs, Options
+from flash_attn_compat.core.overlap import overlaps_itself
 from flash_attn_compat.dispatch import call_cache, choice
 from tests.tools.interpreters import forked_group
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
+Serve = Callable[[str], Any]  # from a backend to a block in which it serves
 on_general_backends = pytest.mark.parametrize("backend", GENERAL)
 
 
@@ -58,56 +59,6 @@ def in_threads(work: Callable[[], object], count: int) -> None:
     with ThreadPoolExecutor(count) as pool:
         for done in [pool.submit(work) for _ in range(count)]:
             done.result()
-
-
-def seed_random_numbers(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed, which takes a millisecond without a GPU: it records its caller for each that is unused."""
-    (torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed)(seed)
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1000 * sum(shape))).to(dtype)
-
-
-def qkv(
-    b: int = 2,
-    sq: int = 7,
-    sk: int = 7,
-    h: int = 2,
-    hk: int | None = None,
-    d: int = 16,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor]:
-    hk = hk or h
-    return (
-        randn(b, sq, h, d, seed=1, dtype=dtype),
-        randn(b, sk, hk, d, seed=2, dtype=dtype),
-        randn(b, sk, hk, d, seed=3, dtype=dtype),
-    )
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def cumulative(*lengths: int) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-class OnGpu(Tensor):
-    """A tensor in the host's memory that says it lies on a GPU."""
-
-    is_cuda = property(lambda self: True)
-    is_cpu = property(lambda self: False)
-
-
-# Ways to write that leave the version of ``t`` as it is, or the tensor another one.
-UNSEEN: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "numpy": lambda t, new: numpy.copyto(t.as_subclass(Tensor).numpy(), new.numpy()),
-    "data": lambda t, new: t.data.copy_(new),
-    "another tensor's data": lambda t, new: setattr(t, "data", new.as_subclass(type(t))),
-    "in place": lambda t, new: t.copy_(new),
-}
 
 
 def on_backend(backend: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,6 +99,13 @@ def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons
     assert ours.shape == right.shape
     atol = epsilons * torch.finfo(ours.dtype).eps * float(magnitude)
     torch.testing.assert_close(ours.double(), right.double(), rtol=epsilons * torch.finfo(ours.dtype).eps, atol=atol)
+
+
+def check_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Assert that answers differ by roundings at most, and that no answer overlaps itself."""
+    for got, right in zip(found, expected, strict=True):
+        close(got, right, right[right.isfinite()].abs().max(), epsilons=4)
+        assert not overlaps_itself(got)
 
 
 def in_group(function: Callable[..., object], *arguments: Any) -> None:

@@ -26,7 +26,8 @@ from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
 from flash_attn_compat.core.inputs import DenseInputs, Options
 from flash_attn_compat.dispatch import ops
-from tests.forms.support import GENERAL, cumulative, in_threads, on_backend, on_general_backends, qkv, serve_by
+from tests.forms.inputs import cumulative, qkv
+from tests.forms.support import GENERAL, in_threads, on_backend, on_general_backends, serve_by
 from tests.kernels import fused_on_cpu
 
 FEATURES = {

@@ -22,8 +22,9 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.dispatch.autograd import gradient_of_lse
 from tests.answers import others_kernels
+from tests.forms.inputs import cumulative, qkv, randn
 from tests.forms.plain import attention_and_lse, check_function, pairwise
-from tests.forms.support import GENERAL, close, cumulative, on_backend, qkv, randn
+from tests.forms.support import GENERAL, close, on_backend
 from tests.kernels import fused_on_cpu
 
 SLOPES = torch.tensor([0.3, 0.1, 0.2, 0.0])

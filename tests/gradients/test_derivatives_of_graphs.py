@@ -26,8 +26,8 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.flash_attn_interface import _flash_attn_forward
+from tests.forms.inputs import cumulative, ints, randn
 from tests.forms.plain import pairwise, some_of
-from tests.forms.support import cumulative, ints, randn
 
 Function = Callable[..., Any]
 

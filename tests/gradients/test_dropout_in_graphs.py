@@ -31,7 +31,7 @@ from flash_attn_compat.core.inputs import DenseInputs, Options
 from flash_attn_compat.dispatch import ops
 from flash_attn_compat.dropin import operators, patched
 from flash_attn_compat.modules.mha import MHA, FlashCrossAttention, FlashSelfAttention
-from tests.forms.support import qkv
+from tests.forms.inputs import qkv
 
 P, SIZE = 0.5, 16
 Layer = Callable[[Tensor], Any]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
+from tests.forms.inputs import cumulative, randn
 from tests.forms.kinds import Operators
-from tests.forms.support import cumulative, randn
 
 SLOPES = torch.tensor([0.3, 0.1, 0.2, 0.0])
 OF_OPERATORS: dict[str, Callable[..., Any]] = {

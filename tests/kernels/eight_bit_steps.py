@@ -10,7 +10,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused.choosing.variants import E5M2, FP16, Kind
 from flash_attn_compat.ops.triton.rotary import apply_rotary
-from tests.forms.support import ints, randn
+from tests.forms.inputs import ints, randn
 
 NAN = 0x7F  # of both dtypes
 

@@ -16,7 +16,8 @@ from flash_attn_compat.backends.fused.building import aot, kernel_files, nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError
 from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.choosing.variants import BF16_AS_FP16, FP16, Kind, Variant
-from tests.forms.support import check_refused_in_one_line, ints
+from tests.forms.inputs import ints
+from tests.forms.support import check_refused_in_one_line
 from tests.kernels import fused_on_cpu
 
 ONLY = ["--head-dim", "64", "--dtype", "float16"]

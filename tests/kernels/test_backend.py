@@ -26,9 +26,10 @@ from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.inputs import DenseInputs
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
-from tests.forms import support
+from tests.forms import inputs
+from tests.forms.inputs import randn
 from tests.forms.plain import some, some_of
-from tests.forms.support import close, randn
+from tests.forms.support import close
 from tests.kernels import fused_on_cpu
 from verify.examination import Examination
 from verify.problems import Problem
@@ -44,7 +45,7 @@ def traits(**changes: Any) -> Traits:
 
 
 def qkv() -> tuple[Tensor, Tensor, Tensor]:
-    return support.qkv(2, 40, 50, h=4, hk=2, d=64, dtype=HALF)
+    return inputs.qkv(2, 40, 50, h=4, hk=2, d=64, dtype=HALF)
 
 
 # ---- reasons
@@ -89,7 +90,7 @@ def test_gradients_arrive_where_the_caller_wants_them(
     """For gradients and dout of any strides, whatever strides an earlier plan had."""
     monkeypatch.setattr(layouts, "MAX_SCALAR_LOADS", small)
     fused_on_cpu.emulate(monkeypatch)
-    q, k, v = support.qkv(2, 40, 50, h=4, hk=2, d=head_dim, dtype=HALF)
+    q, k, v = inputs.qkv(2, 40, 50, h=4, hk=2, d=head_dim, dtype=HALF)
     options = (0.0, head_dim**-0.5, True, -1, -1, 0.0, None, False)
     dout = randn(2, 40, 4, head_dim, dtype=HALF)
     unaligned = torch.cat([torch.zeros(1, dtype=HALF), dout.flatten()])[1:].view(dout.shape)

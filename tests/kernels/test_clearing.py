@@ -21,7 +21,7 @@ from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.mask import Mask
 from tests.answers import others_kernels
-from tests.forms.support import cumulative, randn
+from tests.forms.inputs import cumulative, randn
 from tests.kernels import emulate, fused_on_cpu, offline
 from tests.kernels.fused_on_cpu import LaunchRecord
 from verify.examination import Examination

@@ -19,8 +19,8 @@ from flash_attn_compat.backends.fused.launching import grids, layouts, params
 from flash_attn_compat.core import eight_bit
 from flash_attn_compat.core.features import Feature, Traits
 from tests import fused_coverage
+from tests.forms.inputs import cumulative, ints
 from tests.forms.plain import some
-from tests.forms.support import cumulative, ints
 from tests.kernels import emulate, fused_on_cpu
 from tests.kernels.eight_bit_steps import NAN, Step, arguments, attend, check, steps
 from tests.kernels.fused_on_cpu import LaunchRecord

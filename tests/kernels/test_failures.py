@@ -25,7 +25,8 @@ from flash_attn_compat.backends.fused.building.nvrtc import KernelError
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.private_interface import _flash_attn_backward, _flash_attn_varlen_forward
-from tests.forms.support import close, ints, randn
+from tests.forms.inputs import ints, randn
+from tests.forms.support import close
 from tests.kernels import fused_on_cpu
 
 HALF = torch.float16

@@ -24,7 +24,8 @@ from flash_attn_compat.backends.fused.judging import faults, self_test
 from flash_attn_compat.backends.fused.launching import params
 from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.dispatch import call_cache
-from tests.forms.support import close, driver_stand_in, randn
+from tests.forms.inputs import randn
+from tests.forms.support import close, driver_stand_in
 from tests.kernels import fused_on_cpu
 from tests.tools.interpreters import CAN_FORK, forked, forked_each
 

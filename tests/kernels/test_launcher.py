@@ -31,8 +31,8 @@ from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import call_of, checked_call
 from flash_attn_compat.core.inputs import CacheInputs, DenseInputs, Options
 from flash_attn_compat.dispatch import call_cache
+from tests.forms.inputs import cumulative, randn
 from tests.forms.kinds import Wrapper
-from tests.forms.support import cumulative, randn
 from tests.kernels import fused_on_cpu
 from tests.kernels.fused_on_cpu import LaunchRecord
 

@@ -16,7 +16,7 @@ from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.backends.fused.tuning.tuned import Card
 from flash_attn_compat.core.features import Feature, Traits, lacks_tensor_cores
 from flash_attn_compat.dispatch import choice
-from tests.forms.support import randn
+from tests.forms.inputs import randn
 from tests.kernels import fused_on_cpu
 
 GPU, T4 = "NVIDIA GeForce GTX 1650", "Tesla T4"

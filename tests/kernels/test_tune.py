@@ -27,8 +27,8 @@ from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.gpu_state import GpuState, Monitor
 from flash_attn_compat.tune import Tuning
 from tests.answers import others_kernels
+from tests.forms.inputs import randn
 from tests.forms.plain import some_of
-from tests.forms.support import randn
 from tests.kernels import emulate, fused_on_cpu, offline
 from tests.kernels.fused_on_cpu import LaunchRecord
 from verify.examination import Examination

@@ -29,7 +29,7 @@ from flash_attn_compat.backends.fused.tuning.tuned import Card, TileChoice, Time
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.dispatch import call_cache, choice
 from tests.answers import others_kernels
-from tests.forms.support import randn
+from tests.forms.inputs import randn
 from tests.kernels import fused_on_cpu
 from tests.kernels.fused_on_cpu import LaunchRecord
 

@@ -16,8 +16,8 @@ from flash_attn_compat.ops.triton import k_activations as K
 from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
 from tests.forms import plain
+from tests.forms.inputs import randn
 from tests.forms.plain import assert_as_good_as_plain, check_function, pairwise, rounded_once
-from tests.forms.support import randn
 
 PLAIN: dict[str, Any] = {
     "id": lambda x: x,

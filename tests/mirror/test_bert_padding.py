@@ -6,7 +6,7 @@ import torch
 
 from flash_attn_compat import bert_padding
 from flash_attn_compat.bert_padding import IndexFirstAxis, IndexPutFirstAxis, index_first_axis, pad_input, unpad_input
-from tests.forms.support import randn
+from tests.forms.inputs import randn
 
 MASK = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
 KEPT = [0, 1, 9, 10, 11]

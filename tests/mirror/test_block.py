@@ -14,8 +14,8 @@ from flash_attn_compat.modules.block import Block, ParallelBlock, StochasticDept
 from flash_attn_compat.modules.mha import MHA
 from flash_attn_compat.modules.mlp import Mlp
 from flash_attn_compat.ops.triton.layer_norm import RMSNorm
+from tests.forms.inputs import randn
 from tests.forms.plain import Parameters, check_module, pairwise
-from tests.forms.support import randn
 
 D = 8
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

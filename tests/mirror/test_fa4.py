@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flash_attn_compat import fa4
 from flash_attn_compat import flash_attn_interface as fa2
+from tests.forms.inputs import cumulative, ints, qkv, randn
 from tests.forms.plain import assert_as_good_as_plain, pairwise
-from tests.forms.support import cumulative, ints, qkv, randn
 
 ROWS, KEYS, PAGE = (3, 0, 5, 1), (4, 2, 3, 0), 2
 SINK = torch.tensor([-1.0, 0.5, 2.0, 0.0])

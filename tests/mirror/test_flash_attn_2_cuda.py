@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as raw
 from flash_attn_compat import flash_attn_interface, flash_attn_with_kvcache
-from tests.forms.support import randn
+from tests.forms.inputs import randn
 
 Q, K, V = randn(2, 5, 4, 16), randn(2, 7, 2, 16, seed=1), randn(2, 7, 2, 16, seed=2)
 NEW = {"k": randn(2, 5, 2, 16, seed=6), "v": randn(2, 5, 2, 16, seed=7)}

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_triton
 from flash_attn_compat.flash_attn_triton import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from tests.forms.inputs import randn
 from tests.forms.plain import attention, check_function, pairwise
-from tests.forms.support import randn
 
 B, H, D = 2, 3, 16
 

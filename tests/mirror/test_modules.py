@@ -30,6 +30,7 @@ from flash_attn_compat.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn_compat.ops.fused_dense import FusedDense, FusedDenseFunc, fused_dense_func
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
 from flash_attn_compat.utils.generation import InferenceParams
+from tests.forms.inputs import cumulative, randn
 from tests.forms.plain import (
     Parameters,
     attention,
@@ -41,7 +42,6 @@ from tests.forms.plain import (
     squared_relu,
     two_layers,
 )
-from tests.forms.support import cumulative, randn
 
 B, S, SQ, H, HK, D = 2, 6, 3, 4, 2, 16
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_2_cuda, flash_attn_with_kvcache
-from tests.forms.support import ints, randn
+from tests.forms.inputs import ints, randn
 
 TABLE = torch.stack((ints(4, 0), ints(1, 3)))
 RAW = ("fwd", "varlen_fwd", "bwd", "varlen_bwd")

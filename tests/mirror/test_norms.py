@@ -14,8 +14,9 @@ from flash_attn_compat.ops import rms_norm as rn
 from flash_attn_compat.ops.triton import layer_norm as triton_norms
 from flash_attn_compat.ops.triton import layernorm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
+from tests.forms.inputs import randn
 from tests.forms.plain import check_function, pairwise
-from tests.forms.support import close, randn
+from tests.forms.support import close
 
 B, S, D = 2, 5, 24
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -18,7 +18,8 @@ from flash_attn_compat.flash_attn_interface import (
     _get_block_size_n,
     maybe_contiguous,
 )
-from tests.forms.support import GENERAL, close, cumulative, on_backend, on_general_backends, qkv, randn
+from tests.forms.inputs import cumulative, qkv, randn
+from tests.forms.support import GENERAL, close, on_backend, on_general_backends
 from tests.kernels import fused_on_cpu
 from verify import oracle
 

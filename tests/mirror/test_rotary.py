@@ -12,8 +12,8 @@ from torch import Tensor
 from flash_attn_compat.layers import rotary as R
 from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_qkv_
 from flash_attn_compat.ops.triton.rotary import apply_rotary
+from tests.forms.inputs import cumulative, randn
 from tests.forms.plain import check_function, pairwise, rounded_once
-from tests.forms.support import cumulative, randn
 
 B, S, H, HK, D, TABLE = 2, 5, 4, 2, 16, 9
 STARTS = cumulative(3, 0, 6) + 1  # a token before and one behind belong to no sequence

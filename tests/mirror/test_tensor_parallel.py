@@ -24,8 +24,9 @@ from flash_attn_compat.ops.fused_dense import (
 )
 from flash_attn_compat.utils import distributed
 from flash_attn_compat.utils.generation import InferenceParams
+from tests.forms.inputs import randn
 from tests.forms.plain import assert_as_good_as_plain, results, upstream
-from tests.forms.support import in_group, randn
+from tests.forms.support import in_group
 
 WORLD = 2
 BATCH, SEQLEN, D = 2, 4, 24

@@ -15,9 +15,9 @@ from flash_attn_compat.flash_attn_interface import flash_attn_varlen_qkvpacked_f
 from flash_attn_compat.utils import benchmark
 from flash_attn_compat.utils.pretrained import state_dict_from_pretrained
 from flash_attn_compat.utils.testing import attention_ref, generate_qkv, generate_random_padding_mask
+from tests.forms.inputs import randn
 from tests.forms.plain import attention as plain_attention
 from tests.forms.plain import check_function, pairwise
-from tests.forms.support import randn
 
 B, S, H, D = 5, 24, 2, 16
 

@@ -25,7 +25,8 @@ from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.ops import activations as act
 from flash_attn_compat.ops.rms_norm import rms_norm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
-from tests.forms.support import RecordingReference, close, cumulative, ints, qkv, randn
+from tests.forms.inputs import cumulative, ints, qkv, randn
+from tests.forms.support import RecordingReference, close
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -25,7 +25,8 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.dispatch.pytorch import sharding
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
-from tests.forms.support import cumulative, in_group, randn
+from tests.forms.inputs import cumulative, randn
+from tests.forms.support import in_group
 
 Axes = tuple[int | None, ...]  # of a tensor, by which each axis of the mesh cuts it
 

@@ -14,8 +14,8 @@ from flash_attn_compat import flash_attn_func
 from flash_attn_compat.dispatch.pytorch import at_exit
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import exits
+from tests.forms.inputs import qkv
 from tests.forms.kinds import Operators
-from tests.forms.support import qkv
 from tests.tools.interpreters import forked
 
 pytestmark = pytest.mark.skipif(

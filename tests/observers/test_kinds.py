@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from tests.forms.inputs import cumulative, ints, qkv, randn
 from tests.forms.kinds import CALLS, KINDS, Operators, Pending, Tensors, call_on
 from tests.forms.plain import some_of
-from tests.forms.support import GENERAL, cumulative, ints, qkv, randn
+from tests.forms.support import GENERAL
 from tests.kernels import fused_on_cpu
 from tests.tools.interpreters import CAN_FORK
 

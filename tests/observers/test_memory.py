@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
-from tests.forms.support import cumulative, on_backend, randn
+from tests.forms.inputs import cumulative, randn
+from tests.forms.support import on_backend
 from verify.timing import allocations
 
 FEATURES = {

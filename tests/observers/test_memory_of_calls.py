@@ -31,8 +31,7 @@ from flash_attn_compat.core.inputs import Options, PackedInputs
 from flash_attn_compat.dispatch import call_cache
 from tests import warm
 from tests.answers import others_kernels
-from tests.forms.problems import PACKED, STEP
-from tests.forms.support import ints, qkv, randn
+from tests.forms.inputs import PACKED, STEP, ints, qkv, randn
 from tests.kernels import fused_on_cpu
 from tests.warm import FIRST, Answer, Tally, WarmCall
 from verify.call import solve

@@ -16,7 +16,7 @@ from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.choosing.variants import Kind
 from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.core import cuda_capture
-from tests.forms.support import UNSEEN, OnGpu, cumulative
+from tests.forms.inputs import UNSEEN, OnGpu, cumulative
 from tests.kernels import fused_on_cpu
 
 

@@ -25,7 +25,7 @@ from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
 from flash_attn_compat.ops.triton.rotary import apply_rotary
 from flash_attn_compat.utils import benchmark, testing
 from flash_attn_compat.utils.generation import GenerationMixin, InferenceParams
-from tests.forms.support import randn
+from tests.forms.inputs import randn
 
 X, W = randn(2, 8), randn(6, 8)
 LOGITS, LABELS = randn(12, 37), torch.arange(12)

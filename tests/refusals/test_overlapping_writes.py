@@ -16,8 +16,8 @@ from flash_attn_compat.core.overlap import overlaps_itself, strides_overlap
 from flash_attn_compat.dispatch import kvcache, raw
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from flash_attn_compat.layers.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
-from tests.forms.overlapping import ORDINARY, OVERLAPPING, Serve, copied
-from tests.forms.support import close, cumulative, ints, randn
+from tests.forms.inputs import ORDINARY, OVERLAPPING, copied, cumulative, ints, randn
+from tests.forms.support import Serve, close
 
 # ---------------------------------------------------------------- which memory overlaps itself
 

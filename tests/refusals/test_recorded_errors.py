@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flash_attn_compat
-from tests.forms.support import ints
+from tests.forms.inputs import ints
 from verify.call import Call
 from verify.examination import Examination
 from verify.recorded import recorded_errors

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_interface, settings
 from flash_attn_compat.core import checks, cuda_capture
+from tests.forms.inputs import DENSE, PACKED, PROBLEMS, STEP, OnGpu
 from tests.forms.kinds import Operators
-from tests.forms.problems import DENSE, PACKED, PROBLEMS, STEP
-from tests.forms.support import OnGpu
 from verify.call import Call
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_compat import explain, reset_backend_counts, use_backend
-from tests.forms.support import randn
+from tests.forms.inputs import randn
 from tests.kernels.fused_on_cpu import LaunchRecord
 from tests.sdpa import fuzz, originals
 from tests.sdpa.originals import counted

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from flash_attn_compat import explain
-from tests.forms.support import randn
+from tests.forms.inputs import randn
 from tests.kernels.fused_on_cpu import LaunchRecord
 from tests.sdpa import originals
 from tests.sdpa.originals import POLICY, counted

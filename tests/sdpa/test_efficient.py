@@ -15,7 +15,7 @@ from flash_attn_compat import explain, flash_attn_func, use_backend
 from flash_attn_compat.backends.torch_efficient import TorchEfficient
 from flash_attn_compat.core.torch_state import as_decided
 from flash_attn_compat.torch_sdpa.efficient import Problem
-from tests.forms.support import cumulative, ints, randn
+from tests.forms.inputs import cumulative, ints, randn
 from tests.kernels.fused_on_cpu import LaunchRecord
 from tests.sdpa import originals
 from tests.sdpa.originals import counted, stand_in_backward, stand_in_forward

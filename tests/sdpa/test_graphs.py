@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from flash_attn_compat.torch_sdpa import graphs
-from tests.forms.support import randn
+from tests.forms.inputs import randn
 from tests.sdpa import originals
 
 Compiled = Callable[..., Tensor]

@@ -21,8 +21,8 @@ from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.launching import grids
 from flash_attn_compat.backends.fused.tuning import candidates
 from flash_attn_compat.torch_sdpa.policy import check_mask
+from tests.forms.inputs import randn
 from tests.forms.plain import pairwise, some, some_of
-from tests.forms.support import randn
 from tests.kernels import fused_on_cpu
 from tests.kernels.fused_on_cpu import LaunchRecord
 from tests.kernels.test_backend import mutated

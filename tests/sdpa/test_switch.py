@@ -15,7 +15,8 @@ from flash_attn_compat import reset_backend_counts
 from flash_attn_compat.core.torch_state import as_decided
 from flash_attn_compat.torch_sdpa import attention, efficient, override
 from flash_attn_compat.torch_sdpa.policy import Policy
-from tests.forms.support import in_threads, randn
+from tests.forms.inputs import randn
+from tests.forms.support import in_threads
 from tests.kernels.fused_on_cpu import LaunchRecord
 from tests.sdpa import originals
 from tests.sdpa.originals import counted

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.forms.inputs import randn
 from tests.forms.kinds import Operators, Wrapper
-from tests.forms.support import randn
 from tests.kernels.fused_on_cpu import LaunchRecord
 from tests.sdpa import originals
 from tests.sdpa.originals import counted

@@ -1,11 +1,142 @@
-"""Small problems with names, each a promise of flash-attn's: most differ in one thing from the first of their group."""
+"""The inputs of all tests: tensors of any layout, and small problems with names, each a promise of flash-attn's."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy
+import torch
+from torch import Tensor
+
 from verify.problems import Problem
+
+
+def seed_random_numbers(seed: int, device: torch.device) -> None:
+    """As torch.manual_seed, which takes a millisecond without a GPU: it records its caller for each that is unused."""
+    (torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed)(seed)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1000 * sum(shape))).to(dtype)
+
+
+def qkv(
+    b: int = 2,
+    sq: int = 7,
+    sk: int = 7,
+    h: int = 2,
+    hk: int | None = None,
+    d: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    hk = hk or h
+    return (
+        randn(b, sq, h, d, seed=1, dtype=dtype),
+        randn(b, sk, hk, d, seed=2, dtype=dtype),
+        randn(b, sk, hk, d, seed=3, dtype=dtype),
+    )
+
+
+def lengths_of(q: tuple[int, ...], k: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor, int, int]:
+    """cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of packed sequences; k: as q where it is None."""
+    k = q if k is None else k
+    return cumulative(*q), cumulative(*k), max(q), max(k)
+
+
+def packed(
+    lengths_q: tuple[int, ...], lengths_k: tuple[int, ...] | None = None, h: int = 2, hk: int | None = None, d: int = 16
+) -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
+    """q, k and v of packed sequences, and their lengths."""
+    totals = sum(lengths_q), sum(lengths_q if lengths_k is None else lengths_k)
+    q, k, v = qkv(1, *totals, h, hk, d)
+    return [q[0], k[0], v[0]], lengths_of(lengths_q, lengths_k)
+
+
+def heads_first(*shape: int, dtype: torch.dtype = torch.float16, **sizes: int) -> list[Tensor]:
+    """``qkv`` as PyTorch's attention takes it, leaves that ask for gradients; in memory heads lie first too."""
+    made = qkv(*shape, dtype=dtype, **sizes)
+    return [x.transpose(1, 2).contiguous().requires_grad_() for x in made]
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def cumulative(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+class OnGpu(Tensor):
+    """A tensor in the host's memory that says it lies on a GPU."""
+
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+
+# Ways to write that leave the version of ``t`` as it is, or the tensor another one.
+UNSEEN: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "numpy": lambda t, new: numpy.copyto(t.as_subclass(Tensor).numpy(), new.numpy()),
+    "data": lambda t, new: t.data.copy_(new),
+    "another tensor's data": lambda t, new: setattr(t, "data", new.as_subclass(type(t))),
+    "in place": lambda t, new: t.copy_(new),
+}
+
+
+# ---------------------------------------------------------------- layouts
+
+# Strides of sequences, rows, heads and channels; 8 is the number of channels, so that rows may touch.
+STEPS = (0, 1, 3, 8)
+PATTERNS = [*itertools.product(STEPS, STEPS, STEPS, (1, 0, 2))]
+WITH_CHANNELS = [pattern for pattern in PATTERNS if pattern[3] == 1]
+DTYPES = torch.float32, torch.float16, torch.float64, torch.bfloat16
+HALVES = torch.float16, torch.bfloat16
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Return normal numbers, seen through these strides."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return randn(extent, seed=seed, dtype=dtype).as_strided(shape, strides)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+ORDINARY: dict[str, Callable[[], Tensor]] = {
+    "contiguous": lambda: torch.empty(3, 5, 2, 8),
+    "heads first": lambda: torch.empty(3, 2, 5, 8).transpose(1, 2),
+    "every axis permuted": lambda: torch.empty(8, 2, 5, 3).permute(3, 2, 1, 0),
+    "slices of every axis": lambda: torch.empty(9, 9, 9, 32)[1:7:2, 2:8, ::3, 3:30:3],
+    "part of a packed qkv": lambda: torch.empty(3, 5, 3, 2, 8)[:, :, 1],
+    "keys beside values, NHD": lambda: torch.empty(7, 2, 16, 2, 8)[:, 0],
+    "keys beside values, HND": lambda: torch.empty(7, 2, 16, 16).transpose(1, 2)[..., 8:],
+    "keys and values by turns": lambda: torch.empty(7, 16, 2, 8, 2)[..., 1],
+    "pages of every second block": lambda: torch.empty(14, 16, 2, 8)[::2],
+    "batch last": lambda: torch.empty(5, 2, 8, 3).permute(3, 0, 1, 2),
+    "a single row of a broadcast batch": lambda: torch.empty(1, 5, 2, 8).expand(4, 5, 2, 8)[:1],
+    "one element an axis, any strides": lambda: torch.empty(8).as_strided((1, 1, 1, 8), (0, 1, 3, 1)),
+    "no elements": lambda: torch.empty(0).as_strided((3, 0, 2, 8), (0, 1, 1, 1)),
+    "steps that mesh": lambda: torch.empty(99).as_strided((2, 3, 1, 1), (5, 2, 0, 0)),
+    "steps that mesh over channels": lambda: torch.empty(99).as_strided((2, 3, 8), (40, 16, 1)),
+    "steps that mesh over channels in a cache": lambda: torch.empty(99).as_strided((1, 2, 3, 8), (0, 40, 16, 1)),
+    "more memory than there is": lambda: torch.empty(2**20, 2**20, 2**10, 128, device="meta").transpose(0, 2),
+}  # fmt: skip
+
+OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
+    "a broadcast batch": lambda x: x[:1].expand_as(x),
+    "broadcast rows": lambda x: x[:, :1].expand_as(x),
+    "broadcast heads": lambda x: x[:, :, :1].expand_as(x),
+    "sliding windows of rows": lambda x: x.as_strided(x.shape, (x.stride(1), *x.stride()[1:])),
+    "rows that overlap by a channel": lambda x: x.as_strided(x.shape, (*[s - 1 for s in x.stride()[:3]], 1)),
+    "equal strides": lambda x: x.as_strided(x.shape, (200, 1, 16, 1)),
+    "strides without order": lambda x: x.as_strided(x.shape, (30, 10, 15, 1)),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- problems; most differ in one thing from the first
 
 DENSE = Problem(seqlens_q=(7, 7), seqlens_k=(11, 11), nheads_k=2, group=2, head_dim=16)
 SQUARE = replace(DENSE, seqlens_k=(7, 7))
