@@ -12,6 +12,7 @@ PROGRAMS = {
     "sdpa": "F.scaled_dot_product_attention without and with our kernels under it",
     "flex": "flex_attention on our kernels, beside Triton's and our own features",
     "flex_pictures": "the pictures of docs/flex.md; no GPU needed",
+    "small_calls": "small calls with gradients: the host's time and the GPU's alone, beside PyTorch's kernels",
     "head_dims": "our kernels beside PyTorch's flash kernel, head dim by head dim",
     "eight_bit": "our kernels over 8-bit caches beside 16-bit ones",
     "turing_peer": "our kernels beside flash-attention-turing's",

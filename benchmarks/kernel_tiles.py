@@ -1,25 +1,30 @@
 """Times each kernel's tiles on this GPU: `python -m benchmarks.kernel_tiles`.
 
 Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets. The candidates are `tune`'s
-(backends/fused/tuning/candidates.py), here under every mask; the first of each row is the present tile.
+(backends/fused/tuning/candidates.py), here under every mask; the first of each row is the present tile. `--lengths` times
+full and causal calls of these lengths, replayed from CUDA graphs in turns: the GPU's time alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import flash_attn_compat
 from benchmarks.runner import DTYPES, Contest, forward_only, make_parser, run, time_one_by_one
-from flash_attn_compat.backends.fused.building import nvrtc
+from benchmarks.sdpa import capture_job
+from flash_attn_compat.backends.fused.building import aot, nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.launching import grids
@@ -33,6 +38,7 @@ from verify.timing import Job
 from verify.workloads import Workload, decoding, workload
 
 Tiles = tuple[Tile | None, ...]  # None: the present one
+Flags = Sequence[Mapping[str, Any]]  # of a Kind, for each sort of call
 # head dim: batch, seqlen, (query heads, key heads)
 SHAPES = {32: (16, 2048, (8, 8)), 64: (8, 4096, (8, 8)), 128: (4, 2048, (32, 8)), 256: (4, 2048, (16, 16))}
 MASKS: dict[str, dict[str, Any]] = {
@@ -45,6 +51,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "dropout": {"causal": True, "dropout_p": 0.1},
 }
 BACKWARD = "full", "causal", "ALiBi", "causal ALiBi", "softcap"  # the masks of the backward
+TOKENS, CHANNELS = 16384, 2048  # of the batch, and of all heads, with --lengths
 SPLITS = None, 1, 2, 3, 4, 6, 8, 16, 32
 DECODE = (*workloads.DECODE, *decoding(32, 4096, (16, 16), 64), *decoding(1, 8192, (16, 16), 64))
 
@@ -59,12 +66,13 @@ def format_tile(tile: Tile | None) -> str:
 
 
 @contextmanager
-def replace_tile(entry: str, tile: Tile) -> Iterator[None]:
-    """Give a kernel ``tile`` during a block. entry: few_keys for dkdv where one tile holds all keys"""
+def replace_tile(entry: str, tile: Tile | None) -> Iterator[None]:
+    """Give a kernel ``tile``, unless that is None, during a block. entry: few_keys: dkdv where one tile has all keys"""
     before = variants.choose_tile
 
     def choose(asked: str, kind: variants.Kind) -> Tile:
-        return tile if entry == ("few_keys" if kind.few_keys else asked) else before(asked, kind)
+        mine = tile if entry == ("few_keys" if kind.few_keys else asked) else None
+        return mine or before(asked, kind)
 
     with _replace_function(variants, "choose_tile", choose):
         yield
@@ -103,26 +111,45 @@ def backward_job(attend: Attention, qkv: list[Tensor]) -> Callable[[], object]:
 
 
 def tile_jobs(entry: str, tiles: Tiles, problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
-    compile_all(entry, tiles, problem.head_dim, dtype)
     arguments = problem.call("cuda", dtype)
     attend = flash_attn_call(flash_attn_compat, arguments)
     call = partial(attend, *arguments.qkv) if entry == "forward" else backward_job(attend, arguments.qkv)
     return forward_only({format_tile(tile): Job(call, partial(replace_tile, entry, tile)) for tile in tiles})
 
 
+def replayed_jobs(entry: str, tiles: Tiles, problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
+    """Return the jobs of ``tile_jobs`` as replays of CUDA graphs."""
+    jobs = tile_jobs(entry, tiles, problem, dtype)
+    return forward_only({name: capture_job(by_mode["forward"], "cuda") for name, by_mode in jobs.items()})
+
+
 @cache
 def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> None:
     """Compile all tiles in parallel, before any is timed."""
-    target = nvrtc.target(0)
-    converted = variants.BF16 if target.number >= 80 else variants.BF16_AS_FP16
-    kind = variants.Kind(target.number, variants.FP16 if dtype == torch.float16 else converted, head_dim)
     masked = {"local": True}
+    flags: Flags = ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True})
+    compile_together(tile_variants(entry, tiles, head_dim, dtype, flags))
+
+
+def tile_variants(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype, flags: Flags) -> list[variants.Variant]:
+    """Return the kernels of ``tiles``, for calls with each set of ``flags`` of a Kind."""
+    number = nvrtc.target(0).number
+    converted = variants.BF16 if number >= 80 else variants.BF16_AS_FP16
+    kind = variants.Kind(number, variants.FP16 if dtype == torch.float16 else converted, head_dim)
     compiled: list[variants.Variant] = []
     for tile in tiles:
         with replace_tile(entry, tile):
-            for flags in ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True}):
-                compiled.append(getattr(variants, entry)(kind._replace(**flags)))
-    nvrtc.load_all(compiled, 0)  # a tile that does not fit fails later, when it is timed
+            compiled += [variants.MAKERS[entry](kind._replace(**each)) for each in flags]
+    return compiled
+
+
+def compile_together(wanted: Iterable[variants.Variant]) -> None:
+    """Compile in processes, then load in threads. A tile that does not fit fails later, when it is timed."""
+    chosen, architecture = sorted(set(wanted)), nvrtc.target(0).architecture
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    _, errors = aot.compile_all([(variant, architecture) for variant in chosen], pool=pool)
+    print(*errors, sep="\n", end="\n" * bool(errors))
+    nvrtc.load_all(chosen, 0)
 
 
 def split_jobs(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
@@ -141,19 +168,68 @@ def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> It
         for mask in () if entry not in kernels else MASKS if entry == "forward" else BACKWARD:
             problem = workload(f"{entry} d{head_dim} {mask}", (seqlen,) * batch, heads, head_dim, **MASKS[mask])
             compared = None if mask == "dropout" else dtype  # each call drops other probabilities
+            compile_all(entry, tiles, head_dim, dtype)
             yield Contest(problem.name, partial(tile_jobs, entry, tiles, problem, dtype), compared)
     for each in DECODE if "decode" in kernels else ():
         if not each.new_keys:
             yield Contest(f"{each.name} {each.nheads}/{each.nheads_k}", partial(split_jobs, each, dtype), dtype)
 
 
+class Trial(NamedTuple):
+    """A kernel at a head dim in a dtype, with the tiles to time; None: the present one."""
+
+    entry: str
+    head_dim: int
+    dtype: str
+    tiles: Tiles
+
+    def variants(self) -> list[variants.Variant]:
+        """Return every kernel that full and causal calls of any length launch."""
+        copied = {"copied": True} if self.dtype == "bfloat16" and nvrtc.target(0).number < 80 else {}
+        flags = [local | more for local in ({}, {"local": True}) for more in ({}, copied)]
+        others = "forward", "delta", "dkdv", "dq", "absmax", "to_half"
+        made = tile_variants(self.entry, self.tiles, self.head_dim, DTYPES[self.dtype], flags)
+        for entry in others[: 1 if self.entry == "forward" else None] + others[4:] * bool(copied):
+            made += tile_variants(entry, (None,), self.head_dim, DTYPES[self.dtype], flags)
+        return made
+
+
+def make_trials(kernels: list[str], head_dims: list[int], dtypes: list[str], text: str) -> Iterator[Trial]:
+    """Yield the trials of tune's candidates whose name has ``text``, beside the present tile."""
+    number = nvrtc.target(0).number
+    for entry, head_dim, dtype in itertools.product(candidates.ENTRIES, head_dims, dtypes):
+        present = variants.choose_tile(entry, variants.Kind(number, variants.FP16, head_dim))
+        others = [tile for tile in candidates.candidate_tiles(entry, number, head_dim) if text in format_tile(tile)]
+        others = [tile for tile in others if tile != present]
+        if entry in kernels and others:
+            yield Trial(entry, head_dim, dtype, (None, *others))
+
+
+def length_contests(trials: list[Trial], lengths: list[int]) -> Iterator[Contest]:
+    """Yield contests of each trial's tiles in full and causal calls of TOKENS tokens in all."""
+    for trial, length, mask in itertools.product(trials, lengths, ("full", "causal")):
+        batch, heads = max(1, TOKENS // length), max(1, CHANNELS // trial.head_dim)
+        name = f"{trial.entry} d{trial.head_dim} {trial.dtype} {mask} {batch} x {length}"
+        problem = workload(name, (length,) * batch, (heads, heads), trial.head_dim, **MASKS[mask])
+        dtype = DTYPES[trial.dtype]
+        yield Contest(name, partial(replayed_jobs, trial.entry, trial.tiles, problem, dtype), dtype)
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments, kernels = make_parser("kernel_tiles", __doc__), [*candidates.ENTRIES, "decode"]
-    arguments.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    arguments.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES), choices=variants.HEAD_DIMS)
     arguments.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)
-    arguments.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    arguments.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16"), default=["float16"])
+    arguments.add_argument("--lengths", type=int, nargs="+", help="time full and causal calls of these lengths instead")
+    arguments.add_argument("--tiles", default="", metavar="TEXT", help="with --lengths: tiles with this in their name")
     options = arguments.parse_args(argv)
-    chosen = contests(options.kernels, options.head_dims, DTYPES[options.dtype])
+    if options.lengths:
+        trials = list(make_trials(options.kernels, options.head_dims, options.dtype, options.tiles))
+        compile_together(itertools.chain.from_iterable(trial.variants() for trial in trials))
+        return run("kernel_tiles", length_contests(trials, options.lengths), options, "cuda")
+    dtypes = [DTYPES[name] for name in options.dtype]
+    head_dims = [size for size in options.head_dims if size in SHAPES]
+    chosen = itertools.chain.from_iterable(contests(options.kernels, head_dims, dtype) for dtype in dtypes)
     return run("kernel_tiles", chosen, options, "cuda", time_one_by_one("cuda"))
 
 

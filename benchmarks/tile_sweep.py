@@ -10,11 +10,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,9 +22,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernel_tiles import format_tile, replace_tile
+from benchmarks.kernel_tiles import compile_together, format_tile, replace_tile
 from flash_attn_compat import flash_attn_func, use_backend
-from flash_attn_compat.backends.fused.building import aot, nvrtc
+from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind
@@ -184,13 +181,8 @@ def variants_of(shape: Shape, number: int) -> set[variants.Variant]:
 
 
 def compile_all(shapes: list[Shape]) -> None:
-    """Compile all variants in processes, then load them in threads."""
-    target = nvrtc.target(0)
-    wanted = sorted(set(itertools.chain.from_iterable(variants_of(shape, target.number) for shape in shapes)))
-    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
-    _, errors = aot.compile_all([(variant, target.architecture) for variant in wanted], pool=pool)
-    print(*errors, sep="\n")
-    nvrtc.load_all(wanted, 0)
+    number = nvrtc.target(0).number
+    compile_together(itertools.chain.from_iterable(variants_of(shape, number) for shape in shapes))
 
 
 def time_calls(call: Callable[..., Tensor], qkv: tuple[Tensor, ...], choice: Choice) -> tuple[float, float] | Failed:

@@ -12,8 +12,8 @@ ENTRIES = ("forward", "dkdv", "dq")
 _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
         32: (Tile(32, 4, 2, 3), Tile(64, 4, 2, 2), Tile(128, 4, 1, 3)),
-        48: (Tile(64, 4, 2, 2), Tile(64, 8, 1, 1)),
-        64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2)),
+        48: (Tile(64, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 8, 2, 1, stages=3)),
+        64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2), Tile(64, 8, 2, 1, stages=3)),
         80: (Tile(32, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         96: (Tile(32, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         112: (Tile(16, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
@@ -26,8 +26,8 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
     "dkdv": {
         32: (Tile(64, 4, 1, 3), Tile(64, 4, 1, 2), Tile(32, 4, 2, 2)),
         48: (Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        64: (Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2)),
-        80: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        64: (Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 8, 1, 1, stages=3)),
+        80: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2), Tile(32, 8, 1, 1, stages=3)),
         96: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         128: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False), Tile(16, 4, 1, 2), Tile(32, 8, 1, 1, stages=3)),
@@ -36,7 +36,10 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
     },
     "dq": {
         32: (Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
-        64: (Tile(32, 4, 2, 2), Tile(32, 4, 2, 2, vo_in_regs=False), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3)),
+        64: (
+            Tile(32, 4, 2, 2), Tile(32, 8, 2, 1, stages=3), Tile(32, 4, 2, 2, vo_in_regs=False), Tile(64, 4, 1, 2),
+            Tile(32, 4, 1, 3),
+        ),
         80: (Tile(16, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         96: (Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: (Tile(64, 8, 1, 1), Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
@@ -45,7 +48,7 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         192: (Tile(16, 4, 1, 2), Tile(16, 8, 1, 1), Tile(32, 8, 1, 1, split_n=1)),
         256: (Tile(32, 8, 1, 1, split_n=1), Tile(16, 4, 1, 1, vo_in_regs=False)),
     },
-}
+}  # fmt: skip
 # A multiprocessor has 100 KB or more: enough to keep a block's stationary operands in shared memory.
 _SHARED = {"qk_in_regs": False, "vo_in_regs": False, "cp_async": True}
 _FOR_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
