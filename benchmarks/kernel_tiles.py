@@ -1,8 +1,8 @@
 """Times each kernel's tiles on this GPU: `python -m benchmarks.kernel_tiles`.
 
 Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets. The candidates are `tune`'s
-(backends/fused/tuning/candidates.py), here under every mask; the first of each row is the present tile. `--lengths` times
-full and causal calls of these lengths, replayed from CUDA graphs in turns: the GPU's time alone.
+(backends/fused/tuning/candidates.py), here under every mask; the first of each row is the present tile. `--lengths`
+times full and causal calls of these lengths, replayed from CUDA graphs in turns: the GPU's time alone.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
     for mode, variables in MODES.items():
         programs = ["benchmarks.end_to_end", "--device", "cuda", "--json", str(out / f"programs{mode}.json")]
         yield Part(f"programs{mode}", [*python, *programs], variables, 400)
-    for tool in ("memcheck", "racecheck", "initcheck"):
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         for mode, variables in MODES.items():
             sanitize = ["tests.sanitize", "--cached", "--tools", tool, "--jobs", str(jobs)]
             yield Part(f"{tool}{mode}", [*python, *sanitize], variables, 400, stops=True)

@@ -1,9 +1,10 @@
 """The fused kernels under compute-sanitizer: `python -m tests.sanitize`, with a GPU and the CUDA toolkit.
 
 Every call of fused_coverage.py, and each call of calls.py in some states of its caller, runs under memcheck
-(without PyTorch's caching allocator, so that a read past a tensor is seen), racecheck and initcheck, shared out among
-processes. One line for each tool; exit code 1 where one found something in a kernel of ours.
-FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
+(without PyTorch's caching allocator, so that a read past a tensor is seen), racecheck, initcheck and synccheck (threads
+that miss a barrier), shared out among processes. One line for each tool; exit code 1 where one found something in a
+kernel of ours. FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
+`python -m tests.sanitize --every 16 --together --seconds 30` runs a sample in two minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-TOOLS = ("memcheck", "racecheck", "initcheck")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ENTRIES = "forward|decode|append|absmax|to_half|mask|delta|dkdv|dq"
 FINDING = re.compile(rf"=========\s+(?:at|by|Error|Warning|Invalid|Uninitialized|Race).*\b(?:{ENTRIES})\b")
 
@@ -30,20 +31,20 @@ LATE, GRACE = 1.3, 30.0
 STATES = ("default dtype torch.float64", "autocast torch.bfloat16", "cuda: another stream", "a second thread")
 
 
-def child(shard: int, shards: int, seconds: float, tool: str) -> None:
-    """Runs every so-manieth check, none after so many seconds; wrong numbers raise."""
+def child(shard: int, shards: int, every: int, seconds: float, tool: str) -> None:
+    """Run a shard of every so-manieth check, and start none after ``seconds``; wrong numbers raise."""
     from tests import fused_coverage
 
     start, place = time.monotonic(), torch.device("cuda", torch.cuda.current_device())
     runs = [*(check for *_, check in fused_coverage.checks(place)), *of_the_table(place, tool)]
-    done = 0
-    for run in runs[shard::shards]:
+    runs, done = runs[::every][shard::shards], 0
+    for run in runs:
         if time.monotonic() - start > seconds:
             break
         run()
         done += 1
     torch.cuda.synchronize()
-    print(f"ran {done} checks of {len(runs[shard::shards])}", flush=True)
+    print(f"ran {done} checks of {len(runs)}", flush=True)
 
 
 def of_the_table(place: torch.device, tool: str) -> Iterator[Callable[[], object]]:
@@ -70,10 +71,10 @@ def of_the_table(place: torch.device, tool: str) -> Iterator[Callable[[], object
         yield functools.partial(answers, call)
 
 
-def run(tool: str | None, shard: int, shards: int, seconds: float) -> str:
+def run(tool: str | None, shard: int, shards: int, seconds: float, every: int = 1) -> str:
     """Return the output of a shard under ``tool``; without a tool the shard fills the cache of compiled kernels."""
     command = [sys.executable, "-m", "tests.sanitize", "--shard", str(shard), "--jobs", str(shards)]
-    command += ["--seconds", str(seconds), "--tool", tool or ""]
+    command += ["--seconds", str(seconds), "--every", str(every), "--tool", tool or ""]
     variables = dict(os.environ)
     if tool is not None:
         sanitizer = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
@@ -96,9 +97,10 @@ def findings(text: str) -> list[str]:
     return [line for line in text.splitlines() if FINDING.search(line)]
 
 
-def judge(tool: str | None, jobs: int, seconds: float) -> bool:
+def judge(tool: str | None, jobs: int, seconds: float, every: int) -> bool:
+    """Run all shards under ``tool`` and print its line; returns whether no shard failed and none found anything."""
     with ThreadPoolExecutor(jobs) as pool:
-        texts = list(pool.map(lambda shard: run(tool, shard, jobs, seconds), range(jobs)))
+        texts = list(pool.map(lambda shard: run(tool, shard, jobs, seconds, every), range(jobs)))
     counts = [
         map(int, found) for text in texts for found in re.findall(r"^ran (\d+) checks of (\d+)", text, re.MULTILINE)
     ]
@@ -124,18 +126,23 @@ def main() -> int:
     parser.add_argument(
         "--cached", action="store_true", help="the kernels are in the cache: nothing runs without a tool"
     )
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="a sample: one of N checks")
+    parser.add_argument("--together", action="store_true", help="all tools at once; they share the processes")
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--tool", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no check later, for each tool")
     arguments = parser.parse_args()
     if arguments.shard is not None:
-        child(arguments.shard, arguments.jobs, arguments.seconds, arguments.tool)
+        child(arguments.shard, arguments.jobs, arguments.every, arguments.seconds, arguments.tool)
         return 0
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
-    first = () if arguments.cached else (None,)
-    verdicts = [judge(tool, arguments.jobs, arguments.seconds) for tool in (*first, *arguments.tools)]
-    return 0 if all(verdicts) else 1
+    jobs, seconds, every, tools = arguments.jobs, arguments.seconds, arguments.every, arguments.tools
+    compiles = arguments.cached or judge(None, jobs, seconds, every)
+    at_once = len(tools) if arguments.together else 1
+    with ThreadPoolExecutor(at_once) as pool:
+        clean = list(pool.map(lambda tool: judge(tool, max(1, jobs // at_once), seconds, every), tools))
+    return 0 if compiles and all(clean) else 1
 
 
 if __name__ == "__main__":

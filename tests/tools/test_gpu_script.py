@@ -90,8 +90,11 @@ def test_parts_without_time_are_told_and_are_failures(tmp_path: Path, capsys: py
     assert len(told) == 4 and all(one["code"] == "no time left" for one in told)
 
 
-def test_a_finding_in_a_kernel_of_ours_is_told_from_others() -> None:
-    lines = ["Invalid __global__ read of size 16 bytes", "    at dkdv+0x4f0", "    at cutlass::Kernel+0x10"]
+@pytest.mark.parametrize(
+    "said", ["Invalid __global__ read of size 16 bytes", "Barrier error detected. Divergent thread(s) in block"]
+)
+def test_a_finding_in_a_kernel_of_ours_is_told_from_others(said: str) -> None:
+    lines = [said, "    at dkdv+0x4f0", "    at cutlass::Kernel+0x10"]
     report = "\n".join(f"========= {line}" for line in lines)
     assert sanitize.findings(report) == ["=========     at dkdv+0x4f0"]
 
