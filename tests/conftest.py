@@ -1,5 +1,6 @@
 """Settings of every test: one thread per process (the suite runs one per core) and no backend forced from outside."""
 
+import ctypes
 import gc
 import os
 import shutil
@@ -129,13 +130,29 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> "RecordingReference":
 
 
 @pytest.fixture
-def turing(monkeypatch: pytest.MonkeyPatch) -> "Iterator[LaunchRecord]":
+def turing(monkeypatch: pytest.MonkeyPatch, tmp_path: "Path") -> "Iterator[LaunchRecord]":
     """Our kernels serve every call, run by the emulator as a Turing GPU would run them."""
-    from flash_attn_compat import use_backend
-    from tests.kernels import fused_on_cpu
+    from tests.paper_gpu import PaperGpu, placed
 
-    with use_backend("fused"):
-        yield fused_on_cpu.emulate(monkeypatch, 75)
+    with placed(PaperGpu(computes=True, forced="fused"), monkeypatch, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: "Path") -> "Iterator[LaunchRecord]":
+    """As ``turing``, of capability 9.0."""
+    from tests.paper_gpu import PaperGpu, placed
+
+    with placed(PaperGpu(90, computes=True, forced="fused"), monkeypatch, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def driver_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """A stand-in for the CUDA driver, in C++."""
+    from tests.forms.support import driver_stand_in
+
+    return ctypes.CDLL(driver_stand_in(tmp_path_factory.mktemp("driver")))
 
 
 @pytest.fixture

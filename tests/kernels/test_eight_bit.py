@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-import flash_attn_compat
 from flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import Fused, forward
 from flash_attn_compat.backends.fused.choosing import variants
@@ -30,12 +28,6 @@ pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP16, BF16 = torch.float16, torch.bfloat16
 both_dtypes = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
-    with flash_attn_compat.use_backend("fused"):
-        yield fused_on_cpu.emulate(monkeypatch, 90)
 
 
 STEP = Step()

@@ -25,7 +25,7 @@ from flash_attn_compat.backends.fused.launching import params
 from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.dispatch import call_cache
 from tests.forms.inputs import randn
-from tests.forms.support import close, driver_stand_in
+from tests.forms.support import close
 from tests.kernels import fused_on_cpu
 from tests.tools.interpreters import CAN_FORK, forked, forked_each
 
@@ -52,13 +52,8 @@ def q(seed: int = 0) -> torch.Tensor:
 # ---- through the driver
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ctypes.CDLL(driver_stand_in(tmp_path_factory.mktemp("driver")))
-
-
 @pytest.fixture
-def start(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def start(driver_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Start a process with a GPU, as far as kernels can see; ``start(kernel, code, blocking)``: that kernel faults."""
     real = {(module, name): getattr(module, name)
             for module, name in ((nvrtc, "kernel"), (kernel_files, "read"), (kernel_files, "write"),
@@ -68,11 +63,11 @@ def start(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         monkeypatch.setattr(module, name, function)
     monkeypatch.setattr(cuda_capture, "current_device", lambda: None)
     monkeypatch.setattr(nvrtc, "compile_variant", lambda variant, architecture: b"code")
-    library.expect(PARAMS, 65536)
+    driver_library.expect(PARAMS, 65536)
 
     def start(kernel: str = "none", code: int = 0, blocking: bool = False) -> None:
-        library.fault_in(kernel.encode(), code, blocking)
-        driver = nvrtc.Driver(library)
+        driver_library.fault_in(kernel.encode(), code, blocking)
+        driver = nvrtc.Driver(driver_library)
         monkeypatch.setattr(nvrtc, "driver", lambda: driver)
         self_test._passed.clear(), nvrtc._kernels.clear(), call_cache.forget()
         fused_on_cpu.FUSED.clear_failures()
@@ -114,7 +109,7 @@ def test_a_kernel_is_tried_again_on_request(start: Callable[..., None], folder: 
 
 
 def test_an_earlier_context_error_is_not_blamed_on_the_tried_kernel(
-    start: Callable[..., None], library: ctypes.CDLL, folder: Path
+    start: Callable[..., None], driver_library: ctypes.CDLL, folder: Path
 ) -> None:
     start("forward", 700)
     with pytest.raises(ContextLost):

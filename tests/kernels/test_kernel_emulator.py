@@ -1,22 +1,36 @@
-"""The emulator of the CUDA kernels computes like the instructions, and reports forbidden actions."""
+"""The emulator computes like the instructions and reports forbidden actions; kernels touch no memory outside."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_compat import flash_attn_interface, use_backend
+from flash_attn_compat.backends.fused import forward
+from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.launching import params
-from tests.kernels import emulate
+from flash_attn_compat.dispatch import call_cache, serve
+from tests.forms.plain import some, some_of
+from tests.kernels import emulate, fused_on_cpu
 from tests.kernels.emulate import EmulationError, Kernel, Rules, compile_kernel
+from tests.kernels.fused_on_cpu import LaunchRecord, sparse
+from tests.kernels.test_backend import mutated
+from tests.kernels.test_decoding import APPENDS, CACHES, attend
+from tests.kernels.test_kernels import BACKWARD, FORWARD, PACKED
+from verify.call import Call, solve
+from verify.problems import Problem
 
 pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
@@ -203,3 +217,164 @@ def test_threads_launch_one_after_the_other() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, sums))
+
+
+# ------------------------------------------------------------ tensors that reach farther than 32 bits count elements
+
+TRAINED = Problem(seqlens_q=(70, 70), seqlens_k=(70, 70), nheads_k=4, head_dim=32, dtype="float16", causal=True)
+CACHED = replace(TRAINED, kind="kvcache", seqlens_q=(1, 1), seqlens_k=(150, 9), capacity=192, new_keys=2, rotary_dim=32)
+PROMPT = replace(CACHED, seqlens_q=(30, 30), new_keys=30)
+CALLS = {
+    "trained": TRAINED,
+    "trained, converted": replace(TRAINED, dtype="bfloat16"),
+    "trained, odd channels": replace(TRAINED, head_dim=31),
+    "gradients given": TRAINED,
+    "packed": replace(TRAINED, kind="varlen", seqlens_q=(61, 79), seqlens_k=(61, 79)),
+    "decoding": CACHED,
+    "many new keys": replace(CACHED, new_keys=20),
+    "many rows": PROMPT,
+    "decoding over pages": replace(CACHED, page_size=16),
+    "many rows over pages": replace(PROMPT, page_size=16),
+}
+
+
+ALONE = {
+    "one sequence of one head": replace(TRAINED, seqlens_q=(9,), seqlens_k=(9,), nheads_k=1, alibi="bh"),
+    "a step of one sequence": replace(CACHED, seqlens_q=(1,), seqlens_k=(9,), nheads_k=1, new_keys=1, page_size=16),
+}
+
+
+def far(x: Tensor, dim: int) -> Tensor:
+    """A copy whose last element along ``dim`` lies nearly 2^32 elements behind the first."""
+    dim = max(dim, -x.ndim)
+    if not x.is_floating_point() or x.shape[dim] < 2:
+        return x.clone()
+    strides = list(x.contiguous().stride())
+    strides[dim] = 2**32 // (x.shape[dim] - 1) // 8 * 8
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
+    return sparse(last + 1, x.dtype).as_strided(x.shape, strides).copy_(x)
+
+
+def answers(name: str, move: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    call = (CALLS | ALONE)[name].build()
+    args = {name: move(x) if isinstance(x, Tensor) else x for name, x in call.args.items()}
+    dout = None if call.dout is None else move(call.dout)
+    if name != "gradients given":
+        return list(solve(getattr(flash_attn_interface, call.fn), Call(call.fn, args, dout)).parts.values())
+    q, k, v = (args[name] for name in "qkv")
+    rules: tuple[Any, ...] = (0.0, 0.2, True, -1, -1, 0.0, None, False)
+    out, lse, *_ = flash_attn_interface._flash_attn_forward(q, k, v, *rules)
+    places = [move(torch.full_like(x, torch.nan)) for x in (q, k, v)]
+    flash_attn_interface._flash_attn_backward(dout, q, k, v, move(out), lse, *places, *rules)
+    return places
+
+
+# Along a tensor's first dimension, its rows (the second one where there are four) and its heads.
+@pytest.mark.parametrize(("name", "dim"), some_of(itertools.product(CALLS, (-4, -3, -2)), 4))
+def test_answers_have_the_same_bits_however_far_their_tensors_reach(turing: LaunchRecord, name: str, dim: int) -> None:
+    check(turing, name, dim)
+
+
+def check(launches: LaunchRecord, name: str, dim: int) -> None:
+    expected, found = answers(name, torch.clone), answers(name, lambda x: far(x, dim))
+    assert all(map(torch.equal, found, expected))
+    half = len(launches.entries) // 2
+    assert launches.entries[:half] == launches.entries[half:]
+
+
+@pytest.mark.usefixtures("turing")
+@pytest.mark.parametrize("stride", [0, 3, 2**33])
+@pytest.mark.parametrize("name", ALONE)
+def test_calls_that_differ_in_strides_that_lead_nowhere_are_alike(name: str, stride: int) -> None:
+    def moved(x: Tensor) -> Tensor:
+        return x.as_strided(x.shape, [own if size > 1 else stride for size, own in zip(x.shape, x.stride())])
+
+    for moves in (torch.clone, moved), (moved, torch.clone):
+        call_cache.forget()
+        assert all(map(torch.equal, *(answers(name, move) for move in moves)))
+        assert len(call_cache.current().calls) == 1
+
+
+WRONG = {
+    "rows of Q": ("base/sequences.cuh", "x + b * s.batch + (i64)row * s.row", "packed", -3),
+    "heads of the backward": ("gradients/backward.cuh", "(i64)(head + which) * s.head", "trained", -2),
+    "rows of keys": ("base/tiles.cuh", "(i64)(first_slot + row) * s.row", "many rows", -3),
+    "rows of gradients": ("base/tiles.cuh", "out + (i64)(first_row + row) * row_stride", "gradients given", -3),
+}
+
+
+@pytest.mark.parametrize("name", some(WRONG, 4))
+def test_an_offset_of_32_bits_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, offset, call, dim = WRONG[name]
+    sources = mutated(tmp_path, file, offset, offset.replace("(i64)", ""))
+    launches = fused_on_cpu.emulate(monkeypatch, sources=sources)
+    with use_backend("fused"), pytest.raises((EmulationError, AssertionError)):
+        check(launches, call, dim)
+
+
+# ---------------------------------------------------------------- impossible lengths and pages
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_lengths_that_are_no_lengths_reach_nothing_outside(
+    shares: bool, turing: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """shares: whether sequences share a grid, by these very lengths"""
+    fused_on_cpu.share_grids(monkeypatch, shares)
+    call = PACKED.build()
+    args = call.args | {name: call.args[name].requires_grad_() for name in "qkv"}
+    out = flash_attn_interface.flash_attn_varlen_func(**args | {"return_attn_probs": False})
+    turing.rows_overlap = True
+    # Behind autograd's back: on a GPU nobody reads them before a launch.
+    args["cu_seqlens_q"].data.copy_(torch.tensor([-5, 30, 20, 10**6, 7]))
+    args["cu_seqlens_k"].data.copy_(torch.tensor([2**31 - 1, -(2**31), 40, 200, 100]))
+    out.backward(call.dout)
+    flash_attn_interface.flash_attn_varlen_func(**args)
+    assert turing.entries == FORWARD + BACKWARD + FORWARD
+    assert all(variants.has_shared_grid(variant) == shares for variant in turing.variants)
+
+
+def launch_unchecked(args: dict[str, object]) -> None:
+    """The call without the checks that CPU tensors allow: on a GPU nobody reads lengths before the launch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "check_arguments", lambda *arguments: None)
+        flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]  # the keys are its parameters
+
+
+def test_wrong_lengths_and_pages_touch_nothing_outside(turing: LaunchRecord) -> None:
+    rubbish = torch.tensor([10**9, -7, -(2**31)], dtype=torch.int32)
+    call = CACHES["pages"].build()
+    table = call.args["block_table"]
+    table[0], table[1], table[2] = 10**9, -1, 2**31 - 1
+    for lengths in (rubbish, torch.full((3,), 2**31 - 1, dtype=torch.int32)):
+        launch_unchecked({**call.args, "cache_seqlens": lengths, "cache_leftpad": rubbish.flip(0)})
+    new = {"k": torch.zeros(3, 5, 2, 256).half(), "v": torch.zeros(3, 5, 2, 256).half()}
+    for lengths in (rubbish, rubbish.flip(0), torch.full((3,), 5, dtype=torch.int32)):
+        launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forward, "_MAX_NEW_KEYS", 0)
+            call_cache.forget()
+            launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
+            call_cache.forget()
+    assert turing.entries == ["decode", "decode"] + ["decode", "append", "decode"] * 3
+
+
+def test_new_keys_outside_the_cache_are_not_written(turing: LaunchRecord) -> None:
+    call = replace(CACHES["split keys"], seqlens_k=(318, 320), capacity=320, poison="").build()
+    k_cache, before = call.args["k_cache"], call.args["k_cache"].clone()
+    new = {name: torch.full((2, 5, 2, 64), 3.0).half() for name in ("k", "v")}
+    launch_unchecked({**call.args, **new, "cache_seqlens": torch.tensor([318, -5], dtype=torch.int32)})
+    before[0, 318:320] = 3.0
+    assert torch.equal(k_cache, before)
+
+
+def test_rows_beyond_the_rotary_tables_are_not_rotated(turing: LaunchRecord) -> None:
+    whole, short = APPENDS["rotated"].build(), APPENDS["rotated"].build()
+    del whole.args["rotary_cos"], whole.args["rotary_sin"]
+    attend(whole)
+    for name in ("rotary_cos", "rotary_sin"):
+        short.args[name] = short.args[name][:7]
+    launch_unchecked(short.args)
+    plain, turned = whole.args["k_cache"], short.args["k_cache"]
+    assert torch.equal(turned[:2].nan_to_num(9.0), plain[:2].nan_to_num(9.0))
+    assert not torch.equal(turned[2, 0], plain[2, 0])

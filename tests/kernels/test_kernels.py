@@ -1,8 +1,7 @@
-"""The CUDA kernels, run by the emulator through the whole fused backend, against fp64: per sequence and head."""
+"""The CUDA kernels in training, run by the emulator through the whole fused backend, against fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
-from flash_attn_compat.backends.fused import forward
 from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.launching import grids, workspaces
 from tests.forms.plain import some, some_of
@@ -26,12 +24,6 @@ from verify.problems import Problem
 pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
 
 FORWARD, BACKWARD = ["forward"], ["delta", "dkdv", "dq"]
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
-    with flash_attn_compat.use_backend("fused"):
-        yield fused_on_cpu.emulate(monkeypatch, 90)
 
 
 def check(problem: Problem | Call) -> None:
@@ -259,182 +251,6 @@ def test_many_rows_over_pages_read_each_key_where_it_lies(
     assert launches.entries == FORWARD and ("PAGED", 1) in launches.last.variant.macros
 
 
-# ---- decoding: the numbers of keys are around the kernel's steps of 8, 16, 32 and 64
-
-
-OFFSET = ("offset", "wide_rows", "offset", "contiguous")
-CACHES = {
-    "one key and more": cache(seqlens_q=(1,) * 6, seqlens_k=(1, 15, 16, 17, 64, 65), capacity=70, group=4),
-    "split keys": cache(seqlens_k=(300, 70), capacity=320, group=3),
-    "a group of 71 heads": cache(seqlens_q=(1,), seqlens_k=(300,), capacity=300, group=71, nheads_k=1),
-    "two tiles of rows": cache(seqlens_q=(5,), seqlens_k=(90,), capacity=96, group=4, nheads_k=1),
-    "no keys": cache(seqlens_q=(1, 1, 1), seqlens_k=(0, 40, 0), capacity=40, group=2),
-    "narrow heads": cache(seqlens_q=(1,), seqlens_k=(33,), capacity=40, head_dim=8, head_dim_v=16),
-    "uneven heads": cache(seqlens_q=(1,), seqlens_k=(33,), capacity=40, head_dim_v=40),
-    "negative scale": cache(seqlens_q=(1,), seqlens_k=(50,), capacity=50, softmax_scale=-0.2, causal=True),
-    "zero scale": cache(seqlens_q=(1,), seqlens_k=(50,), capacity=50, softmax_scale=0.0, window=(20, 0)),
-    "left padding": cache(seqlens_k=(80, 37), leftpad=(13, 37), capacity=90),
-    "causal": cache(seqlens_q=(3, 3), seqlens_k=(200, 75), capacity=256, head_dim=128, group=4, causal=True),
-    "causal, more rows than keys": cache(seqlens_q=(7,) * 2, seqlens_k=(3, 0), capacity=9, head_dim=128, causal=True),
-    "window": cache(seqlens_k=(200, 20), capacity=256, head_dim=128, window=(40, 0)),
-    "window on both sides": cache(seqlens_q=(4, 4), seqlens_k=(150, 9), capacity=150, head_dim=128, window=(30, 2)),
-    "packed": Problem(
-        "private_varlen", (1, 0, 3), (70, 5, 20), 2, 2, 96, dtype="float16", causal=True, gap=(2, 3), poison="nan"
-    ),
-    "packed, keys in use": Problem(
-        "private_varlen", (1, 2, 1), (70, 50, 20), 2, 2, 96, dtype="float16", causal=True, seqused=(64, 0, 20),
-        leftpad=(5, 0, 20), poison="nan",
-    ),
-    "pages": cache(seqlens_q=(1,) * 3, seqlens_k=(200, 7, 64), capacity=256, head_dim=256, group=2, page_size=16),
-    "odd pages": cache(seqlens_k=(120, 8), capacity=140, head_dim=256, page_size=7),
-    "cache_batch_idx": cache(seqlens_k=(70, 33), capacity=80, head_dim=200, batch_idx=True),
-    "converted": cache(seqlens_k=(200, 16), capacity=256, group=4, dtype="bfloat16"),
-    "converted, no keys": cache(seqlens_k=(0, 5), capacity=9, dtype="bfloat16"),
-    "converted, wide heads": cache(
-        seqlens_q=(2, 2), seqlens_k=(130, 31), capacity=140, head_dim=256, group=2, dtype="bfloat16", causal=True
-    ),
-    "converted, heads of all sizes": cache(
-        seqlens_k=(64, 64), capacity=64, group=4, dtype="bfloat16",
-        sizes=((1.0, 2.0**-90, 2.0**-90, 1.0), (2.0**90, 1.0, 1.0, 1.0), (1.0, 1.0, 2.0**100, 1.0)),
-    ),
-    "all at once": cache(
-        seqlens_q=(3, 3), seqlens_k=(150, 40), capacity=160, head_dim=105, group=2, dtype="bfloat16", causal=True,
-        window=(60, 0), softcap=5.0, alibi="bh", page_size=7, layouts=OFFSET,
-    ),
-    "causal ALiBi": cache(seqlens_q=(2, 2), seqlens_k=(90, 3), capacity=90, alibi="h", causal=True),
-    "softcap": cache(seqlens_q=(2, 2), seqlens_k=(90, 3), capacity=90, alibi="h", softcap=0.5, causal=True),
-    "unaligned": cache(seqlens_k=(70, 16), capacity=75, head_dim=37, head_dim_v=5, group=2, layouts=OFFSET),
-}  # fmt: skip
-STEP = cache(seqlens_q=(1,) * 3, seqlens_k=(150, 7, 0), capacity=200, group=4, new_keys=1)
-APPENDS = {
-    "one key": STEP,
-    "rotated": replace(STEP, rotary_dim=32, causal=True),
-    "rotated by halves": replace(STEP, rotary_dim=64, rotary_interleaved=False),
-    "all rows at one place": replace(STEP, seqlens_q=(3,) * 3, rotary_dim=64, new_keys=5),
-    "rows apart": replace(STEP, seqlens_q=(3,) * 3, rotary_dim=32, rotary_interleaved=False, causal=True, new_keys=3),
-    "one length for all": replace(STEP, lengths_as="int", seqlens_k=(40,) * 3, rotary_dim=32),
-    "as many new keys as blocks append": replace(STEP, new_keys=16, capacity=300, rotary_dim=32, causal=True),
-    "new keys that no row sees": replace(STEP, seqlens_q=(2,) * 3, new_keys=7, window=(3, -5), rotary_dim=32),
-    "new keys in several splits": replace(
-        STEP, seqlens_k=(57, 1, 120), seqlens_q=(16,) * 3, new_keys=16, rotary_dim=64, causal=True
-    ),
-    "head_dim 256": replace(STEP, head_dim=256, rotary_dim=256, rotary_interleaved=False, causal=True),
-    "pages": replace(STEP, page_size=7, rotary_dim=32),
-    "cache_batch_idx": replace(STEP, batch_idx=True, rotary_dim=16),
-    "left padding": replace(STEP, leftpad=(5, 3, 0), rotary_dim=32),
-    "converted": replace(STEP, dtype="bfloat16", rotary_dim=32),
-    "converted, unaligned": replace(
-        STEP, dtype="bfloat16", head_dim=37, head_dim_v=9, rotary_dim=32, rotary_interleaved=False,
-        layouts=("wide_rows", "offset", "wide_rows", "contiguous"),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_a_few_rows_over_many_keys_are_right(turing: LaunchRecord, name: str) -> None:
-    check(CACHES[name])
-    assert turing.entries == ["decode"]
-
-
-@pytest.mark.parametrize("name", APPENDS)
-def test_a_step_appends_rotates_and_attends_in_one_launch(turing: LaunchRecord, name: str) -> None:
-    check(APPENDS[name])
-    assert turing.entries == ["decode"] and ("APPEND", 1) in turing.last.variant.macros
-
-
-MANY = replace(STEP, new_keys=150, capacity=300, rotary_dim=32, rotary_interleaved=False)
-
-
-@pytest.mark.parametrize("name", [*some(APPENDS, 2), "more than one round of the grid"])
-def test_more_new_keys_are_appended_by_a_launch_of_its_own(
-    turing: LaunchRecord, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forward, "_MAX_NEW_KEYS", 0)
-    check(APPENDS.get(name, MANY))
-    assert turing.entries == ["append", "decode"]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("rotary_dim", [0, 16])
-def test_a_prefill_over_a_cache_ignores_keys_beyond_an_int_length(
-    turing: LaunchRecord, rotary_dim: int, dtype: str
-) -> None:
-    """Neither as keys nor for the scale of bf16; q lies head by head, unlike the rotated one."""
-    for seqlen_k in (5, 30):
-        check(
-            cache(
-                seqlens_q=(20,) * 2, seqlens_k=(seqlen_k,) * 2, capacity=64, head_dim=32, group=2, causal=True,
-                lengths_as="int", new_keys=20, rotary_dim=rotary_dim, dtype=dtype, poison="inf",
-                layouts=("heads_first", "contiguous", "contiguous", "contiguous"),
-            )
-        )  # fmt: skip
-    assert len({launch.variant for launch in turing.seen}) == len(turing.variants)
-
-
-def test_launches_leave_the_workspace_as_the_next_one_wants_it(turing: LaunchRecord) -> None:
-    for name in ("split keys", "causal", "split keys"):
-        check(CACHES[name])
-    check(APPENDS["rotated"])
-    (before,) = workspaces._workspaces.values()
-    for name in ("split keys", "causal"):
-        check(CACHES[name])
-    (workspace,) = workspaces._workspaces.values()
-    assert workspace is before, "the same memory serves again"
-    assert not workspace[: 4 * workspaces.COUNTERS].any()
-
-
-def test_newer_gpus_decode_bf16_as_it_is(hopper: LaunchRecord) -> None:
-    check(cache(seqlens_k=(200, 33), capacity=256, group=4, dtype="bfloat16"))
-
-
-def test_values_that_count_keep_their_digits_beside_larger_ones_that_do_not(turing: LaunchRecord) -> None:
-    """The first keys have no weight, and values 2^100 times as large; so have keys of another size."""
-    call = replace(CACHES["converted"], seqlens_k=(128, 128), capacity=128, magnitude=0.5).build()
-    q, k, v = (call.args[name] for name in ("q", "k_cache", "v_cache"))
-    q.copy_(q.abs() + 1)
-    k[:, :64] = -(k[:, :64].abs() + 100)
-    v[:, :64] *= 2.0**100
-    v[:, 64:] *= 2.0**-20
-    exact, plain = (judge(call.fn, call.args).out.double() for judge in (oracle.answer, oracle.plain))
-    errors = [(x.double() - exact).abs().amax((1, 3)) for x in (attend(call), plain)]
-    assert float(exact.abs().max()) < 2.0**-15
-    assert (errors[0] <= 2 * errors[1] + torch.finfo(torch.bfloat16).eps * exact.abs().amax((1, 3))).all()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value"), [("float16", -torch.inf), ("bfloat16", torch.inf), ("bfloat16", torch.nan)]
-)
-def test_an_infinite_value_reaches_the_rows_that_see_it(turing: LaunchRecord, dtype: str, value: float) -> None:
-    call = replace(CACHES["converted"], dtype=dtype, seqlens_k=(50, 50), capacity=64).build()
-    finite = attend(call)
-    call.args["v_cache"][0, 20, 1, 3] = value
-    out = attend(call)
-    touched = torch.zeros(out.shape, dtype=torch.bool)
-    touched[0, :, 4:, 3] = True
-    assert torch.equal(out[~touched], finite[~touched])
-    assert torch.equal(out[touched].nan_to_num(7.0), torch.full_like(out[touched], value).nan_to_num(7.0))
-
-
-def test_a_window_does_not_read_keys_before_it(turing: LaunchRecord) -> None:
-    call = CACHES["window"].build()
-    for name in ("k_cache", "v_cache"):
-        call.args[name][0, : 200 - 41] = torch.nan
-    assert attend(call).isfinite().all()
-
-
-def attend(call: Call) -> Tensor:
-    out: Tensor = getattr(flash_attn_interface, call.fn)(**call.args)[0]
-    return out
-
-
-@pytest.mark.parametrize("new_keys", [1, 20])
-def test_rotary_tables_may_lie_in_memory_each_in_its_own_way(turing: LaunchRecord, new_keys: int) -> None:
-    call = replace(APPENDS["rotated"], new_keys=new_keys).build()
-    sin = call.args["rotary_sin"]
-    call.args["rotary_sin"] = torch.cat([sin, torch.full_like(sin, torch.nan)], 1)[:, : sin.shape[1]]
-    check(call)
-
-
 # ---- few blocks over many keys: what a tile sees is split in units of 128 keys, as far as its sequence has them
 
 SPLIT = {
@@ -479,3 +295,139 @@ def test_blocks_may_share_the_keys_of_many_rows(
     (workspace,) = workspaces._workspaces.values()
     assert workspace[workspaces.PARTS_OFFSET :].any(), "some tile was split"
     assert not workspace[: workspaces.PARTS_OFFSET].any(), "counters are as the next launch wants them"
+
+
+# ---------------------------------------------------------------- one kernel for all gradients of few keys
+
+SHORT = replace(DENSE, seqlens_q=(100,), seqlens_k=(57,), nheads_k=2, head_dim=64)
+ONE_TILE = {
+    name: problem
+    for name, problem in TRAINING.items()
+    if max(problem.seqlens_k) <= 128 and problem.head_dim <= 64 and problem.dtype == "float16"
+} | {
+    "64 channels": SHORT,
+    "64 channels, many rows": replace(SHORT, seqlens_q=(150,), seqlens_k=(64,), causal=True),
+    "64 channels, 90 keys": replace(SHORT, seqlens_k=(90,), window=(40, 3)),
+    "64 channels, 128 keys": replace(SHORT, seqlens_k=(128,), causal=True),
+    "64 channels, 32 keys": replace(SHORT, seqlens_k=(32,), causal=True),
+    "64 channels, all at once": replace(TOGETHER, head_dim=64, group=3),
+    "80 channels": replace(SHORT, head_dim=80, window=(20, 3)),
+    "96 channels": replace(SHORT, head_dim=96, causal=True),
+    "128 channels": replace(SHORT, head_dim=128, causal=True),
+    "128 channels, 120 keys": replace(SHORT, seqlens_k=(120,), head_dim=128, causal=True),
+    "126 channels, 80 keys, many rows": replace(SHORT, seqlens_q=(150,), seqlens_k=(80,), head_dim=126, group=1),
+    "packed, 64 channels": replace(PACKED, head_dim=64, nheads_k=2, causal=True),
+    "packed, 48 channels, 40 of values": replace(PACKED, head_dim=48, head_dim_v=40),
+    "scores far below 0": replace(DENSE, seqlens_q=(6,), seqlens_k=(1,), magnitude=3.0),
+    "scores far below 0, packed": replace(PACKED, seqlens_q=(70, 14), seqlens_k=(1, 2), magnitude=4.0),
+    "more rows than keys": replace(PACKED, seqlens_q=(150, 5, 0, 70), seqlens_k=(20, 0, 9, 64), causal=True),
+}
+
+
+@pytest.mark.parametrize("name", some(ONE_TILE, 4))
+def test_one_kernel_finds_all_gradients_of_few_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, one_tile=True)
+    with flash_attn_compat.use_backend("fused"):
+        check(ONE_TILE[name])
+    assert launches.entries[1:] == ["dkdv"] and launches.conflicts[-1] == 0
+
+
+@pytest.mark.parametrize(("rows", "causal"), [(50, True), (50, False), (130, False)])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_short_sequences_load_their_values_with_their_keys(
+    head_dim: int, rows: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, one_tile=True)
+    problem = replace(DENSE, seqlens_q=(rows,), seqlens_k=(rows + 10 - 2 * (rows == 50),), head_dim=head_dim)
+    with flash_attn_compat.use_backend("fused"):
+        check(replace(problem, causal=causal))
+    (forward,) = [one.variant for one in launches.seen if one.variant.entry == "forward"]
+    assert dict(forward.macros).get("LOAD_V_WITH_K") and launches.conflicts[-1] == 0
+
+
+@pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])
+def test_only_fp16_takes_one_kernel_for_all_gradients(half_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch, one_tile=True)
+    q = torch.zeros(1, 20, 2, 64, dtype=getattr(torch, half_dtype), requires_grad=True)
+    with flash_attn_compat.use_backend("fused"):
+        flash_attn_compat.flash_attn_func(q, q, q).sum().backward()
+    assert ("dq" in launches.entries) == (half_dtype == "bfloat16")
+
+
+def test_dq_is_nan_where_a_sequence_has_more_keys_than_the_caller_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch, one_tile=True)
+    q, k, v = (torch.randn(180, 1, 32).half().requires_grad_() for _ in range(3))
+    starts = torch.tensor([0, 50, 180], dtype=torch.int32)
+    with flash_attn_compat.use_backend("fused"):
+        out = flash_attn_interface.flash_attn_varlen_func(q, k, v, starts, starts, 130, 100)
+    (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert not dq[:50].isnan().any() and dq[50:].isnan().all()
+
+
+# ---------------------------------------------------------------- a backward that is given its out and LSE
+
+
+def backward(call: Call, out: Tensor, lse: Tensor, keys: slice = slice(None)) -> dict[str, Tensor]:
+    """dq, dk and dv of some keys; they start as NaN."""
+    q, k, v = call.args["q"], call.args["k"][:, keys], call.args["v"][:, keys]
+    found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    options = (0.0, q.shape[-1] ** -0.5, False, -1, -1, 0.0, None, False)
+    flash_attn_interface._flash_attn_backward(call.dout, q, k, v, out, lse, *found, *options)
+    return dict(zip("qkv", found))
+
+
+def test_parts_of_a_longer_sequence_add_up(turing: LaunchRecord) -> None:
+    call = replace(DENSE, seqlens_k=(150,)).build()
+    right = oracle.answer(call.fn, call.args, call.dout)
+    assert right.softmax_lse is not None
+    given = right.out.half(), right.softmax_lse.float()
+    one, two = (backward(call, *given, keys) for keys in (slice(0, 61), slice(61, 150)))
+    found = {"q": one["q"].float() + two["q"].float(), **{n: torch.cat([one[n], two[n]], 1) for n in "kv"}}
+    for name, ours in found.items():
+        assert (ours.double() - right.grads[name]).abs().max() <= 2**-9 * right.magnitude(name)
+
+
+def test_dropouts_state_may_be_one_column_of_several(turing: LaunchRecord) -> None:
+    q, k, v = torch.randn(3, 1, 20, 2, 32, generator=torch.Generator().manual_seed(0)).half()
+    options = 0.3, q.shape[-1] ** -0.5, False, -1, -1, 0.0, None, False
+    out, lse, _, state = flash_attn_interface._flash_attn_forward(q, k, v, *options)
+    found = []
+    for given in (state, torch.stack([state, state], 1)[:, 0]):
+        found.append([torch.empty_like(x) for x in (q, k, v)])
+        flash_attn_interface._flash_attn_backward(q, q, k, v, out, lse, *found[-1], *options, given)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_rows_with_an_infinite_lse_have_no_gradient_and_send_none(turing: LaunchRecord, value: float) -> None:
+    call = DENSE.build()
+    assert call.dout is not None
+    right = oracle.answer(call.fn, call.args, call.dout)
+    assert right.softmax_lse is not None
+    out, lse, dead = right.out.half(), right.softmax_lse.float(), [0, 33, 69]
+    call.dout[:, dead] = 0
+    expected = backward(call, out, lse)
+    lse[:, :, dead], out[:, dead], call.dout[:, dead] = value, torch.nan, 100.0
+    found = backward(call, out, lse)
+    assert not found["q"][:, dead].any()
+    for name, ours in found.items():
+        torch.testing.assert_close(ours.float(), expected[name].float(), rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e30])
+def test_converted_bf16_does_not_overflow_for_the_out_of_larger_values(turing: LaunchRecord, size: float) -> None:
+    """delta is that of a longer sequence, whose other values are far larger than these."""
+    call = BF16.build()
+    assert call.dout is not None
+    right = oracle.answer(call.fn, call.args)
+    assert right.softmax_lse is not None
+    out = (right.out * size).bfloat16()
+    found = backward(call, out, right.softmax_lse.float())
+    q, k, v, dout = (x.double() for x in (call.args["q"], call.args["k"], call.args["v"], call.dout))
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    probabilities = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * 32**-0.5, -1)
+    delta = (dout * out.double()).sum(-1).transpose(1, 2)[..., None]
+    dscores = probabilities * (torch.einsum("bqhd,bkhd->bhqk", dout, v) - delta) * 32**-0.5
+    expected = torch.einsum("bhqk,bkhd->bqhd", dscores, k)
+    error = (found["q"].double() - expected).abs().amax((1, 3)) / expected.abs().amax((1, 3))
+    assert error.max() < 2**-7 and found["k"].isfinite().all()

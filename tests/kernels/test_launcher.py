@@ -31,6 +31,7 @@ from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import call_of, checked_call
 from flash_attn_compat.core.inputs import CacheInputs, DenseInputs, Options
 from flash_attn_compat.dispatch import call_cache
+from tests import paper_gpu
 from tests.forms.inputs import cumulative, randn
 from tests.forms.kinds import Wrapper
 from tests.kernels import fused_on_cpu
@@ -39,9 +40,7 @@ from tests.kernels.fused_on_cpu import LaunchRecord
 HALF = torch.float16
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> LaunchRecord:
-    return fused_on_cpu.record(monkeypatch)
+launches = paper_gpu.fixture()
 
 
 def half(*shape: int, seed: int = 0) -> Tensor:

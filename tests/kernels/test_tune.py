@@ -26,7 +26,7 @@ from flash_attn_compat.card import NO_LIMITS, Limits
 from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.gpu_state import GpuState, Monitor
 from flash_attn_compat.tune import Tuning
-from tests.answers import others_kernels
+from tests import paper_gpu
 from tests.forms.inputs import randn
 from tests.forms.plain import some_of
 from tests.kernels import emulate, fused_on_cpu, offline
@@ -39,13 +39,13 @@ FOUR_WARPS, EIGHT_WARPS = Tile(64, 4, 1, 2), Tile(64, 8, 1, 1)
 Clock = Callable[[str, Sequence[Variant]], float]
 
 
+_turing = paper_gpu.fixture(model=GPU, others=("torch_efficient",))
+
+
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LaunchRecord:
-    found = fused_on_cpu.record(monkeypatch)
-    monkeypatch.setattr(settings, "gpu", lambda device: GPU)
-    others_kernels.install(monkeypatch, "torch_efficient", tmp_path)
+def launches(_turing: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> LaunchRecord:
     monkeypatch.setattr(Sdpa, "capabilities", replace(Sdpa.capabilities, devices=frozenset({"mps"})))
-    return found
+    return _turing
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,30 @@
-"""The layers of the package: no import goes upwards or in a circle; and the length of files."""
+"""What holds of the whole repository: layers of imports, file lengths, other platforms, CI and its workflows."""
 
 from __future__ import annotations
 
 import ast
+import ctypes
 import functools
 import graphlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
-PACKAGE = Path(__file__).parents[2] / "flash_attn_compat"
+from flash_attn_compat import cli
+from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
+from tests.forms.support import load_file
+from tests.tools import interpreters
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "flash_attn_compat"
 COMMANDS = ("progress", "output_path", "isolation", "card", "gpu_state", "self_check", "doctor", "tune", "cli")
 # Bottom to top. A name stands for its submodules too, unless they are named themselves; "" is the package itself.
 LAYERS = (
@@ -159,3 +174,301 @@ def test_the_table_of_types_names_every_class_that_core_and_dispatch_share() -> 
 def test_a_folder_of_the_core_and_dispatch_has_at_most_15_files(folder: str) -> None:
     folders = {path.parent for path in (PACKAGE / folder).rglob("*.py")}
     assert folders and not {path for path in folders if len([*path.glob("*.py")]) > 15}
+
+
+# ---------------------------------------------------------------- Windows and macOS
+
+FOLDERS = ("flash_attn_compat", "verify", "benchmarks", "tests", "examples", ".ci")
+SOURCES = sorted(path for folder in FOLDERS for path in ROOT.joinpath(folder).rglob("*.py"))
+POSIX_ONLY = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+
+
+def imported_at_once(parent: ast.AST) -> Iterator[str]:
+    """Yield the modules that importing a file imports, without imports inside functions."""
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.expr)):
+            yield from imported_at_once(node)
+
+
+def test_no_file_imports_modules_missing_on_windows_at_once() -> None:
+    may_import = re.compile(rf"(import|from)\s.*\b({'|'.join(POSIX_ONLY)})\b".encode())
+    for path, text in ((path, path.read_bytes()) for path in SOURCES):
+        names = imported_at_once(ast.parse(text)) if may_import.search(text) else ()
+        found = POSIX_ONLY & {name.partition(".")[0] for name in names}
+        assert not found, f"{path.relative_to(ROOT)}: import {found} where it is used"
+
+
+def test_every_text_file_is_read_and_written_in_utf_8() -> None:
+    """Windows would take the code page of the machine."""
+    for path in (path for path in SOURCES if path.is_relative_to(ROOT / "flash_attn_compat")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if re.search(r"open\(|_text\(", text) else ():
+            if isinstance(node, ast.Call) and names_a_text_file(node):
+                assert "encoding" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+
+
+def names_a_text_file(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("read_text", "write_text"):
+        owner = ast.unparse(call.func.value)
+        return "distribution" not in owner  # importlib.metadata's takes no encoding
+    modes = [value for argument in call.args[1:2] if (value := getattr(argument, "value", ""))]
+    return isinstance(call.func, ast.Name) and call.func.id == "open" and not any("b" in mode for mode in modes)
+
+
+# ---- names of libraries
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the requested libraries; none of them exists."""
+    asked: list[str] = []
+
+    def refuse(name: str) -> None:
+        asked.append(name)
+        raise OSError(f"no {name}")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"), [("win32", "nvcuda.dll"), ("linux", "libcuda.so.1"), ("darwin", "libcuda.so.1")]
+)
+def test_the_driver_has_the_name_of_the_platform(
+    platform: str, name: str, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "sys", SimpleNamespace(platform=platform))
+    with pytest.raises(nvrtc.KernelError, match=name):
+        nvrtc.driver.__wrapped__()
+    assert opened == [name]
+
+
+@pytest.fixture
+def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Windows machine without any NVRTC; the folder holds torch, the wheels' nvidia, and a toolkit.
+
+    Its name has brackets, which mean something else in a pattern.
+    """
+    tmp_path = tmp_path / "[old] env"
+    monkeypatch.setattr(nvrtc, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    wheels = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: wheels)
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "toolkit"))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("major", "place"),
+    [
+        ("12", "torch/lib/nvrtc64_120_0.dll"),
+        ("11", "torch/lib/nvrtc64_112_0.dll"),
+        ("12", "nvidia/cuda_nvrtc/bin/nvrtc64_120_0.dll"),
+        ("13", "nvidia/cu13/bin/x86_64/nvrtc64_130_0.dll"),
+        ("12", "toolkit/bin/nvrtc64_120_0.dll"),
+        ("13", "toolkit/bin/x64/nvrtc64_130_0.dll"),
+    ],
+)
+def test_on_windows_nvrtc_is_found_beside_torch_in_wheels_and_in_a_toolkit(
+    major: str, place: str, windows: Path
+) -> None:
+    there = windows / place
+    there.parent.mkdir(parents=True)
+    for name in (there.name, there.name.replace(".dll", ".alt.dll"), "nvrtc-builtins64_129.dll", "nvrtc64_100_0.dll"):
+        (there.parent / name).touch()
+    assert [Path(path) for path in nvrtc.library_paths(major)] == [there, Path(there.name)]
+
+
+def test_on_windows_the_builtins_are_loaded_before_nvrtc_which_asks_for_them_by_name(
+    windows: Path, opened: list[str]
+) -> None:
+    folder = windows / "torch" / "lib"
+    folder.mkdir(parents=True)
+    names = [str(folder / name) for name in ("nvrtc-builtins64_129.dll", "nvrtc64_120_0.dll")]
+    for name in names:
+        Path(name).touch()
+    with pytest.raises(OSError, match="nvrtc64_120_0"):
+        nvrtc.open_library(names[1])
+    assert opened == names
+
+
+# ---- folders and processes
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [("win32", "local/flash_attn_compat"), ("darwin", "home/Library/Caches/flash_attn_compat")],
+)
+def test_kernels_are_kept_where_the_platform_keeps_caches(
+    platform: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CACHE", raising=False)
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    monkeypatch.setattr(kernel_files, "sys", SimpleNamespace(platform=platform))
+    assert kernel_files.folder() == tmp_path / expected
+
+
+def test_cached_files_are_used_on_systems_without_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path))
+    assert kernel_files.write("name", b"payload")
+    (tmp_path / "name").chmod(0o666)
+    monkeypatch.delattr(os, "getuid", raising=False)
+    assert kernel_files.read("name") == b"payload"
+
+
+def test_on_windows_run_waits_for_the_script_and_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, to become another program leaves the shell without one to wait for."""
+    called: list[list[str]] = []
+    monkeypatch.setattr(cli, "os", SimpleNamespace(name="nt"))
+    monkeypatch.setattr(cli, "patch", lambda *given, **wishes: None)
+    monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 3)
+    with pytest.raises(SystemExit) as stop:
+        cli.run(["job.py", "--flag"])
+    assert stop.value.code == 3 and called == [[sys.executable, "job.py", "--flag"]]
+
+
+def test_tests_start_new_interpreters_where_none_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreters, "CAN_FORK", False)
+    answers = interpreters.forked_each(["print('one')", "raise SystemExit(3)"])
+    assert [(answer.returncode, answer.stdout) for answer in answers] == [(0, "one\n"), (3, "")]
+
+
+# ---------------------------------------------------------------- CI runs with empty caches
+
+FILES = {
+    "pyproject.toml": 'version = "1.2.3"\nRepository = "https://somewhere/repository"\n',
+    "flash_attn_compat/__init__.py": '__version__ = "1.2.3"\n',
+    "CHANGELOG.md": "# Changelog\n\n## 1.2.3 (2026-11-23)\n\n- New.\n\nMore.\n\n## 1.2.2 (2026-01-01)\n\n- Old.\n",
+}
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    return load_file(ROOT / ".ci/release_notes.py")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_consistent_release_has_the_newest_section_of_the_changelog(release: ModuleType, root: Path) -> None:
+    assert list(release.against("v1.2.3", root)) == []
+    assert release.notes(root) == "- New.\n\nMore.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("pyproject.toml", "1.2.3", "1.2.4", "pyproject.toml has version 1.2.4, the tag is v1.2.3"),
+        ("flash_attn_compat/__init__.py", "1.2.3", "1.2.2", "__init__.py has version 1.2.2"),
+        ("pyproject.toml", "somewhere", "example.org", "the placeholder example.org"),
+        ("CHANGELOG.md", "1.2.3 (2026-11-23)", "Unreleased", "begins with '## Unreleased'"),
+        ("CHANGELOG.md", "1.2.3 (2026-11-23)", "1.2.3", "not with '## 1.2.3 (YYYY-MM-DD)'"),
+    ],
+)
+def test_an_inconsistent_release_is_refused_by_name(
+    name: str, old: str, new: str, said: str, release: ModuleType, root: Path
+) -> None:
+    (root / name).write_text(FILES[name].replace(old, new))
+    (reason,) = release.against("v1.2.3", root)
+    assert said in reason
+
+
+def test_a_tag_that_is_no_version_is_refused(release: ModuleType, root: Path) -> None:
+    assert "v1.2.3rc1" in next(release.against("1.2.3", root))
+
+
+def test_today_only_what_a_release_changes_is_missing(release: ModuleType) -> None:
+    """Both versions are the same, and say what the next release will be."""
+    import flash_attn_compat
+
+    reasons = list(release.against(f"v{flash_attn_compat.__version__}", ROOT))
+    assert not any("has version" in reason for reason in reasons), reasons
+
+
+# ---------------------------------------------------------------- a fresh machine
+
+FRESH = ("HOME", "XDG_CACHE_HOME", "FLASH_ATTN_COMPAT_CACHE", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR", "TMPDIR")
+TOLD = f"""
+import json, os, tempfile
+from pathlib import Path
+folders = [os.environ[name] for name in {FRESH}]
+contents = [os.listdir(folder) for folder in folders]
+Path(tempfile.gettempdir(), "left").touch()
+print(json.dumps([folders, contents, str(Path.home()), tempfile.gettempdir(), dict(os.environ)]))
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell script")
+def test_a_fresh_command_finds_empty_folders_which_are_gone_after_it(tmp_path: Path) -> None:
+    outside = {name: str(tmp_path) for name in FRESH}
+    env = {**os.environ, **outside, "TRITON_CACHE_DIR": str(tmp_path), "PIP_INDEX_URL": "https://mirror"}
+    pip = tmp_path / ".config/pip/pip.conf"
+    pip.parent.mkdir(parents=True)
+    pip.touch()
+    for name in ("PIP_CONFIG_FILE", "PIP_CACHE_DIR", "XDG_CONFIG_HOME"):
+        env.pop(name, None)
+    command = [ROOT / ".ci/fresh", sys.executable, "-c", TOLD]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+    folders, contents, home, temporary, inside = json.loads(done.stdout)
+    assert len({str(tmp_path), *folders}) == 1 + len(FRESH) and contents == [[]] * len(FRESH)
+    assert (home, temporary) == (folders[0], folders[-1])
+    assert not any(map(os.path.exists, folders)) and os.listdir(tmp_path) == [".config"]
+    assert "TRITON_CACHE_DIR" not in inside
+    assert inside["PIP_INDEX_URL"] == "https://mirror"
+    assert inside["PIP_CONFIG_FILE"] == str(pip) and inside["PIP_CACHE_DIR"] == f"{tmp_path}/pip"
+
+
+def test_all_steps_of_ci_run_in_the_fresh_folders() -> None:
+    """The script hands itself over before its first step."""
+    script = (ROOT / ".ci/run").read_text()
+    assert "exec .ci/fresh .ci/run --here" in script.partition("\nstep ")[0]
+
+
+# ---------------------------------------------------------------- the workflows
+
+WORKFLOWS = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
+each_workflow = pytest.mark.parametrize("name", WORKFLOWS)
+
+
+@each_workflow
+def test_a_workflow_may_only_read_unless_one_of_its_jobs_says_otherwise(name: str) -> None:
+    assert "\npermissions:\n  contents: read\njobs:\n" in WORKFLOWS[name]
+
+
+@each_workflow
+def test_a_workflow_runs_each_action_at_one_commit_and_says_its_version(name: str) -> None:
+    used = re.findall(r"uses: (.*)", WORKFLOWS[name])
+    assert used and not [one for one in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", one)]
+
+
+def test_all_workflows_run_the_same_commit_of_an_action() -> None:
+    used = {one for text in WORKFLOWS.values() for one in re.findall(r"uses: (.*)", text)}
+    assert len(used) == len({one.partition("@")[0] for one in used})
+
+
+def test_a_change_starts_ci_once_and_a_tag_starts_the_release_alone() -> None:
+    """A push to a branch with a pull request would otherwise run everything twice."""
+    triggers = {name: text.partition("\non:\n")[2].partition("\npermissions:")[0] for name, text in WORKFLOWS.items()}
+    assert triggers["ci.yml"] == "  push:\n    branches: [main]\n  pull_request:"
+    assert [name for name, text in triggers.items() if "push:" in text] == ["ci.yml", "release.yml"]
+    assert '  push:\n    tags: ["v*"]\n' in triggers["release.yml"]
+
+
+def test_the_weekly_workflow_runs_all_tests_with_a_cuda_build_of_the_newest_torch_and_no_driver() -> None:
+    weekly = [text for text in WORKFLOWS.values() if "schedule:" in text]
+    (job,) = [job for text in weekly for job in re.split(r"\n  (?=\w)", text) if "--upgrade torch" in job]
+    assert "assert torch.version.cuda and not torch.cuda.is_available()" in job and "constraints" not in job
+    assert "run: python -m pytest\n" in job and "run: python -m verify --quick\n" in job

@@ -1,21 +1,32 @@
-"""The limits of a GPU for commands that measure: its memory, and launches too long for a display's timer."""
+"""What commands that measure a GPU rest on: its limits, clock and power, child processes, and the path of a result."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import importlib
 import math
+import os
 import re
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flash_attn_compat import card
+from flash_attn_compat import card, isolation
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.card import Limits
-from tests.forms.support import driver_stand_in
+from flash_attn_compat.gpu_state import GpuState, Monitor, summarize
+from flash_attn_compat.isolation import Ended, read_concurrently, run_in_children
+from flash_attn_compat.output_path import output_path
+from tests.tools.interpreters import CAN_FORK
 from verify import bench, compare
 from verify.bench_run import Plan
 from verify.timing import DeviceLost
@@ -46,11 +57,6 @@ def test_a_cpu_has_no_limits(gpu: list[tuple[float, int]]) -> None:
     assert limits == card.NO_LIMITS == Limits(math.inf, math.inf) and not gpu
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ctypes.CDLL(driver_stand_in(tmp_path_factory.mktemp("driver")))
-
-
 @pytest.mark.parametrize(
     ("index", "release", "hip", "expected"),
     [
@@ -61,9 +67,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     ],
 )
 def test_a_timer_is_known_from_the_driver_and_below_wsl(
-    index: int, release: str, hip: str | None, expected: bool, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    index: int,
+    release: str,
+    hip: str | None,
+    expected: bool,
+    driver_library: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = nvrtc.Driver(library)
+    driver = nvrtc.Driver(driver_library)
     monkeypatch.setattr(nvrtc, "driver", lambda: driver)
     monkeypatch.setattr(card, "platform", SimpleNamespace(release=lambda: release))
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -137,3 +148,261 @@ def test_verify_caps_memory_before_it_asks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(compare, "run", lambda *given: done.append("run") or iter(()))
     asked = compare.Asked(None, ["chunked"], ["cpu"], True, ["head_dim 52"], True)
     assert list(compare.steps(0, asked)) == [] and done == ["cpu", "run"]
+
+
+# ---------------------------------------------------------------- the clock and power of a GPU while it is timed
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], int], milliwatts: Callable[[], int]) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: clock())
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: milliwatts())
+
+
+def raises(error: Exception) -> Callable[[], int]:
+    def read() -> int:
+        raise error
+
+    return read
+
+
+def test_readings_give_medians_and_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, powers = iter((585, 1590, 1200)), iter((30_000, 69_400, 70_000))
+    stand_in(monkeypatch, lambda: next(clocks), lambda: next(powers))
+    monitor = Monitor(CUDA)
+    for _ in range(3):
+        monitor.read()
+    assert monitor.median() == GpuState(1200.0, 69.4)
+    assert monitor.median(first=1) == GpuState(1395.0, 69.7)
+    assert monitor.median(first=3) is None
+    assert monitor.summarize() == "clock 1,200 MHz (585 to 1,590), power 69 W (30 to 70)"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ModuleNotFoundError("nvidia-ml-py does not seem to be installed"), "pip install nvidia-ml-py"),
+        (RuntimeError("Driver Not Loaded"), "RuntimeError: Driver Not Loaded"),
+    ],
+)
+def test_an_error_of_nvml_ends_the_readings_with_its_reason(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    stand_in(monkeypatch, raises(error), lambda: calls.append(1) or 0)
+    monitor = Monitor(CUDA)
+    monitor.read()
+    monitor.read()
+    assert told in monitor.decline_reason and not calls
+    assert monitor.summarize() == f"clock and power unknown: {monitor.decline_reason}"
+    assert monitor.median() is None
+
+
+@pytest.mark.parametrize(("device", "hip"), [(CPU, None), (CUDA, "6.2")])
+def test_devices_without_nvml_are_not_read(device: torch.device, hip: str | None, monkeypatch) -> None:
+    stand_in(monkeypatch, raises(AssertionError("read")), lambda: 0)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monitor = Monitor(device)
+    monitor.read()
+    assert monitor.summarize() == "clock and power unknown: only NVIDIA GPUs have NVML"
+
+
+def test_no_states_make_no_line() -> None:
+    assert summarize([]) == ""
+
+
+# ---------------------------------------------------------------- steps in child processes
+
+needs_fork = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
+lost = False
+
+
+def steps(first: int, plan: list[str]) -> Iterator[tuple[str, int]]:
+    """Yield steps that return their process, or end it."""
+    global lost  # noqa: PLW0603
+    for what in plan[first:]:
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "exit":
+            os._exit(3)
+        if what == "raise":
+            raise ValueError("no such backend")
+        lost = what == "lose"
+        yield what, os.getpid()
+
+
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("a process that has used a GPU cannot be copied")
+    monkeypatch.setattr(isolation, "_START", "fork")
+    monkeypatch.setattr(isolation, "_gpu_is_lost", lambda: lost)
+
+
+def told(plan: list[str]) -> tuple[list[str], int]:
+    """Return each step's result, and the number of processes."""
+    found: list[Any] = list(run_in_children(len(plan), steps, plan))
+    processes = {one[1] for one in found if not isinstance(one, Ended)}
+    return [one.how if isinstance(one, Ended) else one[0] for one in found], len(processes)
+
+
+KILLED, EXITED = "its process ended by SIGKILL", "its process ended with exit code 3"
+
+
+@needs_fork
+@pytest.mark.usefixtures("forking")
+@pytest.mark.parametrize(
+    ("plan", "expected", "processes"),
+    [
+        (["right"] * 3, ["right"] * 3, 1),
+        (["right", "kill", "right"], ["right", KILLED, "right"], 2),
+        (["kill", "exit", "right"], [KILLED, EXITED, "right"], 1),
+        (["right", "lose", "right", "right"], ["right", "lose", "right", "right"], 2),
+        (["right", "lose"], ["right", "lose"], 1),
+        (["right", "kill"], ["right", KILLED], 1),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, list) else str(value),
+)
+def test_each_step_has_a_result_even_if_its_process_ends(plan: list[str], expected: list[str], processes: int) -> None:
+    assert told(plan) == (expected, processes)
+
+
+@needs_fork
+@pytest.mark.usefixtures("forking")
+def test_after_so_many_ended_processes_the_rest_is_told_as_not_done() -> None:
+    found, _ = told(["exit"] * (isolation.MOST_ENDED + 2))
+    assert found == [EXITED] * isolation.MOST_ENDED + ["not done: 6 processes ended before"] * 2
+
+
+@needs_fork
+@pytest.mark.usefixtures("forking")
+def test_an_error_of_a_step_is_raised_here() -> None:
+    with pytest.raises(ValueError, match="no such backend"):
+        told(["right", "raise", "right"])
+
+
+@needs_fork
+@pytest.mark.usefixtures("forking")
+def test_closing_the_results_early_leaves_no_process() -> None:
+    results = run_in_children(3, steps, ["right"] * 3)
+    _, child = next(results)  # type: ignore[misc]
+    results.close()  # type: ignore[attr-defined]
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_children_are_new_interpreters_that_find_the_steps_module_where_it_was_imported_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy could not use the GPU. `flash-attn-compat verify` takes the clone from sys.path again.
+
+    What lies in the current folder under the name of a library is not run.
+    """
+    if sys.version_info >= (3, 11):
+        for name in ("pickle.py", "multiprocessing.py"):
+            (tmp_path / name).write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "far_steps.py").write_text(
+        "import os\n"
+        "def steps(first, parent):\n"
+        "    for number in range(first, 2):\n"
+        "        if number: os._exit(3)\n"
+        "        yield number, os.getpid() != parent\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        module = importlib.import_module("far_steps")
+    first, second = run_in_children(2, module.steps, os.getpid())
+    assert first == (0, True) and isinstance(second, Ended) and second.how == EXITED
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(-signal.SIGTERM, "ended by SIGTERM"), (1, "exit code 1"), (-999, "exit code -999"), (None, "exit code None")],
+)
+def test_the_end_of_a_process_in_words(code: int | None, expected: str) -> None:
+    assert isolation._describe_exit(code).endswith(expected)
+
+
+@pytest.mark.parametrize(("error", "expected"), [(None, False), (RuntimeError("CUDA error"), True)])
+def test_a_gpu_is_lost_where_waiting_for_it_fails(
+    error: Exception | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait() -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("torch.cuda.synchronize", wait)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    assert not isolation._gpu_is_lost(), "nobody used one"
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert isolation._gpu_is_lost() == expected
+
+
+def test_iterators_that_advance_side_by_side_give_their_own_results_and_errors_in_order() -> None:
+    def counting(last: int) -> Iterator[int]:
+        yield from range(last)
+        if last == 2:
+            raise ValueError("two")
+
+    first, second, third = read_concurrently([counting(last) for last in (3, 2, 0)])
+    assert [next(second), next(first), next(second), next(first)] == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="two"):
+        next(second)
+    assert [*first] == [2] and [*third] == []
+
+
+# ---------------------------------------------------------------- the path of an option is tried before the work
+
+has_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+
+
+def test_a_new_file_is_not_left_behind(tmp_path: Path) -> None:
+    assert output_path(str(tmp_path / "new.json")) == tmp_path / "new.json" and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_keeps_its_content_and_its_time(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("{}")
+    os.utime(tmp_path / "old.json", (1, 1))
+    output_path(str(tmp_path / "old.json"))
+    assert (tmp_path / "old.json").read_text() == "{}" and (tmp_path / "old.json").stat().st_mtime == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+def test_a_link_to_a_new_file_stays_and_its_file_is_not_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "new.json")
+    output_path(str(tmp_path / "link"))
+    assert os.listdir(tmp_path) == ["link"]
+
+
+@has_pipes
+def test_a_named_pipe_is_not_opened(tmp_path: Path) -> None:
+    """Opening it would wait for a reader, or end a reader's wait."""
+    os.mkfifo(tmp_path / "pipe")
+    assert output_path(str(tmp_path / "pipe")) == tmp_path / "pipe"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_file_that_may_not_be_written_is_refused(
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening it decides: root may write to a file of any mode."""
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    if exists:
+        (tmp_path / "file").touch()
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"cannot write .*file: Permission denied"):
+        output_path(str(tmp_path / "file"))
+
+
+@has_pipes
+def test_a_pipe_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe", stat.S_IRUSR)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(argparse.ArgumentTypeError, match="pipe: Permission denied"):
+        output_path(str(tmp_path / "pipe"))

@@ -1,10 +1,14 @@
-"""The script for a GPU's minutes: parts that exist, end in time and say how they went. No GPU needed."""
+"""Scripts for a GPU's minutes, the fuzzer's command line, and tests that act out a GPU on every build of PyTorch."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
+import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -12,16 +16,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused.choosing import variants
-from tests import fused_coverage, gpu, sanitize
+from tests import fused_coverage, fuzz, gpu, sanitize
 from tests.forms.plain import some
+from tests.fuzz import Failure, Plan, main, run_all, shrink
 from tests.gpu import Part
 from tests.kernels import fused_on_cpu
-from tests.sdpa import fuzz, originals
+from tests.sdpa import fuzz as masked_fuzz
+from tests.sdpa import originals
+from tests.tools.interpreters import CAN_FORK, REPOSITORY, forked
+from tests.verify import mutants
 from verify.call import solve
+from verify.problems import Problem
 
 
 def python(code: str, seconds: int = 60) -> Part:
@@ -146,7 +156,9 @@ def test_so_it_does_of_masks(number: int, monkeypatch: pytest.MonkeyPatch) -> No
     with originals.override_on(), flash_attn_compat.use_backend("fused"):
         for kind in kinds:
             problem = fused_coverage.masked_problem(kind)
-            out, _ = fuzz.by_operator(problem, *(x.requires_grad_() for x in fuzz.tensors(problem, "cpu")))
+            out, _ = masked_fuzz.by_operator(
+                problem, *(x.requires_grad_() for x in masked_fuzz.tensors(problem, "cpu"))
+            )
             out.backward(torch.ones_like(out))
     assert {launch.variant for launch in launches.seen} == set(variants.made_for(kinds))
 
@@ -162,3 +174,111 @@ def test_a_wrong_answer_under_a_mask_is_an_error(monkeypatch: pytest.MonkeyPatch
     kind = next(iter(fused_coverage.masked_kinds(75)))
     with pytest.raises(AssertionError, match="out"):
         fused_coverage._check_masked(fused_coverage.masked_problem(kind), torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- the fuzzer's command line
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, dict]:
+    code = main([*arguments, "--backend", "reference"])
+    printed = capsys.readouterr().out
+    return code, printed, json.loads(printed.splitlines()[-1])
+
+
+def test_the_last_line_sums_up_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, found = run(capsys, "--problems", "12")
+    assert code == 0
+    assert (found["problems"], found["served"], found["failures"]) == (12, 12, 0)
+    of_reference = found["backends"]["reference"]
+    assert of_reference["served"] == 12 and 0 < float(of_reference["worst"]) < 1
+
+
+def test_it_stops_after_so_many_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--served", "5")[2]["problems"] == 5
+
+
+def test_it_stops_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--problems", "100000", "--seconds=-1")[2]["problems"] == 1
+
+
+class DiesOfProblem3(Plan):
+    def problem(self, seed: int) -> Problem:
+        if seed == 3 and multiprocessing.parent_process():
+            os._exit(9)
+        return super().problem(seed)
+
+
+def test_processes_share_the_problems_and_outlive_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    if CAN_FORK:  # three copies of one process that has imported this module
+        monkeypatch.setattr(fuzz, "_START", "forkserver")
+        multiprocessing.set_forkserver_preload([__name__])
+    total = run_all(DiesOfProblem3("cpu", ("reference",), None, None), range(8), 2, 1e9, 1e9, Console())
+    assert (total.problems, total.served, [failure.seed for failure in total.failures]) == (8, 7, [3])
+
+
+@pytest.fixture
+def wrong_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn_interface, "flash_attn_func", mutants.alibi_sign.flash_attn_func)
+
+
+def test_a_failure_is_printed_as_one_line_that_repeats_it(
+    wrong_alibi: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "found.json"
+    code, printed, found = run(
+        capsys, "--kind", "dense", "--dtype", "float32", "--problems", "12", "--show", "1", "--json", str(saved)
+    )
+    assert code == 1 and found["failures"] > 0
+    assert len(json.loads(saved.read_text())["failures"]) == found["failures"]
+    line = next(line for line in printed.splitlines() if "python -c" in line)
+    words = shlex.split(line)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        exec(words[words.index("-c") + 1])
+    assert "failures=['" in told.getvalue()
+
+
+def test_a_failure_is_made_small(wrong_alibi: None) -> None:
+    large = Problem(seqlens_q=(20, 20), seqlens_k=(30, 30), nheads_k=2, head_dim=32, alibi="bh", causal=True,
+                    sizes=((1.0, 1.0, 1e-3, 1.0), (1.0, 1.0, 1.0, 1.0)))  # fmt: skip
+    small = shrink(Failure(0, "reference", large, ["out: error"]), "cpu", attempts=100)
+    assert small.alibi and not small.sizes and len(small.seqlens_q) == 1 and small.head_dim == 8
+    assert torch.tensor(small.seqlens_q).max() < 20
+
+
+# ---------------------------------------------------------------- tests that act out a GPU
+
+# Their fixtures hand CPU tensors to code for GPUs.
+ACTING = (
+    "tests/answers/test_sdpa_on_amd.py",
+    "tests/kernels/test_verdicts.py",
+    "tests/observers/test_exits.py::test_a_device_is_waited_for_once_and_a_cpu_never",
+    "tests/answers/test_others_kernels.py::test_a_flash_attn_that_is_switched_off_or_runs_on_ours_is_not_asked",
+    "tests/answers/test_others_kernels.py::test_slopes_are_read_through_their_strides",
+)
+WITHOUT_DRIVER = """
+def fail(*arguments):
+    raise RuntimeError("Found no NVIDIA driver on your system")
+torch.version.cuda = "13.0"
+torch.backends.cuda.is_built = lambda: True
+torch.cuda.is_available = lambda: False
+torch.cuda.device_count = lambda: 0
+"""
+BESIDE_A_GPU = """
+def fail(*arguments):
+    raise AssertionError("a test that acts out a GPU asked the real one")
+torch.version.cuda = "13.0"
+torch.backends.cuda.is_built = torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+torch.cuda.device_count = lambda: 2
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+"""
+ASKING = "torch._C._cuda_getDevice = torch._C._cuda_isCurrentStreamCapturing = torch.cuda.current_device = fail"
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="a new interpreter for each would take a minute")
+@pytest.mark.parametrize("build", [WITHOUT_DRIVER, BESIDE_A_GPU], ids=["CUDA without a driver", "beside a GPU"])
+def test_tests_that_act_out_a_gpu_never_ask_a_real_one(build: str) -> None:
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not gpu", *ACTING]
+    run = f"import os, sys, pytest; os.chdir({REPOSITORY!r}); sys.exit(pytest.main({options!r}))"
+    answer = forked(f"import torch\n{build}\n{ASKING}\n{run}")
+    assert answer.returncode == 0, answer.stdout + answer.stderr

@@ -1,9 +1,11 @@
-"""verify bench: its figures hold beside failing contestants, and a mistyped option ends in one line."""
+"""verify bench: contestants, wrong answers, figures and reports, and the same calls in CUDA graphs."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,14 +13,13 @@ import pytest
 import torch
 
 from flash_attn_compat.gpu_state import GpuState, Monitor
-from verify import bench, bench_pictures, bench_report, spot_check
+from verify import bench, bench_report, graphs, spot_check
 from verify.bench_run import Plan, Row, run
 from verify.cli import main
 from verify.contestants import RIVALS, Contestant, Prepared, ours, plain
 from verify.errors import NotSupported
 from verify.judge import Check
 from verify.spot_check import check, pieces
-from verify.tables import Bar
 from verify.timing import Allocations, Failed, Job, Timing, allocations, fastest, time_together
 from verify.workloads import DECODE, FULL, Workload, of_lengths, shrunk
 
@@ -138,13 +139,8 @@ def _rows_of(*contestants, **plan):
 
 
 def test_a_failure_is_a_row_with_its_reason_and_the_others_keep_their_figures():
-    rows = _rows_of(
-        _stub("oom", _raising),
-        _stub("half", _no_backward),
-        _stub("absent", _unavailable),
-        _stub("off", _off),
-        _stub("fine", _right),
-    )
+    made = {"oom": _raising, "half": _no_backward, "absent": _unavailable, "off": _off, "fine": _right}
+    rows = _rows_of(*(_stub(name, attention) for name, attention in made.items()))
     assert rows["oom"].failed and rows["oom"].reason == "out of memory" and rows["oom"].forward is None
     assert rows["half"].failed and rows["half"].reason == "RuntimeError: no gradients here"
     assert rows["half"].forward is not None and rows["half"].both is None
@@ -326,14 +322,14 @@ def test_a_call_that_stays_slow_is_read_once_and_within_its_context():
 # ---- ratios ----------------------------------------------------------------------------------------------------------
 
 
-def _row(contestant, forward=None, both=None, ok=True, ours=False):
+def timed(contestant, forward=None, both=None, ok=True, ours=False):
     times = (None if ms is None else Timing(ms, ms, ms, 3) for ms in (forward, both))
     return Row("w", contestant, ours, "", *times, verdict=Check("out", "fp64", 0.5 if ok else 2.0, 1.0))
 
 
 def test_a_ratio_is_the_fastest_right_rivals_time_over_ours():
-    pad, plain = _row("pad_sdpa", 8.0, 12.0), _row("plain", 1.0, 18.0)
-    rows = [_row("default", 2.0, 6.0, ours=True), pad, plain, _row("official", 1.0)]
+    pad, plain = timed("pad_sdpa", 8.0, 12.0), timed("plain", 1.0, 18.0)
+    rows = [timed("default", 2.0, 6.0, ours=True), pad, plain, timed("official", 1.0)]
     (found,) = bench_report.compared(rows)
     assert [found.ratio(bench_report.WORKAROUNDS, mode) for mode in ("forward", "both")] == [0.5, 2.0]
     assert [found.ratio(bench_report.FLASH, mode) for mode in ("forward", "both")] == [0.5, None]
@@ -347,19 +343,19 @@ def test_a_ratio_is_the_fastest_right_rivals_time_over_ours():
 
 
 def test_our_backend_named_official_is_not_taken_for_flash_attn():
-    (found,) = bench_report.compared([_row("official", 1.0, ours=True), _row("default", 2.0, ours=True)])
+    (found,) = bench_report.compared([timed("official", 1.0, ours=True), timed("default", 2.0, ours=True)])
     assert found.mine.contestant == "default" and found.ratio(bench_report.FLASH, "forward") is None
 
 
 def test_a_forward_slower_than_with_its_backward_is_marked():
-    assert "DOUBTFUL" in bench_report.remarks(_row("default", 9.0, 3.0)) and not bench_report.remarks(
-        _row("w", 1.0, 3.0)
+    assert "DOUBTFUL" in bench_report.remarks(timed("default", 9.0, 3.0)) and not bench_report.remarks(
+        timed("w", 1.0, 3.0)
     )
 
 
 def test_mistakes_that_differ_in_a_doubt_about_their_times_are_alike():
     """The machine's load decides whether a time is doubtful."""
-    doubtful, plain = (_row("default", *times, ok=False, ours=True) for times in ((9.0, 3.0), (1.0, 3.0)))
+    doubtful, plain = (timed("default", *times, ok=False, ours=True) for times in ((9.0, 3.0), (1.0, 3.0)))
     rows = [doubtful, replace(plain, workload="other"), replace(plain, workload="third", contestant="chunked")]
     first, second = bench_report.wrong_lines(rows)
     assert first.endswith("; alike in other") and "DOUBTFUL" not in first and "alike" not in second
@@ -369,35 +365,113 @@ def test_a_curve_keeps_its_tokens_while_the_length_allows():
     assert [len(each.seqlens_q) for each in of_lengths([256, 1024, 4096], small=True)] == [4, 1, 1]
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- verify bench's calls in CUDA graphs
+
+BOTH = ours(), RIVALS["pad_sdpa"]
+DECODE, PAGED = "decode_1x8192", "decode_32x4096_paged"
 
 
-def test_bars_say_how_fast_ours_is_beside_each_rival_and_how_much_it_holds():
-    rows = [_row("default", 2.0, 6.0, ours=True), _row("official", 1.0), _row("pad_sdpa", 8.0, 12.0)]
-    rows = [replace(row, memory_mib=held) for row, held in zip(rows, (30.0, 10.0, 60.0))]
-    made = {
-        picture.title.partition(":")[0]: picture.groups
-        for picture in bench_pictures.bars(rows, bench_report.YARDSTICKS)
-    }
-    assert made == {
-        "Speed beside flash-attn": [("w", [Bar(0.5, "0.50 (2 ms)"), None])],
-        "Memory beside flash-attn": [("w", [Bar(3.0, "3.00 (30 MiB)"), None])],
-        "Speed beside the fastest way without flash-attn": [("w", [Bar(4.0, "4.00 (2 ms)"), Bar(2.0, "2.00 (6 ms)")])],
-        "Memory beside the fastest way without flash-attn": [("w", [Bar(0.5, "0.50 (30 MiB)"), None])],
-    }
+def _faithful(call, device):
+    """Computes the call again."""
+    with call.around():
+        out = call.run()
+
+    def replay():
+        with call.around():
+            out.copy_(call.run())
+
+    return replay, out
 
 
-def test_a_run_over_lengths_has_curves_of_speed_and_memory_and_no_wrong_answer_in_them():
-    lengths = of_lengths([16, 32], small=True)
-    rows = [
-        replace(row, workload=each.name, memory_mib=1.0)
-        for each in lengths
-        for row in (_row("default", 2.0, ours=True), _row("wrong", 1.0, ok=False))
-    ]
-    made = {picture.title: picture.lines for picture in bench_pictures.curves(rows, lengths)}
-    operations = [2 * each.scores * each.head_dim for each in lengths]
-    assert made == {
-        "Speed, forward": [("default", [(n, of / 2.0 / 1e9) for n, of in zip((16, 32), operations)])],
-        "Peak memory, forward": [("default", [(16, 1.0), (32, 1.0)])],
-    }
-    assert bench_pictures.curves(rows, lengths[:1]) == []
+def _stale(call, device):
+    """A replay that returns the captured result again."""
+    return (lambda: None), call.run()
+
+
+def _refused(call, device):
+    raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+
+def _graphed(names, backward=False, contestants=BOTH) -> dict[tuple[str, str], Row]:
+    settings = {"device": "cpu", "dtype": torch.float32, "repeats": 1, "budget_s": 0.01, "graphs": True}
+    plan = graphs.graphed(Plan([TINY[name] for name in names], contestants, **settings, backward=backward))
+    return {(row.workload, row.contestant): row for each in plan.workloads for row in run(plan, each)}
+
+
+def test_workloads_without_gradients_and_dropout_are_timed_in_a_graph_too(monkeypatch):
+    monkeypatch.setattr(graphs, "capture", _faithful)
+    for backward, expected in ((True, [DECODE]), (False, ["cross_short_q", DECODE])):
+        found = _graphed(["cross_short_q", "dropout_train", DECODE], backward)
+        assert set(found) == {(f"{name} in a graph", who) for name in expected for who in ("default", "pad_sdpa")}
+        assert all(row.forward and row.verdict.ok and not row.reason for row in found.values())
+
+
+@pytest.mark.parametrize("name", [DECODE, PAGED, "skewed_causal"])
+def test_a_replay_that_does_not_see_new_inputs_is_wrong(name, monkeypatch):
+    monkeypatch.setattr(graphs, "capture", _stale)
+    assert _graphed([name])[f"{name} in a graph", "default"].wrong
+
+
+@pytest.mark.parametrize("stale", ["cache_seqlens", "block_table"])
+def test_a_replay_with_old_lengths_or_pages_is_wrong(stale, monkeypatch):
+    monkeypatch.setattr(graphs, "capture", _faithful)
+
+    def prepare(workload, given):
+        """At the first call, which is that of the capture, it looks at one of its inputs for the last time."""
+        seen = {}
+
+        def attention(q, k, v):
+            seen.setdefault(stale, given.args[stale].clone())
+            then = replace(given, args={**given.args, **seen})
+            return ours("chunked").prepare(workload, then).run(q, k, v)
+
+        return Prepared(attention)
+
+    assert _graphed([PAGED], contestants=[Contestant("forgetful", prepare, ours=True)])[
+        f"{PAGED} in a graph", "forgetful"
+    ].wrong
+
+
+def test_a_captured_append_leaves_no_row_in_other_sequences_pages():
+    given = TINY[f"{PAGED}_append"].call("cpu", torch.float32, 0)
+    held = {name: given.args[name].clone() for name in given.caches}
+    run = ours("chunked").prepare(TINY[f"{PAGED}_append"], given).run
+    for name, rows in held.items():
+        given.args[name].copy_(rows)
+    with graphs.other_inputs(given):
+        run(*given.qkv)
+    assert all(torch.equal(given.args[name], rows) for name, rows in held.items())
+
+
+def test_a_graphs_inputs_live_as_long_as_its_replays(monkeypatch):
+    monkeypatch.setattr(graphs, "capture", lambda call, device: ((lambda: None), call.run()))
+    masks = []
+
+    def prepare(workload, given):
+        mask = torch.ones(1)
+        masks.append(weakref.ref(mask))
+        return Prepared(lambda q, k, v: q * mask)
+
+    workload = TINY[DECODE]
+    prepared = graphs.in_graph(Contestant("masked", prepare), workload, workload.call("cpu", torch.float32))
+    gc.collect()
+    assert prepared and masks[0]() is not None
+
+
+REASON = "cannot be captured: RuntimeError: operation not permitted when stream is capturing"
+
+
+@pytest.mark.parametrize(("capture", "verdict"), [(_faithful, "PASS"), (_refused, REASON), (_stale, "WRONG OR FAILED")])
+def test_terminal_and_json_have_the_graphs_time_or_the_reason_against_it(
+    capture, verdict, monkeypatch, tmp_path, capsys
+):
+    planned = bench.plan_from
+    monkeypatch.setattr(bench, "plan_from", lambda arguments: replace(planned(arguments), graphs=True))
+    monkeypatch.setattr(bench, "SMALL", (TINY[DECODE],))
+    monkeypatch.setattr(graphs, "capture", capture)
+    saved = tmp_path / "a.json"
+    assert main(["bench", "--repeats", "1", "--rivals", "none", "--json", str(saved)]) == (capture is _stale)
+    eager, graph = json.loads(saved.read_text())["rows"]
+    assert (eager["workload"], graph["workload"]) == (DECODE, f"{DECODE} in a graph")
+    assert eager["forward"] and bool(graph["forward"]) is (capture is not _refused)
+    assert verdict in " ".join(capsys.readouterr().out.split())

@@ -1,12 +1,15 @@
-"""verify's command line and its files: errors for mistyped options, and the files written."""
+"""verify's command line, its files, and verify away from its clone: from a wheel, over a user's file."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.abc
 import json
 import os
+import shutil
 import signal
+import sys
 import warnings
 from pathlib import Path
 
@@ -17,9 +20,13 @@ from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.utils.testing import attention_ref
 from tests.forms.support import check_refused_in_one_line
 from tests.kernels import fused_on_cpu
-from tests.tools.interpreters import forked
-from verify import compare
-from verify.cli import main
+from tests.tools.interpreters import REPOSITORY, forked
+from tests.verify.test_verdicts import FILE, SEVEN
+from verify import EXTRA, compare
+from verify.cli import build_parser, main
+from verify.errors import UsageError
+from verify.implementations import imported
+from verify.recorded import ABSENT
 
 ROOT = Path(__file__).parents[2]
 CORRECT = ["--quick", "--implementation", "tests.verify.mutants:correct", "--device", "cpu"]
@@ -248,3 +255,179 @@ def test_a_kernel_that_its_trial_has_rejected_is_wrong_and_not_declined(monkeypa
         assert main([*wanted, "-k", "head_dim 52", "--json", str(saved)]) == 1
     (row,) = json.loads(saved.read_text(encoding="utf-8"))["rows"]
     assert launches.seen and row["verdict"] == "FAIL" and "computes wrong numbers on this GPU" in row["note"]
+
+
+# ---------------------------------------------------------------- verify away from its clone
+
+CASES = ["--quick", "--device", "cpu", "-k", "mqa_cross,func causal gqa"]
+KERNEL = """
+from beside import attention
+
+def right(q, k, v, causal=False):
+    return attention(q, k, v, causal)
+
+def wrong(q, k, v, causal=False):
+    return attention(q, k, v, False)
+"""
+BESIDE = """
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def attention(q, k, v, causal):
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    return sdpa(q, k, v, is_causal=causal).transpose(1, 2)
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch) -> str:
+    """A user's file, which imports a neighbouring file."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    folder = tmp_path / "somewhere else"
+    folder.mkdir()
+    (folder / "kernel.py").write_text(KERNEL)
+    (folder / "beside.py").write_text(BESIDE)
+    return str(folder / "kernel.py")
+
+
+@pytest.fixture
+def wheel(tmp_path) -> Path:
+    """The files of an unpacked wheel: the package with verify and without recorded answers."""
+    site, left = tmp_path / "site-packages", shutil.ignore_patterns("__pycache__", "recorded_answers")
+    shutil.copytree(Path(REPOSITORY, "flash_attn_compat"), site / "flash_attn_compat", ignore=left)
+    shutil.copytree(Path(REPOSITORY, "verify"), site / "flash_attn_compat/verify", ignore=left)
+    return site
+
+
+def test_the_command_of_a_wheel_judges_a_kernel_of_the_folder_it_is_called_in(wheel, kernel):
+    code = f"""
+import os, sys
+sys.path[:] = [{str(wheel)!r}, *(p for p in sys.path if p not in ("", {REPOSITORY!r}))]
+os.chdir({str(Path(kernel).parent)!r})
+from flash_attn_compat.cli import main
+codes = [main(["verify", "--implementation", name, "--device", "cpu", "-k", "func causal gqa fp32"])
+         for name in ("kernel:right", "kernel.py:right", "kernel.py:wrong")]
+codes.append(main(["verify", "locate", "verify.planted:right", "--n", "32", "--heads", "1", "--batch", "1"]))
+assert "verify" not in sys.modules
+sys.exit(0 if codes == [0, 0, 1, 0] and main(["verify", "--nonsense"]) else 7)
+"""
+    done = forked(code)
+    assert done.returncode == 2 and "flash-attn-compat verify: unrecognized arguments" in done.stderr, done.stderr
+    assert " ".join(done.stdout.split()).count(ABSENT) == 3
+
+
+@pytest.mark.thorough
+def test_a_wheel_says_the_same_of_the_seven_kernels(wheel, tmp_path) -> None:
+    shutil.copy(FILE, tmp_path / "kernels.py")
+    code = f"""
+import os, sys
+sys.path[:] = [{str(wheel)!r}, *(p for p in sys.path if p not in ("", {REPOSITORY!r}))]
+os.chdir({str(tmp_path)!r})
+from flash_attn_compat import isolation
+isolation._START = "fork"
+from flash_attn_compat.cli import main
+chosen = ["--device", "cpu", "-k", "plain 64 d64,plain 128 d64,func causal sq<sk,func causal gqa fp"]
+names = {[*SEVEN, "crashing"]!r}
+compared = [main(["verify", "--quick", *chosen, "--isolate" if name == "crashing" else "--no-isolate",
+                  "--implementation", f"kernels.py:{{name}}"]) for name in names]
+shape = "--n 128 --seqlen-k 170 --batch 1 --heads 1 --head-dim 32 --causal --backward".split()
+located = [main(["verify", "locate", f"kernels.py:{{name}}", *shape]) for name in names if name != "plain_squares"]
+timed = ["--only", "plain_d64", "--repeats", "1", "--rivals", "none"]
+benched = [main(["verify", "bench", "--implementation", f"kernels.py:{{name}}", *timed]) for name in names[:-1]]
+print("codes", compared, located, benched)
+"""
+    done = forked(code)
+    assert done.returncode == 0, done.stderr
+    # right, edge, alignment, half precision, squares, gradient, crashing
+    assert "codes [0, 1, 1, 1, 1, 1, 1] [0, 1, 1, 1, 1, 0] [0, 1, 1, 1, 1, 1]" in done.stdout, done.stdout[-3000:]
+    told = " ".join(done.stdout.split())
+    for part in (
+        "look closer: flash-attn-compat verify locate kernels.py:wrong_alignment",
+        "kernels.py:crashing: the process ended 6 times, first in func plain 128 d64 fp16 on cpu",
+        "dk: all of it is 1.05 times the right value",
+        "TOO LITTLE TO SAY: 2 of 2 answers right",
+    ):
+        assert part in told, part
+
+
+def test_a_file_of_the_current_folder_that_is_named_like_a_library_is_not_run(wheel, tmp_path):
+    """Judging a kernel in a folder of downloads runs no other file there."""
+    for name in ("torch", "rich", "einops"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the downloaded file ran')")
+    code = f"""
+import os, sys
+sys.path[:] = [{str(wheel)!r}, *(p for p in sys.path if p not in ("", {REPOSITORY!r}))]
+before = list(sys.path)
+class Watch:
+    def find_spec(name, path=None, target=None):
+        if name == "flash_attn_compat.verify.cli":  # which imports torch
+            assert sys.path == [*before, {str(tmp_path)!r}], sys.path
+sys.meta_path.insert(0, Watch)
+os.chdir({str(tmp_path)!r})
+from flash_attn_compat.cli import main
+sys.exit(0 if main(["verify", "--device", "tpu"]) == 2 else 7)
+"""
+    done = forked(code)
+    assert done.returncode == 0 and "no device 'tpu' here" in done.stderr, done.stderr
+
+
+def test_a_folder_of_a_judged_file_is_searched_last_once_the_file_is_loaded(kernel):
+    imported(f"{kernel}:right")
+    assert sys.path[-1] == str(Path(kernel).parent) not in sys.path[:-1]
+
+
+def test_a_clone_holds_kernels_against_the_recorded_answers_and_says_nothing_of_their_absence(capsys):
+    assert main([*CASES, "--implementation", "tests.verify.mutants:correct"]) == 0
+    shown = capsys.readouterr().out
+    assert "recorded answers" in shown and ABSENT not in shown
+
+
+def test_an_absent_library_of_the_extra_ends_in_one_line_that_names_the_extra(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("rich", "verify")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without("rich"), *sys.meta_path])
+    from verify.__main__ import main as program
+
+    assert program(["--quick"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rich" in line and line.endswith(EXTRA) and EXTRA == 'pip install "flash-attn-compat[verify]"'
+
+
+class Without(importlib.abc.MetaPathFinder):
+    """As if this were not installed."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == self.name:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+
+def test_the_bare_help_shows_the_usual_options(capsys):
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--help"])
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--implementation", "--quick", "--backend", "--html", "locate"))
+
+
+# ---- a file of the user's --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "code"), [("right", 0), ("wrong", 1)])
+def test_a_function_of_a_file_is_judged_and_neighbouring_files_are_importable(kernel, name, code, capsys):
+    judged = ["--implementation", f"{kernel}:{name}", "--quick", "--device", "cpu", "-k", "func causal gqa fp32"]
+    assert main(judged) == code
+    assert main(["locate", f"{kernel}:{name}", "--causal", "--n", "32", "--heads", "1", "--batch", "1"]) == code
+
+
+@pytest.mark.parametrize(
+    ("suffix", "part"),
+    [("kernel.py", "FileNotFoundError"), ("sub.py", "planted"), ("there.py:absent", "has no 'absent'")],
+)
+def test_a_file_that_cannot_be_used_ends_in_one_line(suffix, part, tmp_path):
+    (tmp_path / "sub.py").write_text("raise ValueError('planted')")
+    (tmp_path / "there.py").write_text("")
+    with pytest.raises(UsageError, match=part):
+        imported(str(tmp_path / suffix))

@@ -1,8 +1,9 @@
-"""The judge finds every mutant, and its oracle matches flash-attn's answers from an H200."""
+"""The judge finds every mutant, its oracle matches flash-attn's answers, and each step of the ladder is right."""
 
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,19 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_interface
+from tests.forms.plain import pairwise
 from tests.verify import mutants
-from verify import oracle
+from verify import inputs, ladder, oracle
 from verify.call import Answer, Call
 from verify.cases import Case
+from verify.cli import main
 from verify.drawing import random_problem
 from verify.examination import Examination
 from verify.judge import against_fp64, against_official, right_answer
 from verify.problems import FUNCTIONS, Problem
 from verify.recorded import recorded_cases, recorded_errors
+from verify.steps import PAPER, STEPS
+from verify.timing import allocations
 
 # Accumulating in fp16 costs no more than the plain computation in fp16 does, which is the bound.
 MUTANTS = [
@@ -194,3 +199,167 @@ def test_the_oracle_and_the_judge_share_no_code_with_the_package() -> None:
                 inside = [module for module in modules if module] or [alias.name for alias in node.names]
                 left += [part for part in inside if part not in seen]
     assert seen >= {"oracle", "judge", "call"}
+
+
+# ---------------------------------------------------------------- deliberately wrong implementations
+
+# mutant: the cases to run (-k), and quantities that must be among those found wrong
+FOUND = {
+    "left_edge_one_too_far": ("window sq", {"out", "dk", "softmax_lse"}),
+    "left_edge_one_too_near": ("window sq", {"out", "dk", "softmax_lse"}),
+    "right_edge_one_too_far": ("causal sq", {"out", "dk", "softmax_lse"}),
+    "right_edge_one_too_near": ("causal sq", {"out", "dk", "softmax_lse"}),
+    "top_left_causal": ("causal sq", {"out", "dq", "softmax_lse"}),
+    "softcap_before_scale": ("func softcap fp16", {"out", "softmax_lse"}),
+    "alibi_sign": ("func alibi fp16", {"out", "softmax_lse"}),
+    "alibi_softcapped": ("softcap+alibi", {"out", "softmax_lse"}),
+    "tiled_heads": ("func causal gqa fp32", {"out", "dk", "dv"}),
+    "log2_lse": ("func softcap fp16", {"softmax_lse"}),
+    "fp16_accumulation": ("8192 keys one-sided", {"out"}),
+    "unwindowed_backward": ("window sq", {"dq", "dk", "dv"}),
+    "stale_key_tile": ("func causal gqa fp32", {"out", "dk"}),
+    "stored_maximum_lost": ("func causal gqa fp32", {"softmax_lse"}),
+    "cache_one_row_late": ("kv_decode,kvcache decode", {"k_cache", "v_cache", "out"}),
+    "dropout_unscaled": ("dropout", {"out"}),
+    "dropout_of_scores": ("dropout", {"out"}),
+    "dead_rows_average": ("causal sq", {"out"}),
+    "dead_rows_minus_inf": ("causal sq", {"softmax_lse"}),
+    "scale_of_padded_head_dim": ("head_dim,d52", {"out", "softmax_lse"}),
+    "no_maximum_subtracted": ("large logits", {"out"}),
+    "rotary_halves_swapped": ("rotary", {"out", "k_cache"}),
+    "leftpad_ignored": ("leftpad", {"out"}),
+    "aligned_to_longest": ("skewed", {"out", "softmax_lse"}),
+    "gradient_of_one_group_head": ("func causal gqa fp32", {"dk", "dv"}),
+    "values_share_a_scale": ("func sizes gqa bf16", {"out", "dq"}),
+    "upstream_shares_a_scale": ("func sizes gqa bf16", {"dq", "dk", "dv"}),
+    "scores_share_a_scale": ("func sizes gqa bf16", {"dq"}),
+    "neighbouring_head_leaks": ("func sizes gqa fp32", {"out"}),
+    "largest_of_all_sequences": ("of one sequence", {"out", "dq"}),
+    "padding_times_zero": ("outside,behind", {"out"}),
+}
+# These leave the other quantities right, and verify must say so.
+UNTOUCHED = {
+    "log2_lse": {"out", "dq", "dk", "dv"},
+    "unwindowed_backward": {"out", "softmax_lse"},
+    "dead_rows_minus_inf": {"out", "dq", "dk", "dv"},
+    "gradient_of_one_group_head": {"out", "softmax_lse", "dq"},
+    "upstream_shares_a_scale": {"out", "softmax_lse"},
+}
+
+
+def verify(implementation: str, tmp_path: Path, *arguments: str) -> tuple[int, list[dict]]:
+    """The exit code and the rows of a quick comparison."""
+    saved = tmp_path / "rows.json"
+    judged = ["--quick", "--implementation", f"tests.verify.mutants:{implementation}", "--device", "cpu"]
+    code = main([*judged, "--json", str(saved), *arguments])
+    return code, json.loads(saved.read_text())["rows"]
+
+
+def test_every_mutant_has_an_expectation():
+    defined = {name for name, value in vars(mutants).items() if isinstance(value, mutants.Naive)}
+    assert defined == {*FOUND, "correct"}
+
+
+@pytest.mark.thorough  # CI has `verify --quick` judge the package itself
+def test_the_right_implementation_passes_every_quick_case(tmp_path):
+    code, rows = verify("correct", tmp_path)
+    others = {row["case"]: row["verdict"] for row in rows if row["verdict"] != "pass"}
+    assert set(others.values()) == {"declined"} and all("e4m3" in case or "e5m2" in case for case in others)
+    assert code == 0 and len(rows) > 62
+
+
+@pytest.mark.parametrize("mutant", FOUND)
+def test_a_wrong_implementation_is_found_in_the_quantity_that_is_wrong(mutant, tmp_path):
+    cases, expected = FOUND[mutant]
+    code, rows = verify(mutant, tmp_path, "-k", cases)
+    wrong = {check["quantity"] for row in rows for check in row["checks"] if not check["ok"]}
+    assert code == 1
+    assert expected <= wrong
+    assert not wrong & UNTOUCHED.get(mutant, set())
+
+
+def test_the_command_names_the_case_that_a_mutant_fails(tmp_path, capsys):
+    assert verify("top_left_causal", tmp_path, "-k", "causal_sq_lt_sk")[0] == 1
+    shown = capsys.readouterr().out
+    assert "causal_sq_lt_sk" in shown and "FAIL" in shown
+
+
+# ---------------------------------------------------------------- verify ladder
+
+QUICK = ["--repeats", "1", "--heads", "1", "--head-dim", "8"]
+
+
+@pytest.mark.parametrize(
+    ("step", "sizes", "causal", "dtype"),
+    pairwise(STEPS, [(50, 50, 2), (21, 50, 1), (50, 21, 1)], [False, True], ["bfloat16", "float32"]),
+)
+def test_a_step_is_right_for_blocks_that_do_not_divide_the_lengths(step, sizes, causal, dtype):
+    n, keys, group = sizes
+    lengths = {"seqlens_q": (n, n), "seqlens_k": (keys, keys)}
+    problem = Problem(**lengths, group=group, head_dim=24, dtype=dtype, causal=causal, backward=False)
+    examination = Examination(problem)
+
+    def of_size(q, k, v, causal):
+        return STEPS[step](q, k, v, causal=causal, block_rows=12, block_columns=17)
+
+    assert [check for check in examination.checks(examination.ask(of_size)) if not check.ok] == []
+
+
+@pytest.mark.parametrize(
+    ("step", "growth"),
+    [("naive", 16), ("blocked matmul", 16), ("fused rows", 4), ("online tiles", 4)],
+)
+def test_memory_grows_as_the_step_says(step, growth):
+    def peak(n: int) -> int:
+        q, k, v = Problem(seqlens_q=(n,), seqlens_k=(n,)).build().qkv
+        found = allocations(lambda: STEPS[step](q, k, v, block_rows=32, block_columns=32))
+        assert found is not None
+        return found.peak
+
+    # four times the length: 16 times the memory where all scores are kept, 4 times at most where they are not
+    measured = peak(512) / peak(128)
+    assert growth / 2 < measured < growth * 1.1 if growth == 16 else measured < growth * 1.1
+
+
+def _with(monkeypatch, *rungs):
+    monkeypatch.setattr(ladder, "rungs", lambda rows, columns: [ladder.rung(*each) for each in rungs])
+
+
+def test_a_wrong_step_fails_and_one_without_memory_is_noted(monkeypatch, capsys):
+    def greedy(q, k, v, causal):
+        raise torch.cuda.OutOfMemoryError("planted")
+
+    def broken(q, k, v, causal):
+        raise ZeroDivisionError("planted")
+
+    _with(monkeypatch, ("wrong", lambda q, k, v, causal: q), ("right", STEPS["naive"]), ("broken", broken))
+    assert main(["ladder", "--n", "32", *QUICK]) == 1
+    shown = capsys.readouterr().out
+    assert "WRONG OR FAILED  N = 32 wrong" in shown and "N = 32 broken: ZeroDivisionError: planted" in shown
+    _with(monkeypatch, ("greedy", greedy))
+    assert main(["ladder", "--n", "32", *QUICK]) == 0
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_the_command_writes_every_step_at_every_length_and_draws_it(tmp_path, capsys):
+    saved = tmp_path / "a.json"
+    arguments = ["--n", "24", "6", "12", "--br", "7", "--bc", "9", *QUICK, "--json", str(saved)]
+    assert main(["ladder", *arguments]) == 0
+    data = json.loads(saved.read_text())
+    found = {(row["contestant"], row["workload"]): row for row in data["rows"]}
+    names = [*STEPS, "PyTorch SDPA", "flash_attn_compat"]
+    assert set(found) == {(name, f"N = {n}") for name in names for n in (6, 12, 24)}
+    for row in found.values():
+        assert row["verdict"]["ok"] and row["forward"]["median_ms"] > 0 and row["memory_mib"] > 0
+    assert "tiles of 7 rows x 9 keys" in data["environment"]["problem"]
+    assert [picture["title"] for picture in data["pictures"]] == ["Speed, forward", "Peak memory, forward"]
+    lines = dict(data["pictures"][0]["lines"])
+    assert [*lines] == [*PAPER.values(), "PyTorch SDPA", "flash_attn_compat"] and [*PAPER] == [*STEPS]
+    assert [n for n, _ in lines["online tiles: FlashAttention-2, algorithm 1"]] == [6, 12, 24]
+    assert "PASS" in capsys.readouterr().out
+
+
+def test_a_missing_fp64_is_found_out_before_the_work(monkeypatch, capsys):
+    monkeypatch.setattr(inputs, "checked_devices", lambda wanted: wanted)
+    assert main(["ladder", "--device", "mps", "--dtype", "fp64"]) == 2
+    assert "mps has no fp64" in capsys.readouterr().err

@@ -254,8 +254,8 @@ def test_gradients_of_a_wrong_output_are_reported_as_not_examined(capsys):
 
 
 def test_a_kernel_without_a_backward_is_named_where_its_gradients_are_asked_for(capsys):
-    assert main(["locate", "tests.verify.test_travels:detached", *SMALL, "--backward"]) == 2
-    assert "tests.verify.test_travels:detached gives no gradients" in capsys.readouterr().err
+    assert main(["locate", "tests.verify.test_verdicts:detached", *SMALL, "--backward"]) == 2
+    assert "tests.verify.test_verdicts:detached gives no gradients" in capsys.readouterr().err
 
 
 OPTIONS = ["--window", "20", "-1", "--softcap", "4", "--softmax-scale", "0.3", "--alibi"]
