@@ -1,4 +1,4 @@
-"""The choice of the backend, named backends, and the error if none can serve a call."""
+"""The choice of the backend, named backends, the error if none can serve a call, and a backend of one's own."""
 
 from __future__ import annotations
 
@@ -29,12 +29,18 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
+from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.core import features
 from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.core.inputs import DenseInputs
 from flash_attn_compat.dispatch import call_cache
 from tests.forms.inputs import cumulative, qkv
+from tests.forms.support import serve_by
+from tests.tools.test_docs import ROOT, blocks
+from verify.drawing import random_problem
+from verify.examination import Examination
+from verify.problems import KINDS
 
 NAMES = [backend.name for backend in BACKENDS]
 
@@ -320,3 +326,37 @@ def test_our_kernels_come_before_pytorchs_where_they_were_measured_to_be_faster(
     traits = traits._replace(device_type="cuda", capability=(9, 0), features=int(features))._replace(**changes)
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
     assert [backend.name for backend in ordered][:2] == ["official", first]
+
+
+# -------------------------------------------------- docs/writing-a-backend.md shows a complete backend, and it is right
+
+PAGE = ROOT / "docs/writing-a-backend.md"
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """The page's backend, before the reference in the table of backends."""
+    names: dict[str, Any] = {"__name__": "mine"}
+    exec(compile(next(blocks(PAGE, "python")), PAGE.name, "exec"), names)
+    backend: Backend = names["Mine"]()
+    serve_by(monkeypatch, backend, Reference())
+    return backend
+
+
+def test_the_pages_backend_agrees_with_fp64_on_every_kind_of_problem(mine: Backend) -> None:
+    served, complaints = dict.fromkeys(KINDS, 0), []
+    for kind in KINDS:
+        for number in range(12):
+            examination = Examination(problem := random_problem(number, (kind,)))
+            verdict = examination.judge(mine.name)
+            served[kind] += not verdict.refused
+            complaints += [f"{problem}: {failure}" for failure in verdict.failures]
+    assert not complaints, "\n".join(complaints)
+    assert served["dense"] > 3 and served["varlen"] > 1, served
+
+
+def test_the_pages_backend_serves_what_its_table_lists_and_declines_the_rest_with_a_reason(mine: Backend) -> None:
+    q, k, v = qkv(sq=5, sk=7, h=4, hk=2)
+    assert explain(flash_attn_func, q, k, v, causal=True).backend == "mine"
+    declined = explain(flash_attn_func, q, k, v, softcap=30.0)
+    assert declined.backend == "reference" and declined.reasons["mine"] == ["does not support softcap"]

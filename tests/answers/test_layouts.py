@@ -1,9 +1,10 @@
-"""Tensors whose memory overlaps itself are read as their contiguous copies are."""
+"""Tensors whose memory overlaps itself, and lazily negated views, are read as their contiguous copies are."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import sdpa
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+from tests.answers import others_kernels
 from tests.forms.inputs import DTYPES, HALVES, PATTERNS, WITH_CHANNELS, copied, cumulative, ints, randn, strided
 from tests.forms.plain import pairwise
 from tests.forms.support import GENERAL, Serve, check_equal
+from tests.kernels import fused_on_cpu
 from tests.sdpa import originals
 
 Answers = list[Tensor]
@@ -68,7 +71,7 @@ def calls_of(backend: str) -> list[str]:
 
 WHICH = "q", "k", "v", "dout", "all four"
 # Of how many patterns a test takes one. Tests of different tensors take different patterns.
-EVERY = {"sdpa": 1, "chunked": 5, "reference": 5, "official": 19, "torch_flash": 19, "torch_efficient": 19, "fused": 47}
+EVERY = {"sdpa": 3, "chunked": 9, "reference": 9, "official": 37, "torch_flash": 37, "torch_efficient": 37, "fused": 95}
 
 
 def cases(backend: str, which: str) -> Iterator[tuple[tuple[int, ...], torch.dtype, str]]:
@@ -150,7 +153,7 @@ def with_gradients_of(q: Tensor, k: Tensor, v: Tensor, convert: Callable[[Tensor
 )
 def test_packed_inputs_that_overlap_give_the_answers_of_their_copies(backend: str, name: str, serve: Serve) -> None:
     with serve(backend):
-        for pattern in WITH_CHANNELS[:: 31 if backend == "fused" else 5]:
+        for pattern in WITH_CHANNELS[:: 31 if backend == "fused" else 9]:
             between = 0 if name == "third axis of stride 0" else 5
             shape = (2, 5, 2 if name == "kv" else 3, 2, 8)
             memory = strided(shape, (*pattern[:2], between, *pattern[2:]), dtypes_of(backend)[0], 1)
@@ -175,7 +178,7 @@ def test_overlapping_caches_are_read_as_their_copies(backend: str, layout: str, 
     elif layout == "chosen rows":
         options["cache_batch_idx"] = ints(1, 0)
     with serve(backend):
-        for index, pattern in enumerate(WITH_CHANNELS[:: 21 if backend == "fused" else 5]):
+        for index, pattern in enumerate(WITH_CHANNELS[:: 31 if backend == "fused" else 9]):
             dtype = dtypes_of(backend)[index % len(dtypes_of(backend))]
             q = randn(2, 1 + index % 3, 4, 8, dtype=dtype)
             k, v = strided(K_SHAPE, pattern, dtype, 1), strided(K_SHAPE, WITH_CHANNELS[-1 - index], dtype, 2)
@@ -218,7 +221,7 @@ def test_overlapping_new_keys_tables_slopes_and_pages_are_read_as_their_copies(b
 @pytest.mark.parametrize("backend", EVERY)
 def test_a_private_backward_reads_an_overlapping_out_dout_and_lse(backend: str, serve: Serve) -> None:
     with serve(backend):
-        for index, pattern in enumerate(PATTERNS[:: 64 if backend == "fused" else 17]):
+        for index, pattern in enumerate(PATTERNS[:: 95 if backend == "fused" else 37]):
             dtype = dtypes_of(backend)[index % len(dtypes_of(backend))]
             q, k, v = (randn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate((Q_SHAPE, K_SHAPE, K_SHAPE)))
             lse = _flash_attn_forward(q, k, v, 0.0, 0.3, False, -1, -1, 0.0, None, False)[1]
@@ -262,3 +265,94 @@ def test_pytorchs_attention_on_our_kernels_reads_overlapping_memory(
             given = tensors if bias is None else [*tensors, bias]
             check_equal(answers(*given), answers(*map(copied, given)))
         assert originals.counted() == {"fused": 2 * len(PATTERNS[:: 95 if which == "attn_mask" else 47])}
+
+
+# ------------------------------------------------------- imaginary parts of conjugates hold numbers with the other sign
+
+STARTS = cumulative(20)
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """Equal to ``tensor``, over memory that holds it with the other sign."""
+    view = torch._neg_view(-tensor)
+    assert view.is_neg() and torch.equal(view, tensor)
+    return view
+
+
+def packed_of_20(*qkv: Tensor) -> Tensor:
+    return flash_attn_varlen_func(*(x[0] for x in qkv), STARTS, STARTS, 20, 20)[None]
+
+
+def dropping(*qkv: Tensor) -> Tensor:
+    return flash_attn_func(*qkv, dropout_p=0.3)
+
+
+def sloping(*qkv: Tensor) -> Tensor:
+    slopes = torch.tensor([0.3])
+    return flash_attn_func(*qkv, alibi_slopes=negated(slopes) if any(x.is_neg() for x in qkv) else slopes)
+
+
+@pytest.mark.parametrize("attend", [flash_attn_func, packed_of_20, dropping, sloping])
+@pytest.mark.parametrize("backend", ["fused", "sdpa", "chunked"])
+def test_negated_views_give_the_answers_and_gradients_of_their_values(
+    attend: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "sdpa" and attend is dropping:
+        pytest.skip("computes no dropout")
+    fused_on_cpu.emulate(monkeypatch)
+    tensors = [randn(1, 20, 1, 32, seed=seed, dtype=torch.float16) for seed in range(4)]
+
+    def answers(*given: Tensor) -> list[Tensor]:
+        torch.manual_seed(0)
+        leaves = [x.requires_grad_() for x in given[:3]]
+        with use_backend(backend):
+            out = attend(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, given[3])]
+
+    expected = answers(*(x.clone() for x in tensors))
+    for which in range(4):
+        for _ in range(2):  # the second one by what was kept of the first
+            found = answers(*(negated(x) if index == which else x.clone() for index, x in enumerate(tensors)))
+            assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("backend", ["fused", "official", "chunked"])
+def test_a_private_backward_reads_and_writes_negated_views(
+    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if backend == "official":
+        others_kernels.install(monkeypatch, backend, tmp_path)
+    else:
+        fused_on_cpu.emulate(monkeypatch)
+    dout, q, k, v = (randn(1, 20, 1, 32, seed=seed, dtype=torch.float16) for seed in range(4))
+    options = 0.0, 0.2, True, -1, -1, 0.0
+    slopes = torch.tensor([0.3])
+
+    def answers(which: int = -1) -> list[Tensor]:
+        def seen(*tensors: Tensor) -> list[Tensor]:
+            return [negated(x) if index == which else x for index, x in enumerate(tensors)]
+
+        with use_backend(backend):
+            out, lse, _, _ = _flash_attn_forward(q, k, v, *options, seen(slopes)[0], False)
+            given = seen(slopes, dout, q, k, v, out, lse, *map(torch.zeros_like, (q, k, v)))
+            softmax_d = _flash_attn_backward(*given[1:], *options, given[0], False)
+        return [softmax_d, *given[7:]]
+
+    expected = answers()
+    for which in range(10):
+        for _ in range(2):  # the second one by what was kept of the first
+            assert all(map(torch.equal, answers(which), expected)), which
+
+
+def test_a_negated_cache_is_written_by_pytorch_and_refused_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [randn(1, 20, 2, 16, seed=seed) for seed in range(2)]
+    views = [negated(tensor) for tensor in plain]
+    new, lengths = randn(1, 1, 2, 16), torch.tensor([4], dtype=torch.int32)
+    expected = flash_attn_with_kvcache(new, *plain, new, new, cache_seqlens=lengths)
+    assert torch.equal(flash_attn_with_kvcache(new, *views, new, new, cache_seqlens=lengths), expected)
+    assert all(map(torch.equal, views, plain))
+    launches = fused_on_cpu.record(monkeypatch)
+    halves, new = [negated(x.half()) for x in plain], new.half()
+    with use_backend("fused"), pytest.raises(RuntimeError, match="negated"):
+        flash_attn_with_kvcache(new, *halves, new, new, cache_seqlens=lengths)
+    assert all(torch.equal(half, x.half()) for half, x in zip(halves, plain)) and not launches.seen
