@@ -22,8 +22,8 @@ flash_implementation: Callable[[], str | None] = getattr(
     torch.nn.attention, "current_flash_attention_impl", lambda: None
 )
 
-# Looked up once, for every call asks: how many dispatch modes; the state of jit.trace; whether torch.func transforms.
-count_modes, tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+# Looked up once, for every call asks: how many dispatch modes; whether jit.trace records, or torch.func transforms.
+count_modes, is_jit_traced = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 transforms_are_on = torch._C._are_functorch_transforms_active
 is_any_autocast_on = torch._C._is_any_autocast_enabled  # of CPU, CUDA and some others
 _is_wrapped, _is_batched = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_batchedtensor
@@ -51,7 +51,7 @@ def with_autograd() -> contextlib.AbstractContextManager[None]:
 
 def is_traced() -> bool:
     """Whether operators go into a graph: of torch.compile, torch.export, make_fx or torch.jit.trace."""
-    return is_compiling() or tracing_state() is not None or _mode_of(_MODES.PROXY) is not None
+    return is_compiling() or is_jit_traced() or _mode_of(_MODES.PROXY) is not None
 
 
 def is_hidden(tensor: Tensor) -> bool:

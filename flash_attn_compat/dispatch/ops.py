@@ -24,7 +24,7 @@ from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, PackedInputs
 from flash_attn_compat.core.kernel_layout import round_up
-from flash_attn_compat.core.torch_state import tracing_state, with_autograd
+from flash_attn_compat.core.torch_state import is_jit_traced, with_autograd
 from flash_attn_compat.dispatch import serve
 from flash_attn_compat.dispatch.autograd import (
     differentiable_gradients,
@@ -47,7 +47,7 @@ def forward(x: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor
     drops = arguments[_DROPOUT_P] > 0.0
     return_lse, return_dmask = bool(options.use & _LSE), bool(options.use & DMASK) and drops
     theirs = under_flash_attns_name
-    if theirs is not None and not (trains_slopes or is_compiling()) and tracing_state() is None:
+    if theirs is not None and not (trains_slopes or is_compiling() or is_jit_traced()):
         # Where make_fx records, flash-attn's operators draw inside, so a compiler may merge two of them.
         draws_in_graph = drops and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
         if PLAIN.issuperset(map(type, (q, k, v))) and not draws_in_graph:
@@ -63,7 +63,7 @@ def forward(x: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 def _draw_rng_state(q: Tensor) -> Tensor:
     """Return rng_state of a new dropout mask, (2,) int64."""
-    if not is_compiling() and tracing_state() is not None:  # a saved module may go to another device
+    if not is_compiling() and is_jit_traced():  # a saved module may go to another device
         return dropout.rng_state_beside(q)
     return dropout.new_rng_state(q.device)
 
@@ -71,7 +71,7 @@ def _draw_rng_state(q: Tensor) -> Tensor:
 def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a backward may follow. Under torch.jit.trace always: the recording may be trained later."""
     asks = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return asks or (not is_compiling() and tracing_state() is not None)
+    return asks or (not is_compiling() and is_jit_traced())
 
 
 # Set by dropin/operators.py: ``forward`` by the operators of torch.ops.flash_attn, or None where these cannot say it.

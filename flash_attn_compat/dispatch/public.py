@@ -18,6 +18,7 @@ from flash_attn_compat.dispatch.pytorch.observers import (
     are_strided,
     are_transformed,
     must_be_one_operator,
+    plain_use,
     recorded_use,
 )
 
@@ -44,8 +45,10 @@ def attend(
         (q, k, v, slopes, cu_seqlens_q, cu_seqlens_k, None, None, block_table, k_descale, v_descale, None)
         if is_packed else (q, k, v, slopes, None, None)
     )  # fmt: skip
-    is_one_operator = must_be_one_operator(inputs) and are_strided(tensors)
-    use = 0 if is_one_operator else recorded_use(inputs, slopes)
+    use, is_one_operator = plain_use(inputs) if slopes is None else None, False
+    if use is None:
+        is_one_operator = must_be_one_operator(inputs) and are_strided(tensors)
+        use = 0 if is_one_operator else recorded_use(inputs, slopes)
     if s_aux is not None:
         sinks.check(s_aux, q.shape[-2], q.device, slopes)
         sharding.check_alike((("q", q), ("s_aux", s_aux)))
@@ -81,7 +84,7 @@ def _scale_queries(inputs: tuple[Any, ...], scale: Tensor) -> tuple[tuple[Any, .
     """
     queries = inputs[0]
     wants_gradient = scale.requires_grad and torch.is_grad_enabled()
-    is_traced = torch.compiler.is_compiling() or torch_state.tracing_state() is not None
+    is_traced = torch.compiler.is_compiling() or torch_state.is_jit_traced()
     if not (wants_gradient or is_traced or are_transformed((scale,))):
         return inputs, scale
     if scale.numel() != 1 or not isinstance(queries, Tensor):

@@ -20,7 +20,7 @@ from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import Inputs, Options, PackedInputs
 from flash_attn_compat.core.kernel_layout import round_up
 from flash_attn_compat.dispatch import choice, ops
-from flash_attn_compat.dispatch.pytorch.observers import are_strided, must_be_one_operator, recorded_use
+from flash_attn_compat.dispatch.pytorch.observers import are_strided, must_be_one_operator, plain_use, recorded_use
 from flash_attn_compat.dispatch.serve import backward_inputs, find, gradients, run, run_outside_autograd
 
 # Options.use. rng_state describes the dropout mask, and any backend may draw it again.
@@ -45,11 +45,12 @@ def forward(x: Inputs, options: Options) -> Results:
     q, k, v, slopes = x.q, x.k, x.v, x.alibi_slopes
     if options.use & DMASK and checks.dropout(options.dropout_p) <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
-    if must_be_one_operator((q, k, v), False) and are_strided((*x,)):
+    use = plain_use((q, k, v)) if slopes is None else None
+    if use is None and must_be_one_operator((q, k, v), False) and are_strided((*x,)):
         return ops.forward(x, options)
     if x.block_table is not None:
         x = with_page_lengths(x)
-    if not recorded_use((q, k, v), slopes):
+    if not (recorded_use((q, k, v), slopes) if use is None else use):
         return run_outside_autograd(x, options)
     compute = functools.partial(run_outside_autograd, x, options)
     results: Results = _WithoutFormula.apply(compute, q, k, v, slopes)

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.inputs import DenseInputs, Options
-from flash_attn_compat.core.torch_state import DECIDED, count_modes, tracing_state, transforms_are_on
+from flash_attn_compat.core.torch_state import DECIDED, count_modes, is_jit_traced, transforms_are_on
 from flash_attn_compat.dispatch.choice import served
 from flash_attn_compat.settings import is_explaining
 from flash_attn_compat.torch_sdpa import bridge, graphs
@@ -72,7 +72,7 @@ def make_operator(override: Override) -> Callable[..., Tensor]:
             or type(call.key) not in PLAIN
             or type(call.value) not in PLAIN
             or count_modes()
-            or tracing_state() is not None
+            or is_jit_traced()
             or transforms_are_on()
             or forward_ad._current_level >= 0
         ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 import mmap
 import os
 import struct
@@ -29,7 +30,7 @@ from flash_attn_compat.backends.fused.building.nvrtc import Kernel, Target
 from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.judging import faults, self_test
-from flash_attn_compat.backends.fused.launching import calls, grids, launcher, params, workspaces
+from flash_attn_compat.backends.fused.launching import calls, grids, launcher, layouts, params, workspaces
 from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.core import checks
 from flash_attn_compat.dispatch import call_cache
@@ -170,7 +171,7 @@ def emulate(
     if emulator.skip_reason():
         pytest.skip(emulator.skip_reason())
     by_thread: dict[int, list[Tensor]] = defaultdict(list)  # or they would push each other's out
-    run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, workspaces.acquire
+    run, empty, workspace = launcher.Plan.run, torch.empty, workspaces.acquire
     launch_over = launcher.launch_over
 
     def known_run(
@@ -188,12 +189,8 @@ def emulate(
             by_thread[threading.get_ident()].append(found.detach().fill_(filling))  # it may be a leaf
         return found
 
-    def known_empty_like(x: Tensor, **kwargs: Any) -> Tensor:
-        if type(x) is not Tensor or not x.is_cpu:
-            return empty_like(x, **kwargs)
-        strides = empty_like(x, **kwargs | {"device": "meta"}).stride()  # x's own only where x leaves no gaps
-        plain = known_empty(x.shape, **{"dtype": x.dtype, "device": x.device} | kwargs)
-        return plain.as_strided(x.shape, strides)
+    def known_allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return known_empty(math.prod(shape), dtype=dtype, device="cpu").as_strided(shape, strides)
 
     def known_launch(tensors: Sequence[Tensor], *others: Any) -> None:
         by_thread[threading.get_ident()].extend(tensors)
@@ -217,7 +214,7 @@ def emulate(
     monkeypatch.setattr(launcher, "launch_over", known_launch)
     monkeypatch.setattr(workspaces, "acquire", known_workspace)
     monkeypatch.setattr(torch, "empty", known_empty)
-    monkeypatch.setattr(torch, "empty_like", known_empty_like)
+    monkeypatch.setattr(layouts, "allocator", lambda place, device: known_allocate)
     return found
 
 

@@ -32,12 +32,13 @@ def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | Non
 
     Raises KernelError where a kernel fails.
     """
-    read = functools.partial(_prepare_inputs, layouts.find_strided_inputs(call), False)
+    shapes = [(tuple(x.shape), layouts.dense_strides(x.shape), x.dtype) for x in (call.q, call.k, call.v)]
+    read = functools.partial(_prepare_inputs, layouts.find_strided_inputs(call), shapes)
     tensors, ready, targets = read(call, upstream, into)
     vec = layouts.vector_size((tensors.q, tensors.k, tensors.v, ready.dout, ready.out, *targets), in_place=False)
     copies = not vec or not all(map(_is_writable, targets))
     if copies:
-        read = functools.partial(_prepare_inputs, layouts.find_strided_inputs(call), True)
+        read = functools.partial(_prepare_inputs, layouts.find_strided_inputs(call), None)
         (tensors, ready, targets), vec = read(call, upstream, into), 8
     call = call.over(tensors)
     device, kind = call.q.get_device(), _choose_kind(call, vec)
@@ -96,12 +97,15 @@ def _launch(plan: Plan, tensors: Inputs | AttentionCall, upstream: BackwardInput
 
 def _prepare_inputs(
     strided: Collection[str],
-    copies: bool,
+    shapes: list[tuple[Any, Any, torch.dtype]] | None,
     tensors: Inputs | AttentionCall,
     upstream: BackwardInputs,
     into: Gradients | None,
 ) -> tuple[Inputs | AttentionCall, BackwardInputs, Gradients]:
-    """Return inputs in the kernels' layout, and gradients to write into. copies: whether to copy unaligned tensors"""
+    """Return inputs in the kernels' layout, and gradients to write into.
+
+    shapes: the shape, strides and dtype of new gradients; None to copy unaligned tensors
+    """
     inputs: Any = tensors
     if strided:
         inputs = inputs._replace(**{name: layouts.copy_contiguous(getattr(inputs, name)) for name in strided})
@@ -109,8 +113,11 @@ def _prepare_inputs(
     lse, *_ = upstream.saved or (upstream.lse,)
     dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
     upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
-    if not copies:
-        return inputs, upstream, into or Gradients(*map(_empty_contiguous, inputs[:3]))
+    if shapes is not None:
+        if into is None:
+            allocate = layouts.allocator(tensors.q.device, tensors.q.get_device())
+            into = Gradients(*[allocate(*one) for one in shapes])
+        return inputs, upstream, into
     q, k, v, dout, out = map(layouts.align, (*inputs[:3], upstream.dout, upstream.out))
     targets = [
         place if place is not None and _is_writable(place) and layouts.is_aligned(place) else _empty_contiguous(x)

@@ -14,14 +14,33 @@ from torch import Tensor
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.features import SLOPES_GRADIENT, Feature
-from flash_attn_compat.core.torch_state import count_modes, is_traced, tracing_state, transforms_are_on
+from flash_attn_compat.core.torch_state import count_modes, is_jit_traced, is_traced, transforms_are_on
 from flash_attn_compat.dispatch.pytorch import flops, sharding
 
 BACKWARD, TRANSFORMS = int(Feature.BACKWARD), int(Feature.TRANSFORMS)
 _WITH_SLOPES = BACKWARD | Feature.SHARED_DROPOUT_MASK | SLOPES_GRADIENT
+
+
+def plain_use(inputs: tuple[Any, ...]) -> int | None:
+    """Return Options.use of a call that at most autograd observes, as nearly all are; None of any other call.
+
+    ``must_be_one_operator`` and ``recorded_use`` say more of the others, in twice the time.
+    """
+    if is_dynamo_compiling() or count_modes() or is_jit_traced() or transforms_are_on():
+        return None
+    if forward_ad._current_level >= 0:
+        return None
+    use = 0
+    for tensor in inputs:
+        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+            return None
+        if tensor.requires_grad:
+            use = BACKWARD
+    return use if use and torch.is_grad_enabled() else 0
 
 
 def must_be_one_operator(tensors: tuple[Any, ...], has_derivatives: bool = True) -> bool:
@@ -34,7 +53,7 @@ def must_be_one_operator(tensors: tuple[Any, ...], has_derivatives: bool = True)
         return True
     if not has_derivatives and (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
         refuse_private()
-    if count_modes() or tracing_state() is not None:
+    if count_modes() or is_jit_traced():
         return _are_seen(tensors)
     for tensor in tensors:
         if type(tensor) is not Tensor and type(tensor) not in PLAIN:
@@ -50,7 +69,7 @@ def _are_seen(tensors: tuple[object, ...]) -> bool:
         return False
     flops.register_if_needed()
     sharding.register_if_needed()
-    return count_modes() > 0 or tracing_state() is not None or any(map(_has_dispatch, tensors))
+    return count_modes() > 0 or is_jit_traced() or any(map(_has_dispatch, tensors))
 
 
 def are_strided(values: tuple[object, ...]) -> bool:
