@@ -40,16 +40,20 @@ DEVICE u32 pack(float a, float b) {
 FUNCTION(half_to_float, "cvt.f32.f16", u16, "h")
 FUNCTION(exp2_approx, "ex2.approx.ftz.f32", float, "f")   // special function unit, within 2 ulp
 FUNCTION(reciprocal_approx, "rcp.approx.ftz.f32", float, "f")   // within 1 ulp
+// Accesses to shared memory clobber "memory": no compiler moves one past another or past a barrier. Loads from global
+// memory need no clobber: other blocks write none of it, and a block's own writes lie before a __syncthreads().
 // Loads four 8 x 8 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void ldmatrix(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
+               : "r"(address)
+               : "memory");
 }
 DEVICE void ldmatrix_transposed(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
+               : "r"(address)
+               : "memory");
 }
 #if TYPE == 1
 #define OPERANDS "bf16.bf16"
@@ -74,30 +78,42 @@ DEVICE void wait_at(u32 barrier, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 DEVICE void shared_store(u32 address, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
-DEVICE void shared_store(u32 address, u32 v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v)); }
+DEVICE void shared_store(u32 address, u32 v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 DEVICE uint4 shared_load4(u32 address) {
   uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }
-DEVICE void shared_store_float(u32 address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x)); }
+DEVICE void shared_store_float(u32 address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
 DEVICE void shared_store_float4(u32 address, float4 v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
 }
 DEVICE float4 shared_load_float4(u32 address) {
   float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }
 DEVICE float shared_load_float(u32 address) {
   float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
   return x;
 }
 DEVICE void shared_load_floats(float (&x)[2], u32 address) {
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address));
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
 }
 // Loads from global memory that no other block writes during the launch, of 16 bytes or of one element.
 #if APPEND   // sees what the block itself has written
@@ -185,7 +201,8 @@ template <class T> DEVICE void global_store(T *to, T v) { *to = v; }
 // Loads past L1, which may hold older values: sees what other blocks of this launch have written.
 template <class T> DEVICE T global_load_fresh(const T *from) { return __ldcg(from); }
 DEVICE void copy_async(u32 address, const u16 *from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
 }
-DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;"); }
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif  // EMULATED
