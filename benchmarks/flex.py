@@ -5,6 +5,8 @@
 Twelve pairs of functions. "own" is flash_attn_func with the same mask as a feature (causal, window, softcap, ALiBi), by
 the same kernels without functions. Contestants take turns. Before that, several processes compile everything in
 parallel into the caches on disk; their seconds are listed apart. FLASH_ATTN_COMPAT_CAPABILITY is 7.5 unless it is set.
+Milliseconds are the GPU's: it sleeps until the host has launched every call, or short calls would show the host's time.
+The host's microseconds a call are listed beside them.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from flash_attn_compat import settings
 BATCH, HEADS, WINDOW, CAP = 2, 16, 512, 20.0
 KEY_HEADS = {64: 16, 128: 4}
 REPEATS, WARM = 15, 3
+SLEEP = 100_000_000  # cycles of the GPU, some 50 ms: longer than the host takes for REPEATS calls
 Mod = Callable[..., Tensor]
 
 
@@ -200,22 +203,35 @@ def compile_in_parallel(names: Sequence[str], options: argparse.Namespace) -> di
     return seconds
 
 
-def time_in_turns(found: Mapping[str, Calls], mode: str) -> dict[str, float]:
-    """Return the median milliseconds of each contestant, which take turns."""
+class Times(NamedTuple):
+    """Medians by contestant: the GPU's milliseconds a call, and the host's microseconds for launching it."""
+
+    gpu: dict[str, float]
+    host: dict[str, float]
+
+
+def time_in_turns(found: Mapping[str, Calls], mode: str) -> Times:
+    """Time the contestants, which take turns."""
     readings: dict[str, list[float]] = {name: [] for name in found}
+    launching: dict[str, list[float]] = {name: [] for name in found}
     for turn in range(3):
         for name, calls in found.items():
             with flash_attn_compat.flex() if calls.is_ours else contextlib.nullcontext():
                 call = getattr(calls, mode)
                 for _ in range(WARM if turn else 2 * WARM):
                     call()
+                torch.cuda.synchronize()
+                torch.cuda._sleep(SLEEP)
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+                begun = [time.perf_counter()]
                 for event in events:
                     event.record()
                     call()
+                    begun.append(time.perf_counter())
                 torch.cuda.synchronize()
                 readings[name] += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    return {name: statistics.median(each) for name, each in readings.items()}
+                launching[name] += [1e6 * (b - a) for a, b in itertools.pairwise(begun)]
+    return Times(*({name: statistics.median(each) for name, each in one.items()} for one in (readings, launching)))
 
 
 def relative_difference(found: Mapping[str, Calls]) -> float:
@@ -224,10 +240,15 @@ def relative_difference(found: Mapping[str, Calls]) -> float:
     return float((ours - right).abs().max() / right.abs().max())
 
 
+def is_chosen(name: str, only: str) -> bool:
+    """Whether a name has one of the texts of --only."""
+    return any(part in name for part in only.split(";"))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flex", description=__doc__)
     parser.add_argument("--head-dim", type=int, action="append", metavar="N", help="64 and 128; repeatable")
-    parser.add_argument("--only", default="", metavar="TEXT", help="entries whose names have this text")
+    parser.add_argument("--only", default="", metavar="TEXT", help="entries whose names have this text; several by ;")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
@@ -241,7 +262,12 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(compile_part(options.compile, options)))
         return 0
     all_entries = entries(options.tokens, options.device)
-    names = [f"{dim} {name}" for dim in options.head_dim or (64, 128) for name in all_entries if options.only in name]
+    names = [
+        f"{dim} {name}"
+        for dim in options.head_dim or (64, 128)
+        for name in all_entries
+        if is_chosen(name, options.only)
+    ]
     begun = time.perf_counter()
     seconds = compile_in_parallel(names, options) if options.workers else {}
     print(
@@ -261,13 +287,15 @@ def main(argv: list[str] | None = None) -> int:
             row["difference"] = relative_difference(found)
             words.append(f"differ {row['difference']:.1e}")
         for mode in ("forward", "training") if "ours" in found else ():
-            row[mode] = times = time_in_turns(found, mode)
+            times, row[f"{mode}, host us"] = time_in_turns(found, mode)
+            row[mode] = times
             ours = times["ours"]
             beside = f" / {times['own']:.3f} ({ours / times['own']:.2f})" if "own" in times else ""
             if "triton" in times:
                 ratios[mode].append(times["triton"] / ours)
                 beside += f" / {times['triton']:.3f} ({times['triton'] / ours:.2f})"
-            words.append(f"{mode} {ours:.3f}{beside}")
+            host = " / ".join(f"{each:.0f}" for each in row[f"{mode}, host us"].values())
+            words.append(f"{mode} {ours:.3f}{beside} [host us {host}]")
         row["seconds"] = {who: seconds.get(f"{who} {name}") for who in found}
         compiled = ", ".join(f"{who} {s:.1f} s" for who, s in row["seconds"].items() if s is not None)
         print(f"{name:22} {'; '.join(words)}; compiling {compiled}", flush=True)
