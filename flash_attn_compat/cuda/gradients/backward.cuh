@@ -128,13 +128,18 @@ struct Walk {
   typedef FlexTiles<STATIONARY, STREAMED, STREAMED_ROWS> Tiles;
   int place = 0, of_head = -1;   // in the list of `of_head`
   Tiles listed;
+  const int *entry;   // of the next place in its list,
+  u32 loaded;   // and what it holds, loaded a tile ahead
   DEVICE void skip_hidden(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed) {
     const int b = stationary.b, first = stationary.first;
     for (; goes_on(streamed); head++, place = 0) {
       const int h = stationary.first_head(p) + head;
-      if (of_head != head) of_head = head, listed = Tiles(p.flex, LISTS, b, h, first, streamed.end);
+      const bool is_new = of_head != head;
+      if (is_new) of_head = head, listed = Tiles(p.flex, LISTS, b, h, first, streamed.end);
       if (place >= listed.count) continue;
-      tile = listed.tile(p.flex, LISTS, b, h, first, place, streamed.end), is_full = listed.is_full(place);
+      if (is_new) entry = listed.entries(p.flex, LISTS, b, h, first, place), loaded = global_load(entry);
+      tile = listed.number(loaded, place, streamed.end), is_full = listed.is_full(place);
+      entry = listed.entry_behind(entry, p.flex, LISTS, b, h, first, place, streamed.end), loaded = global_load(entry);
       return;
     }
   }

@@ -81,13 +81,29 @@ template <int STATIONARY, int STREAMED, int TILE> struct FlexTiles {
         : partials(number_of(f, which, b, h, first, tiles)),
           count(partials + number_of(f, which + 1, b, h, first, tiles)) {}
   DEVICE bool is_full(int place) const { return place >= partials; }
-  DEVICE int tile(const FlexParams &f, int which, int b, int h, int first, int place, int tiles) const {
-    const int k = is_full(place) ? place - partials : place, at = is_full(place) ? which + 1 : which;
+  // The place in its own list.
+  DEVICE int within_list(int place) const { return is_full(place) ? place - partials : place; }
+  // The first entry of the list that has a place; the entry of the place behind `place`, from that of `place`.
+  DEVICE const int *entries(const FlexParams &f, int which, int b, int h, int first, int place) const {
+    const int at = is_full(place) ? which + 1 : which;
     const FlexList &list = f.lists[at];
-    const int *row = f.indices[at] + (i64)b * list.indices_b + (i64)h * list.indices_h +
-                     (i64)min(first / STATIONARY, list.rows - 1) * list.indices_row;
-    const u32 block =
-        min((u32)global_load(row + (i64)(k / each(tiles)) * list.indices_column), (u32)(tiles / EACH + 1));
-    return min((int)block * EACH + k % each(tiles), tiles);
+    return f.indices[at] + (i64)b * list.indices_b + (i64)h * list.indices_h +
+           (i64)min(first / STATIONARY, list.rows - 1) * list.indices_row;
+  }
+  DEVICE const int *entry_behind(const int *entry, const FlexParams &f, int which, int b, int h, int first, int place,
+                                 int tiles) const {
+    const int next = place + 1;
+    if (next == count) return entry;
+    if (next == partials) return entries(f, which, b, h, first, next);
+    return entry + (within_list(next) % each(tiles) ? 0 : f.lists[is_full(next) ? which + 1 : which].indices_column);
+  }
+  // The number of the tile at a place, of which the list has this entry.
+  DEVICE int number(u32 entry, int place, int tiles) const {
+    return min((int)min(entry, (u32)(tiles / EACH + 1)) * EACH + within_list(place) % each(tiles), tiles);
+  }
+  DEVICE int tile(const FlexParams &f, int which, int b, int h, int first, int place, int tiles) const {
+    const int step = f.lists[is_full(place) ? which + 1 : which].indices_column;
+    const int *entry = entries(f, which, b, h, first, place) + (i64)(within_list(place) / each(tiles)) * step;
+    return number(global_load(entry), place, tiles);
   }
 };
