@@ -32,6 +32,7 @@ from flash_attn_compat import settings
 
 BATCH, HEADS, WINDOW, CAP = 2, 16, 512, 20.0
 KEY_HEADS = {64: 16, 128: 4}
+CONTESTANTS = ("ours", "triton", "own")
 REPEATS, WARM = 15, 3
 SLEEP = 100_000_000  # cycles of the GPU, some 50 ms: longer than the host takes for REPEATS calls
 Mod = Callable[..., Tensor]
@@ -110,8 +111,13 @@ class Calls(NamedTuple):
     is_ours: bool
 
 
-def make_calls(entry: Entry, head_dim: int, tokens: int, device: str) -> dict[str, Calls]:
+def make_calls(entry: Entry, head_dim: int, options: argparse.Namespace) -> dict[str, Calls]:
     """Return the contestants of an entry over the same tensors."""
+    found = _make_calls(entry, head_dim, options.tokens, options.device)
+    return {name: calls for name, calls in found.items() if name in options.contestants}
+
+
+def _make_calls(entry: Entry, head_dim: int, tokens: int, device: str) -> dict[str, Calls]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.manual_seed(0)
@@ -175,7 +181,7 @@ def compile_part(names: Sequence[str], options: argparse.Namespace) -> dict[str,
     seconds: dict[str, float] = {}
     for name in names:
         dim, _, entry = name.partition(" ")
-        found = make_calls(entries(options.tokens, options.device)[entry], int(dim), options.tokens, options.device)
+        found = make_calls(entries(options.tokens, options.device)[entry], int(dim), options)
         for contestant, calls in found.items():
             begun = time.perf_counter()
             if failure(calls) is None:
@@ -186,7 +192,8 @@ def compile_part(names: Sequence[str], options: argparse.Namespace) -> dict[str,
 
 def compile_in_parallel(names: Sequence[str], options: argparse.Namespace) -> dict[str, float]:
     """Run ``compile_part`` in several processes."""
-    arguments = [sys.executable, "-m", "benchmarks.flex", "--tokens", str(options.tokens), "--compile"]
+    arguments = [sys.executable, "-m", "benchmarks.flex", "--tokens", str(options.tokens)]
+    arguments += ["--contestants", *options.contestants, "--compile"]
     parts = [names[start :: options.workers] for start in range(options.workers)]
     children = [
         subprocess.Popen([*arguments, *part], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -234,9 +241,10 @@ def time_in_turns(found: Mapping[str, Calls], mode: str) -> Times:
     return Times(*({name: statistics.median(each) for name, each in one.items()} for one in (readings, launching)))
 
 
-def relative_difference(found: Mapping[str, Calls]) -> float:
-    """Return the largest difference between our out and Triton's, as a share of the largest number."""
-    ours, right = (run(found[name], "forward").float() for name in ("ours", "triton"))
+def relative_difference(found: Mapping[str, Calls], other: str) -> float:
+    """Return the largest difference between our out and another contestant's, as a share of the largest number."""
+    ours, right = (run(found[name], "forward").float() for name in ("ours", other))
+    right = right.transpose(1, 2) if other == "own" else right
     return float((ours - right).abs().max() / right.abs().max())
 
 
@@ -250,6 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, action="append", metavar="N", help="64 and 128; repeatable")
     parser.add_argument("--only", default="", metavar="TEXT", help="entries whose names have this text; several by ;")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--contestants", nargs="+", default=CONTESTANTS, choices=CONTESTANTS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes that compile; 0: none"
@@ -278,13 +287,14 @@ def main(argv: list[str] | None = None) -> int:
     ratios: dict[str, list[float]] = {"forward": [], "training": []}
     for name in names:
         dim, _, entry = name.partition(" ")
-        found = make_calls(all_entries[entry], int(dim), options.tokens, options.device)
+        found = make_calls(all_entries[entry], int(dim), options)
         failures = {who: said for who, calls in found.items() if (said := failure(calls)) is not None}
         found = {who: calls for who, calls in found.items() if who not in failures}
         row: dict[str, Any] = {"failures": failures}
         words = [f"{who} failed: {said}" for who, said in failures.items()]
-        if "ours" in found and "triton" in found:
-            row["difference"] = relative_difference(found)
+        other = next((name for name in ("triton", "own") if name in found), None)
+        if "ours" in found and other is not None:
+            row["difference"] = relative_difference(found, other)
             words.append(f"differ {row['difference']:.1e}")
         for mode in ("forward", "training") if "ours" in found else ():
             times, row[f"{mode}, host us"] = time_in_turns(found, mode)

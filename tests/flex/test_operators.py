@@ -312,3 +312,30 @@ def test_integer_literals_beyond_their_type_are_declined(name: str) -> None:
     if name != "bool":
         with pytest.raises(Declined):
             operators.literal(2**64, name)
+
+
+INDEX_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a difference": lambda q, kv: (q - kv).abs() * 0.5,
+    "a product": lambda q, kv: (q * 2 - kv * 3 + 1) * 0.25,
+    "a product beyond fp32": lambda q, kv: (q * kv) * 1.0,
+    "a maximum": lambda q, kv: -torch.maximum(q - 7, kv - q).float(),
+    "a relu": lambda q, kv: torch.relu(kv - q) / 3.0,
+    "a remainder": lambda q, kv: (q % 64 - kv // 64).float(),
+    "int64": lambda q, kv: (q.long() - kv) * 0.125,
+    "int16": lambda q, kv: (q.short() + 5).float(),
+    "a comparison": lambda q, kv: ((q >= kv) + (kv > 3)).float(),
+}
+
+
+@pytest.mark.parametrize("name", INDEX_SCORES)
+def test_integers_of_indices_become_the_floats_of_pytorch(name: str) -> None:
+    """Up to the largest index: what fp32 computes exactly is converted before it is computed."""
+    ends = torch.tensor([0, 1, 2, 63, 64, 4095, 70_000, 2**22 - 1, 2**22, 2**23 - 2, 2**23 - 1], dtype=torch.int32)
+    q, kv = pairs(ends)
+    zero = torch.zeros_like(q)
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + INDEX_SCORES[name](q, kv)
+
+    found = on_host.evaluate(on_host.printed(mod), torch.zeros(q.shape), (zero, zero, q, kv))
+    assert torch.equal(found.scores, INDEX_SCORES[name](q, kv).float())

@@ -32,6 +32,7 @@ b, h, q and kv are always those of the call: 0 <= b < batch, h < heads, q < rows
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ from flash_attn_compat.backends.fused.launching import calls, grids, layouts, pa
 from flash_attn_compat.backends.fused.launching.launcher import Plan
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall
+from flash_attn_compat.core.flex.ranges import MOST_INDEX
 from flash_attn_compat.core.inputs import DenseInputs
 from flash_attn_compat.core.mask import Mask
 
@@ -115,6 +117,12 @@ _CAPTURED_DTYPES = frozenset(
     {*HALF_DTYPES, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )
 _MAX_INT = 2**31 - 1
+# Functions of a text that take several instructions; the most channels for which a score_mod without them leaves
+# registers for the tile of plain scores.
+_SPECIAL = re.compile(
+    r"(op|flex)_(\w*div|fmod|remainder|pow|sqrt|rsqrt|recip|exp|log|\w*sin|\w*cos|\w*tan|erf|sigmoid)"
+)
+_NARROW_HEAD = 64
 # Rows of a block of a BlockMask, at most, for the kernels: no shorter sequence tells larger blocks apart.
 _MAX_BLOCK = 2**20
 
@@ -137,6 +145,8 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
             return "a captured tensor with a stride above 2^31"
     if inputs.blocks is not None and max(q.shape[2], k.shape[2]) > _MAX_BLOCK < max(inputs.blocks[:2]):
         return f"blocks of more than {_MAX_BLOCK:,} queries or keys over longer sequences"
+    if max(q.shape[2], k.shape[2]) > MOST_INDEX:
+        return f"more than {MOST_INDEX:,} queries or keys"
     if mods.gradients:
         return "gradients of captured tensors"
     kind = calls.choose_kind(_call_of(inputs, 1.0), 8)
@@ -308,9 +318,10 @@ def make_variant(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> V
 def _fit_tile(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> Variant | None:
     """Return the first variant whose tiles lie within blocks: of the usual tile, that for few rows, and this halved.
 
-    A score_mod needs registers as softcap does.
+    A score_mod needs registers as softcap does, unless it is simple and heads are narrow.
     """
-    like = kind._replace(softcap=mods.has_score)
+    is_simple = kind.size <= _NARROW_HEAD and not _SPECIAL.search(mods.text.partition("flex_slope")[0])
+    like = kind._replace(softcap=mods.has_score and not is_simple)
     few = like._replace(few_rows=True)
     for choice in (like, few, few._replace(short=variants.SHORT)):
         variant = variants.MAKERS[entry](choice)

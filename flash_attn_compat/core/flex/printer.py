@@ -32,6 +32,7 @@ from flash_attn_compat.core.flex.operators import (
     division_factor,
     literal,
 )
+from flash_attn_compat.core.flex.ranges import EXACT_FLOAT, MOST_INDEX, Ranges
 
 MOST_CAPTURED, MOST_DIMS, MOST_NUMBERS = 16, 4, 8  # of FlexParams, as backends/fused/flex.py has them
 
@@ -188,6 +189,8 @@ class _Function:
         self.table = table
         self.lines: list[str] = []
         self.values: dict[Node, _View | _Value] = {}
+        self.ranges = Ranges()
+        self.floats: dict[Node, str] = {}  # integers that were converted
 
     def run(self, captured: Captured) -> _Value:
         output = _output(captured)
@@ -200,6 +203,8 @@ class _Function:
                 argument = next(arguments)
                 if node in needed:
                     self.values[node] = self._argument(argument)
+                    if argument in ("q", "kv"):
+                        self.ranges.found[node] = (0, MOST_INDEX - 1)
             elif node in needed:
                 self.values[node] = self._attribute(captured, node) if node.op == "get_attr" else self._call(node)
         return self._value(output)
@@ -275,7 +280,39 @@ class _Function:
 
     def _as(self, x: Any, c_type: str) -> str:
         value = self._value(x, c_type)
+        if c_type == "float" and value.c_type in ("int", "i64"):
+            return self._float_of(x)
         return converted(value.text, value.c_type, c_type)
+
+    def _float_of(self, x: Node) -> str:
+        """Return an integer as a float, computed in fp32 from its arguments where that is exact.
+
+        An index is converted once for a whole row or column then, not a difference of indices for each score.
+        """
+        found = self.floats.get(x)
+        if found is not None:
+            return found
+        value, (low, high) = self._value(x), self.ranges.of(x)
+        function = _EXACT_IN_FLOAT.get(_name_of(x)) if x.op == "call_function" and not x.kwargs else None
+        if not -EXACT_FLOAT <= low <= high <= EXACT_FLOAT:
+            text = converted(value.text, value.c_type, "float")
+        elif function is not None and all(map(self._is_exact, x.args)):
+            text = f"{function}({', '.join(self._float_or_literal(each) for each in x.args)})"
+        elif low >= 0 and high < MOST_INDEX:
+            text = f"op_index_to_float((int){value.text})"
+        else:
+            text = converted(value.text, value.c_type, "float")
+        self.floats[x] = found = self._assign(text, "float").text
+        return found
+
+    def _is_exact(self, x: Any) -> bool:
+        """Whether an argument is an integer that fp32 holds."""
+        low, high = self.ranges.of(x)
+        is_integer = not isinstance(x, Node) or self._value(x).c_type in ("int", "i64")
+        return is_integer and -EXACT_FLOAT <= low <= high <= EXACT_FLOAT
+
+    def _float_or_literal(self, x: Any) -> str:
+        return self._float_of(x) if isinstance(x, Node) else literal(x, "float")
 
     def _call(self, node: Node) -> _View | _Value:
         if node.op != "call_function":
@@ -401,6 +438,11 @@ class _Function:
         return found
 
 
+# Functions that give the same numbers in fp32 as in integers, where arguments and results are at most EXACT_FLOAT.
+_EXACT_IN_FLOAT = {
+    "add": "op_add", "sub": "op_sub", "mul": "op_mul", "neg": "op_neg", "abs": "op_abs", "relu": "op_relu",
+    "minimum": "op_minimum", "maximum": "op_maximum",
+}  # fmt: skip
 # Operators whose results a quotient that is off by an ulp moves by no more than that.
 _SMOOTH = {"tanh", "sigmoid", "exp", "output"}
 _DTYPES = {c_type: dtype for dtype, c_type in C_TYPES.items()}  # float: fp32, the last one

@@ -1,0 +1,59 @@
+"""The ranges of the integers in a graph, from those of its indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+# Queries and keys have indices below this: the kernels decline longer sequences.
+MOST_INDEX = 2**23
+# fp32 holds every integer up to this.
+EXACT_FLOAT = 2**24
+Range = tuple[float, float]
+_ANY: Range = (-float("inf"), float("inf"))
+
+
+class Ranges:
+    """The range of each node that stands for an integer; without bounds where nothing is known."""
+
+    def __init__(self) -> None:
+        self.found: dict[Node, Range] = {}
+
+    def of(self, x: Any) -> Range:
+        if not isinstance(x, Node):
+            return (x, x) if isinstance(x, int) else _ANY
+        if x not in self.found:
+            self.found[x] = self._compute(x)
+        return self.found[x]
+
+    def _compute(self, node: Node) -> Range:
+        rule = _RULES.get(str(getattr(node.target, "_opname", ""))) if node.op == "call_function" else None
+        if rule is None or node.kwargs:
+            return _ANY
+        count, compute = rule
+        return compute([self.of(x) for x in node.args]) if len(node.args) == count else _ANY
+
+
+def _mul(of: Sequence[Range]) -> Range:
+    (a, b), (c, d) = of
+    products = [x * y for x in (a, b) for y in (c, d)]
+    return _ANY if any(x != x for x in products) else (min(products), max(products))  # inf times 0 is no number
+
+
+def _abs(of: Sequence[Range]) -> Range:
+    ((low, high),) = of
+    return (0 if low <= 0 <= high else min(abs(low), abs(high)), max(abs(low), abs(high)))
+
+
+_RULES: dict[str, tuple[int, Callable[[Sequence[Range]], Range]]] = {
+    "add": (2, lambda of: (of[0][0] + of[1][0], of[0][1] + of[1][1])),
+    "sub": (2, lambda of: (of[0][0] - of[1][1], of[0][1] - of[1][0])),
+    "mul": (2, _mul),
+    "neg": (1, lambda of: (-of[0][1], -of[0][0])),
+    "abs": (1, _abs),
+    "relu": (1, lambda of: (max(0, of[0][0]), max(0, of[0][1]))),
+    "minimum": (2, lambda of: (min(of[0][0], of[1][0]), min(of[0][1], of[1][1]))),
+    "maximum": (2, lambda of: (max(of[0][0], of[1][0]), max(of[0][1], of[1][1]))),
+}
