@@ -179,6 +179,22 @@ def some(values: Iterable[Any], every: int) -> list[Any]:
     return some_of(((value,) for value in values), every)
 
 
+def in_turns(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """Each value with one of the others, in turns, for each run of the suite; with the rest in thorough ones."""
+    return [
+        pytest.param(value, other, marks=[pytest.mark.thorough] if (row - column) % len(others) else [])
+        for row, value in enumerate(values)
+        for column, other in enumerate(others)
+    ]
+
+
+def all_but_thorough(values: Iterable[Any], thorough: Iterable[Any]) -> list[Any]:
+    """The values, of which some are for thorough runs: they have siblings of the same way in each run."""
+    known, late = list(values), list(thorough)
+    assert all(value in known for value in late), f"{late} in {known}"
+    return [pytest.param(value, marks=[pytest.mark.thorough] if value in late else []) for value in known]
+
+
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return few rows of one value from each axis such that any two values of two axes meet in a row."""
     # Each process orders a set anew, and pytest-xdist's workers must name the same tests.

@@ -294,7 +294,7 @@ ALL_GRADIENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ALL_GRADIENTS)
+@pytest.mark.parametrize("name", some(ALL_GRADIENTS, 2))
 def test_the_kernel_that_finds_all_gradients_is_tried_too(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from flash_attn_compat.core import eight_bit
 from flash_attn_compat.core.features import Feature, Traits
 from tests import fused_coverage
 from tests.forms.inputs import cumulative, ints
-from tests.forms.plain import some
+from tests.forms.plain import all_but_thorough, in_turns, pairwise, some, some_of
 from tests.kernels import emulate, fused_on_cpu
 from tests.kernels.eight_bit_steps import NAN, Step, arguments, attend, check, steps
 from tests.kernels.fused_on_cpu import LaunchRecord
@@ -71,15 +71,16 @@ PREFILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name == "head_dim 256" else []) for name in DECODES]
-)
+LATE = ["head_dim 32, no keys, one key", "head_dim 192 beside 128", "head_dim 256", "pages of 32 slots"]
+
+
+@pytest.mark.parametrize("name", all_but_thorough(DECODES, LATE))
 def test_few_rows_over_8_bits_are_right(turing: LaunchRecord, name: str) -> None:
     check(DECODES[name])
     assert turing.entries == ["decode"]
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2, bf16", "pages of 16 slots"])
+@pytest.mark.parametrize("name", ["e5m2, bf16", "pages of 16 slots"])
 def test_splits_of_8_bits_are_merged(turing: LaunchRecord, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(grids, "count_splits", lambda *shapes: 3)
     check(DECODES[name]._replace(lengths=(500, 130), capacity=512))
@@ -101,7 +102,7 @@ def test_8_bits_are_appended_by_a_launch_of_its_own(
     assert turing.entries == ["append", "decode"]
 
 
-@pytest.mark.parametrize("name", PREFILLS)
+@pytest.mark.parametrize("name", all_but_thorough(PREFILLS, ["e4m3", "head_dim 72, ALiBi", "head_dim 512"]))
 def test_many_rows_over_8_bits_are_right(turing: LaunchRecord, name: str) -> None:
     check(PREFILLS[name]._replace(rows=40))
     assert turing.entries[-1] == "forward" and "absmax" not in turing.entries and not any(turing.conflicts)
@@ -198,9 +199,9 @@ def test_keys_that_a_window_hides_may_be_nan(turing: LaunchRecord) -> None:
     assert isinstance(out, Tensor) and out.isfinite().all()
 
 
-@both_dtypes
-@pytest.mark.parametrize("half", [FP16, BF16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("given", ["none", "number", "tensor"])
+@pytest.mark.parametrize(
+    ("given", "half", "dtype"), some_of(pairwise(("none", "number", "tensor"), (FP16, BF16), (E4M3, E5M2)), 2)
+)
 def test_every_16_bit_number_is_rounded_as_operators_round_it(
     turing: LaunchRecord, given: str, half: torch.dtype, dtype: torch.dtype
 ) -> None:
@@ -254,10 +255,10 @@ def test_a_descale_that_reaches_beyond_its_storage_is_refused_before_anything_is
     assert torch.equal(before.view(torch.uint8), given["k_cache"].view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    "step", [STEP._replace(new=1), STEP._replace(new=20, half=BF16, page=16, head_dim=37)], ids=str
-)
-@pytest.mark.parametrize("number", [75, 90])
+TRIED = STEP._replace(new=1), STEP._replace(new=20, half=BF16, page=16, head_dim=37)
+
+
+@pytest.mark.parametrize(("step", "number"), in_turns(TRIED, (90, 75)), ids=str)
 def test_self_tests_of_8_bit_kernels_pass(monkeypatch: pytest.MonkeyPatch, step: Step, number: int) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, number, tried=True)
     with use_backend("fused"):

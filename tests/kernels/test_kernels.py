@@ -13,7 +13,7 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.launching import grids, workspaces
-from tests.forms.plain import some, some_of
+from tests.forms.plain import in_turns, some, some_of
 from tests.kernels import emulate, fused_on_cpu
 from tests.kernels.fused_on_cpu import LaunchRecord
 from verify import oracle
@@ -174,11 +174,13 @@ def test_copies_of_bf16_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(one, same) for others in found[1:] for one, same in zip(found[0], others))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "stray", [("q", 0, "nan"), ("q", 2, "inf"), ("k", 0, "inf"), ("k", 2, "nan"), ("v", 0, "nan"), ("v", 2, "inf"),
-              ("dout", 0, "inf"), ("dout", 2, "nan")], ids=str,
-)  # fmt: skip
+STRAY = [
+    ("q", 0, "nan"), ("q", 2, "inf"), ("k", 0, "inf"), ("k", 2, "nan"), ("v", 0, "nan"), ("v", 2, "inf"),
+    ("dout", 0, "inf"), ("dout", 2, "nan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stray", "dtype"), in_turns(STRAY, ("float16", "bfloat16")), ids=str)
 def test_nan_and_infinity_stay_in_their_sequence_and_head(
     turing: LaunchRecord, stray: tuple[str, int, str], dtype: str
 ) -> None:
@@ -241,8 +243,7 @@ PAGED = Problem(
 
 
 # Tiles have 64 keys: they share a page, lie in one, or begin in one and end in another.
-@pytest.mark.parametrize("page_size", [1, 7, 64, 96, 256])
-@pytest.mark.parametrize("gpu", ["turing", "hopper"])
+@pytest.mark.parametrize(("page_size", "gpu"), in_turns([1, 7, 64, 96, 256], ("turing", "hopper")))
 def test_many_rows_over_pages_read_each_key_where_it_lies(
     gpu: str, page_size: int, request: pytest.FixtureRequest
 ) -> None:
@@ -332,10 +333,9 @@ def test_one_kernel_finds_all_gradients_of_few_keys(name: str, monkeypatch: pyte
     assert launches.entries[1:] == ["dkdv"] and launches.conflicts[-1] == 0
 
 
-@pytest.mark.parametrize(("rows", "causal"), [(50, True), (50, False), (130, False)])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(("rows", "causal", "head_dim"), [(50, True, 64), (50, False, 128), (130, False, 32)])
 def test_short_sequences_load_their_values_with_their_keys(
-    head_dim: int, rows: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, causal: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, one_tile=True)
     problem = replace(DENSE, seqlens_q=(rows,), seqlens_k=(rows + 10 - 2 * (rows == 50),), head_dim=head_dim)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.forms.plain import some_of
-from tests.verify import faulty, mutants
+from tests.forms.plain import in_turns
+from tests.verify import mutants
 from verify.call import parameters
 from verify.cases import Case, generated, plain
 from verify.compare_rows import DECLINED, FAIL, PASS, RIGHT_TO, Row, feature_counts, standing
@@ -89,38 +89,28 @@ OF_THE_GRADIENTS = {
 }
 
 
-def in_one_dtype(mistakes: Iterable[str]) -> list[Any]:
-    """Each mistake in fp32 or fp16 in turn for each run of the suite, and in the other for the thorough ones."""
-    rows = (
-        (mistake, dtype)
-        for index, mistake in enumerate(mistakes)
-        for dtype in ("float32", "float16")[:: -1 if index % 2 else 1]
-    )
-    return some_of(rows, 2)
-
-
-@pytest.mark.parametrize(("mistake", "dtype"), in_one_dtype(OF_THE_OUTPUT))
+@pytest.mark.parametrize(("mistake", "dtype"), in_turns(OF_THE_OUTPUT, ("float32", "float16")))
 def test_a_mistake_of_the_forward_is_named(mistake: str, dtype: str) -> None:
     settings, *parts = OF_THE_OUTPUT[mistake]
-    found = looked_at(faulty.kernel(mistake), backward=False, dtype=dtype, **settings)
+    found = looked_at(mutants.kernel(mistake), backward=False, dtype=dtype, **settings)
     assert all(part in found.wrong["A"].sentences[-1] for part in parts) and set(found.wrong) == {"A"}
 
 
-@pytest.mark.parametrize(("mistake", "dtype"), in_one_dtype(OF_THE_GRADIENTS))
+@pytest.mark.parametrize(("mistake", "dtype"), in_turns(OF_THE_GRADIENTS, ("float32", "float16")))
 def test_a_mistake_of_the_backward_is_named(mistake: str, dtype: str) -> None:
     settings, part = OF_THE_GRADIENTS[mistake]
-    found = looked_at(faulty.kernel(mistake), dtype=dtype, **settings)
+    found = looked_at(mutants.kernel(mistake), dtype=dtype, **settings)
     assert found.first is None and set(found.misgraded) == {"A"}
     assert f"=> {part}" in " ".join(found.misgraded["A"].sentences)
 
 
 def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return faulty.kernel()(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    return mutants.kernel()(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 def few_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Rows with few keys get a smaller output, as if their row sum were at least 1.5."""
-    out, keys = faulty.kernel()(q, k, v, causal), torch.arange(1, q.shape[1] + 1)
+    out, keys = mutants.kernel()(q, k, v, causal), torch.arange(1, q.shape[1] + 1)
     return torch.where((keys < 3)[:, None, None], out / 2, out) if causal else out
 
 
@@ -128,18 +118,18 @@ def few_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     ("kernel", "settings", "words"),
     [
         (turned, {}, "it reads (batch, heads, seqlen, head_dim)"),
-        (lambda q, k, v: faulty.kernel()(q, v, k), {}, "K and V are swapped"),
-        (lambda q, k, v: faulty.kernel()(q, k, v).flip(2), {}, "heads hold the right values of others: head 0"),
-        (lambda q, k, v: faulty.kernel()(q, k, v.flip(2)), {},
+        (lambda q, k, v: mutants.kernel()(q, v, k), {}, "K and V are swapped"),
+        (lambda q, k, v: mutants.kernel()(q, k, v).flip(2), {}, "heads hold the right values of others: head 0"),
+        (lambda q, k, v: mutants.kernel()(q, k, v.flip(2)), {},
          "the weights are right, but heads read the V of others: head 0 that of key head 1"),
-        (lambda q, k, v: faulty.kernel()(q, k.repeat_interleave(2, 2), v.repeat(1, 1, 2, 1)), GQA,
+        (lambda q, k, v: mutants.kernel()(q, k.repeat_interleave(2, 2), v.repeat(1, 1, 2, 1)), GQA,
          "query head h reads V of key head h % nheads_k, not h // (nheads // nheads_k); its K is right"),
-        (lambda q, k, v: faulty.kernel()(q, k.repeat(1, 1, 2, 1), v.repeat_interleave(2, 2)), GQA,
+        (lambda q, k, v: mutants.kernel()(q, k.repeat(1, 1, 2, 1), v.repeat_interleave(2, 2)), GQA,
          "query head h reads K of key head h % nheads_k, not h // (nheads // nheads_k); its V is right"),
-        (lambda q, k, v: 0.9 * faulty.kernel()(q, k, v), {}, "all of the output is 0.9 times the right one"),
+        (lambda q, k, v: 0.9 * mutants.kernel()(q, k, v), {}, "all of the output is 0.9 times the right one"),
         (few_keys, CAUSAL, "the causal mask: its diagonal, the tiles it skips, or rows with few keys"),
         (mutants.alibi_sign.flash_attn_func, {"alibi": "h"}, "the sign of the ALiBi bias is wrong"),
-        (faulty.kernel(), {"alibi": "h"}, "the ALiBi bias is missing"),
+        (mutants.kernel(), {"alibi": "h"}, "the ALiBi bias is missing"),
         (mutants.softcap_before_scale.flash_attn_func, SOFTCAP, "the softcap comes before the softmax scale"),
         (mutants.left_edge_one_too_far.flash_attn_func, {"window": (20, 9)}, "left side shows one key too many"),
         (mutants.right_edge_one_too_near.flash_attn_func, {"window": (20, 9)}, "right side shows one key too few"),
@@ -167,9 +157,9 @@ TILES_OF_48 = functools.partial(planted("output not rescaled"), block_rows=48, b
 @pytest.mark.parametrize(
     ("kernel", "settings", "said"),
     [
-        (faulty.kernel("output from tile 2"), {}, "from key tile 2 on (key tiles of 32)"),
-        (faulty.kernel("own maximum"), CAUSAL, "(FA2 algorithm 1, line 9) (key tiles of 32)"),
-        (faulty.kernel("inverted"), CAUSAL, "not by exp(m - m_new) (key tiles of 32)"),
+        (mutants.kernel("output from tile 2"), {}, "from key tile 2 on (key tiles of 32)"),
+        (mutants.kernel("own maximum"), CAUSAL, "(FA2 algorithm 1, line 9) (key tiles of 32)"),
+        (mutants.kernel("inverted"), CAUSAL, "not by exp(m - m_new) (key tiles of 32)"),
         (TILES_OF_48, {}, "(FA2 algorithm 1, line 10) (key tiles of 48)"),
     ],
 )
@@ -182,7 +172,7 @@ def test_a_mistake_is_named_for_key_tiles_of_another_size_than_was_told(
 
 @pytest.mark.parametrize("settings", [{}, {"keys": 130, **CAUSAL}, GQA, SOFTCAP, {"dtype": "float16"}], ids=str)
 def test_a_right_kernel_is_the_same_in_its_output_and_its_gradients(settings: dict[str, Any]) -> None:
-    found = looked_at(faulty.kernel(), **settings)
+    found = looked_at(mutants.kernel(), **settings)
     assert found.is_same and conclusion(found)[-1].endswith("(compared: out, dq, dk and dv)")
 
 
@@ -199,7 +189,7 @@ class _HalfGradients(torch.autograd.Function):
 def test_gradients_that_are_rounded_and_otherwise_right_are_said_to_be() -> None:
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rounded = (_HalfGradients.apply(x) for x in (q, k, v))  # type: ignore[no-untyped-call]  # as torch types it
-        return faulty.kernel()(*rounded)
+        return mutants.kernel()(*rounded)
 
     found = looked_at(kernel)
     assert found.misgraded["A"].sentences == ["=> dq and dk and dv: rounded to fp16 somewhere, and no other mistake"]

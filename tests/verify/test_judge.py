@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_interface
-from tests.forms.plain import pairwise
+from tests.forms.plain import pairwise, some
 from tests.verify import mutants
 from verify import inputs, ladder, oracle
 from verify.call import Answer, Call
@@ -55,7 +55,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(flash_attn_interface, function, getattr(mutant, function))
 
 
-@pytest.mark.parametrize("implementation", MUTANTS, indirect=True)
+@pytest.mark.parametrize("implementation", some(MUTANTS, 4), indirect=True)  # FOUND, below, has them all
 def test_a_mutant_fails_some_problem(implementation: None, examinations: list[Examination]) -> None:
     assert any(examination.judge("reference").failures for examination in examinations)
 
