@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError
-from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.choosing import enumeration, variants
+from flash_attn_compat.backends.fused.choosing.kinds import BF16_AS_FP16, FP16, HEAD_DIMS, Kind, Sizes
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from tests import fused_coverage
 from tests.kernels import offline
 
@@ -84,11 +85,13 @@ def model_turing(loop: Counter[str], variant: Variant) -> Pipes:
 def choose_variants(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
     """Return the variants to compile and their kinds. every: all, not only each feature alone and all together"""
     masked = (
-        kind for kind in variants.kinds(number) if kind.bias and kind.vec == 8 and not kind.dropout + kind.few_rows
+        kind
+        for kind in enumeration.every_kind(number)
+        if kind.features.bias and kind.sizes.vec == 8 and not kind.features.dropout + kind.hints.few_rows
     )
     some = itertools.chain(fused_coverage.kinds(number), masked, fused_coverage.eight_bit_kinds(number))
-    kinds = variants.kinds(number) if every else some
-    made = variants.made_for(kinds)
+    kinds = enumeration.every_kind(number) if every else some
+    made = enumeration.made_for(kinds)
     return {variant: kind for variant, kind in made.items() if variant.entry in entries}
 
 
@@ -131,20 +134,18 @@ def format_model(loop: Counter[str], variant: Variant) -> str:
     return f"T4, cycles for 64 x 64: {cycles}; tensor cores at most {pipes.tensor_share:.0%} busy"
 
 
-PLAIN = Kind(75, variants.FP16, 64)
-CONVERTED = PLAIN._replace(type=variants.BF16_AS_FP16)
+PLAIN = Kind(75, FP16, Sizes(64))
+CONVERTED = PLAIN._replace(type=BF16_AS_FP16)
 
 
 Loops = list[tuple[Variant, offline.Compiled, Counter[str]]]
 
 
-def main_loops(
-    compiler: str, *kinds: Kind, head_dims: Iterable[int] = variants.HEAD_DIMS
-) -> Iterator[tuple[int, str, Loops]]:
+def main_loops(compiler: str, *kinds: Kind, head_dims: Iterable[int] = HEAD_DIMS) -> Iterator[tuple[int, str, Loops]]:
     """Yield each kernel and size of sm_75 with its compiled variant of each kind and the main loop's instructions."""
     nvrtc = offline.compilers()[compiler]
     for D, entry in itertools.product(head_dims, _PRODUCTS):
-        chosen = [variants.MAKERS[entry](kind._replace(head_dim=D)) for kind in kinds]
+        chosen = [variants.MAKERS[entry](kind.replace(head_dim=D)) for kind in kinds]
         compiled = [(variant, offline.compiled(nvrtc, variant, "sm_75")) for variant in chosen]
         yield D, entry, [(*each, offline.main_loop(offline.instructions(each[1].cubin))) for each in compiled]
 

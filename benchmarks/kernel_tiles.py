@@ -26,6 +26,7 @@ from benchmarks.runner import DTYPES, Contest, forward_only, make_parser, run, t
 from benchmarks.sdpa import capture_job
 from flash_attn_compat.backends.fused.building import aot, nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind, Sizes
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.launching import grids
 from flash_attn_compat.backends.fused.tuning import candidates
@@ -70,8 +71,8 @@ def replace_tile(entry: str, tile: Tile | None) -> Iterator[None]:
     """Give a kernel ``tile``, unless that is None, during a block. entry: few_keys: dkdv where one tile has all keys"""
     before = variants.choose_tile
 
-    def choose(asked: str, kind: variants.Kind) -> Tile:
-        mine = tile if entry == ("few_keys" if kind.few_keys else asked) else None
+    def choose(asked: str, kind: Kind) -> Tile:
+        mine = tile if entry == ("few_keys" if kind.hints.few_keys else asked) else None
         return mine or before(asked, kind)
 
     with _replace_function(variants, "choose_tile", choose):
@@ -134,12 +135,12 @@ def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> 
 def tile_variants(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype, flags: Flags) -> list[variants.Variant]:
     """Return the kernels of ``tiles``, for calls with each set of ``flags`` of a Kind."""
     number = nvrtc.target(0).number
-    converted = variants.BF16 if number >= 80 else variants.BF16_AS_FP16
-    kind = variants.Kind(number, variants.FP16 if dtype == torch.float16 else converted, head_dim)
+    converted = BF16 if number >= 80 else BF16_AS_FP16
+    kind = Kind(number, FP16 if dtype == torch.float16 else converted, Sizes(head_dim))
     compiled: list[variants.Variant] = []
     for tile in tiles:
         with replace_tile(entry, tile):
-            compiled += [variants.MAKERS[entry](kind._replace(**each)) for each in flags]
+            compiled += [variants.MAKERS[entry](kind.replace(**each)) for each in flags]
     return compiled
 
 
@@ -198,7 +199,7 @@ def make_trials(kernels: list[str], head_dims: list[int], dtypes: list[str], tex
     """Yield the trials of tune's candidates whose name has ``text``, beside the present tile."""
     number = nvrtc.target(0).number
     for entry, head_dim, dtype in itertools.product(candidates.ENTRIES, head_dims, dtypes):
-        present = variants.choose_tile(entry, variants.Kind(number, variants.FP16, head_dim))
+        present = variants.choose_tile(entry, Kind(number, FP16, Sizes(head_dim)))
         others = [tile for tile in candidates.candidate_tiles(entry, number, head_dim) if text in format_tile(tile)]
         others = [tile for tile in others if tile != present]
         if entry in kernels and others:
@@ -217,7 +218,7 @@ def length_contests(trials: list[Trial], lengths: list[int]) -> Iterator[Contest
 
 def main(argv: list[str] | None = None) -> int:
     arguments, kernels = make_parser("kernel_tiles", __doc__), [*candidates.ENTRIES, "decode"]
-    arguments.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES), choices=variants.HEAD_DIMS)
+    arguments.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES), choices=HEAD_DIMS)
     arguments.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)
     arguments.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16"), default=["float16"])
     arguments.add_argument("--lengths", type=int, nargs="+", help="time full and causal calls of these lengths instead")

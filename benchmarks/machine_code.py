@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.choosing import enumeration, variants
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, HEAD_DIMS, Features, Kind, Sizes
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.tuning import candidates
 from tests import fused_coverage
 from tests.kernels import offline
@@ -44,15 +45,15 @@ def choose_variants(number: int, entries: list[str], every: int = 1) -> Iterator
         *fused_coverage.masked_kinds(number),
         *fused_coverage.eight_bit_kinds(number),
     ]
-    named = {f"{variant.entry} {_label(kind)}": variant for variant, kind in variants.made_for(kinds).items()}
-    packed = Kind(number, variants.FP16, 64, local=True)
+    named = {f"{variant.entry} {_label(kind)}": variant for variant, kind in enumeration.made_for(kinds).items()}
+    packed = Kind(number, FP16, Sizes(64), Features(local=True))
     for entry in ("forward", "delta", "dkdv", "dq"):
         named[f"{entry} {_label(packed)}, shared grid"] = variants.with_shared_grid(variants.MAKERS[entry](packed))
-    for entry, D in itertools.product(candidates.ENTRIES, variants.HEAD_DIMS):
-        kind = packed._replace(head_dim=D)
+    for entry, D in itertools.product(candidates.ENTRIES, HEAD_DIMS):
+        kind = packed.replace(head_dim=D)
         for tile in candidates.candidate_tiles(entry, number, D):
             name = f"{entry} {_label(kind)}, tile {' '.join(str(int(value)) for value in tile)}"
-            named[name] = variants.MAKERS[entry](kind._replace(tiles=((entry, tile),)))
+            named[name] = variants.MAKERS[entry](kind.replace(tiles=((entry, tile),)))
     for name, variant in itertools.islice(named.items(), 0, None, every):
         if variant.entry in entries:
             yield f"sm_{number} {name}", variant
@@ -60,11 +61,9 @@ def choose_variants(number: int, entries: list[str], every: int = 1) -> Iterator
 
 def _label(kind: Kind) -> str:
     """Return the fields that differ from the defaults."""
-    values = kind._asdict()
-    values.pop("number")
-    return " ".join(
-        f"{name} {value}" for name, value in values.items() if value != Kind._field_defaults.get(name, "none")
-    )
+    groups = kind.sizes, kind.features, kind.hints
+    fields = [(name, value, one._field_defaults.get(name)) for one in groups for name, value in one._asdict().items()]
+    return " ".join([f"type {kind.type}", *(f"{name} {value}" for name, value, usual in fields if value != usual)])
 
 
 def compile_into(folder: Path, name: str, variant: Variant, compiler: str) -> Measured:

@@ -26,8 +26,8 @@ from benchmarks.kernel_tiles import compile_together, format_tile, replace_tile
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, Features, Hints, Kind, Sizes
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
-from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind
 from flash_attn_compat.backends.fused.launching.grids import choose_one_tile, takes_small_tiles
 from verify.graphs import capture
 from verify.timing import Failed, Job, attempt, fastest, free_memory
@@ -50,12 +50,12 @@ class Shape(NamedTuple):
     def kind(self, number: int) -> Kind:
         few_keys = choose_one_tile(self.seqlen, self.seqlen, self.head_dim, self.batch * self.heads, processors=1)
         few_rows = takes_small_tiles(self.seqlen, self.head_dim, self.causal)
-        kind = Kind(number, FP16, self.head_dim, local=self.causal, few_rows=few_rows, short=64 * (self.seqlen <= 64))
-        return kind._replace(few_keys=few_keys if number < 80 else 0)
+        hints = Hints(few_rows, 64 * (self.seqlen <= 64), few_keys if number < 80 else 0)
+        return Kind(number, FP16, Sizes(self.head_dim), Features(local=self.causal), hints)
 
     def entries(self, number: int) -> dict[str, tuple[Tile, ...]]:
         """The tiles to time, of kernels that such calls take."""
-        few_keys, tiles = self.kind(number).few_keys, TILES[self.head_dim]
+        few_keys, tiles = self.kind(number).hints.few_keys, TILES[self.head_dim]
         left_out = ("dkdv", "dq") if few_keys else ("few_keys",)
         rows = -(-few_keys // 64) * 64
         return {

@@ -337,7 +337,7 @@ def _compile(options: argparse.Namespace) -> int:
     from flash_attn_compat.backends.fused import clearing
     from flash_attn_compat.backends.fused.building import aot, kernel_files
     from flash_attn_compat.backends.fused.building.nvrtc import KernelError
-    from flash_attn_compat.backends.fused.choosing import variants
+    from flash_attn_compat.backends.fused.choosing import enumeration
 
     if options.into:
         os.environ[settings.CACHE] = options.into
@@ -353,7 +353,7 @@ def _compile(options: argparse.Namespace) -> int:
     for architecture, number in numbers.items():
         more = aot.common_kinds(number, options.head_dim, options.dtype, masks)
         kinds = more if is_more else aot.usual_kinds(number)
-        jobs += [(variant, architecture) for variant in variants.made_for(kinds)]
+        jobs += [(variant, architecture) for variant in enumeration.made_for(kinds)]
         jobs += [(clearing.VARIANT, architecture)] * (number >= 80)  # for torch_flash, which serves there
     minutes = -(-len(jobs) * _SECONDS_PER_KERNEL // (60 * (os.cpu_count() or 1)))
     about = f"at most {minutes:.0f} minute{'s' * (minutes > 1)} on {os.cpu_count()} processors"

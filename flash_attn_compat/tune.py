@@ -21,8 +21,8 @@ from flash_attn_compat import progress, settings
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import BF16, BF16_AS_FP16, FP16, Kind, Sizes, choose_tile, size_of
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
-from flash_attn_compat.backends.fused.choosing.variants import Kind
 from flash_attn_compat.backends.fused.tuning import candidates, tuned
 from flash_attn_compat.backends.fused.tuning.tuned import Card, TileChoice, Times
 from flash_attn_compat.card import Limits, count_flops, measure_limits
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
     @property
     def size(self) -> int:
         """The head_dim of the kernels that serve this one."""
-        return variants.size_of(self.head_dim)
+        return size_of(self.head_dim)
 
     def __str__(self) -> str:
         return f"head_dim {self.size}, {dtype_name(self.dtype)}"
@@ -137,8 +137,8 @@ class Tuning:
 
     def _tiles(self, entry: str, shape: Shape) -> tuple[Tile | None, ...]:
         """Return the tiles to time; None stands for the default ones, which may differ between kinds of calls."""
-        kind = Kind(self._number, variants.FP16, shape.head_dim)
-        default = variants.choose_tile(entry, kind)
+        kind = Kind(self._number, FP16, Sizes(shape.head_dim))
+        default = choose_tile(entry, kind)
         return None, *(tile for tile in candidates.candidate_tiles(entry, self._number, kind.D) if tile != default)
 
     def _card_with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:
@@ -150,10 +150,10 @@ class Tuning:
 
     def _compile(self, shape: Shape) -> None:
         """Compile all candidates in parallel: each takes a second."""
-        half = variants.BF16 if self._number >= 80 else variants.BF16_AS_FP16
-        kind = Kind(self._number, variants.FP16 if shape.dtype == torch.float16 else half, shape.head_dim)
+        half = BF16 if self._number >= 80 else BF16_AS_FP16
+        kind = Kind(self._number, FP16 if shape.dtype == torch.float16 else half, Sizes(shape.head_dim))
         kernels = [
-            getattr(variants, entry)(kind._replace(local=local, tiles=((entry, tile),) if tile else ()))
+            getattr(variants, entry)(kind.replace(local=local, tiles=((entry, tile),) if tile else ()))
             for entry in candidates.ENTRIES
             for tile in self._tiles(entry, shape)
             for local in (False, True)

@@ -27,7 +27,8 @@ from benchmarks.turing_sm.machine_code import (
 )
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, HEAD_DIMS, Kind, Sizes, choose_tile
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.tuning import candidates
 from tests.kernels import offline
 
@@ -132,13 +133,13 @@ def make_rows(
     yield "| head_dim | kernel | tile | registers | blocks | main loop, KB | bound | simulated | by phase |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for D, entry in itertools.product(head_dims, entries):
-        kind = Kind(75, variants.FP16, D)
+        kind = Kind(75, FP16, Sizes(D))
         tiles = (
-            variants.choose_tile(entry, kind),
+            choose_tile(entry, kind),
             *(candidates.candidate_tiles(entry, 75, D) if every_tile else ()),
         )
         for tile in dict.fromkeys(tiles):
-            variant = variants.MAKERS[entry](kind._replace(tiles=((entry, tile),)))
+            variant = variants.MAKERS[entry](kind.replace(tiles=((entry, tile),)))
             compiled = offline.compiled(offline.compilers()[compiler], variant, "sm_75")
             found = simulate_variant(variant, D, compiled, machine)
             yield (
@@ -173,9 +174,7 @@ def report_cubin(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.turing_sm", description=__doc__)
     parser.add_argument("--entries", nargs="+", default=list(ENTRIES), choices=ENTRIES)
-    parser.add_argument(
-        "--head-dims", type=int, nargs="+", default=list(variants.HEAD_DIMS), choices=variants.HEAD_DIMS
-    )
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), choices=HEAD_DIMS)
     parser.add_argument("--tiles", action="store_true", help="also the tiles that tune may choose")
     parser.add_argument("--geforce", action="store_true", help="tensor cores add up in fp32 at half rate, as on RTX 20")
     parser.add_argument("--cubin", type=Path, help="simulate this file's kernels instead; or NAME.sass of cuobjdump")

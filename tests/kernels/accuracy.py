@@ -21,8 +21,8 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import Kind
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
-from flash_attn_compat.backends.fused.choosing.variants import Kind
 from flash_attn_compat.backends.fused.launching import grids
 from tests.forms.plain import attention
 from tests.kernels import fused_on_cpu

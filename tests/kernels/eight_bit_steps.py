@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused.choosing.variants import E5M2, FP16, Kind
+from flash_attn_compat.backends.fused.choosing.kinds import E5M2, FP16, Kind
 from flash_attn_compat.ops.triton.rotary import apply_rotary
 from tests.forms.inputs import ints, randn
 
@@ -124,20 +124,20 @@ def attend(step: Step, given: dict[str, Any], dtype: torch.dtype, **options: Any
 
 def steps(kind: Kind) -> dict[str, Step]:
     """Return steps of that kind, by the kernel that they launch."""
-    aligned = kind.vec == 8
-    options: dict[str, Any] = {"softcap": 2.0} if kind.softcap else {}
-    if kind.local:
+    aligned = kind.sizes.vec == 8
+    options: dict[str, Any] = {"softcap": 2.0} if kind.features.softcap else {}
+    if kind.features.local:
         options["window_size"] = (30, 3)
-    if kind.alibi:
+    if kind.features.alibi:
         options["alibi_slopes"] = torch.linspace(0.1, 0.8, 4)
     step = Step(
-        torch.float8_e5m2 if kind.cache == E5M2 else torch.float8_e4m3fn,
+        torch.float8_e5m2 if kind.features.cache == E5M2 else torch.float8_e4m3fn,
         torch.float16 if kind.type == FP16 else torch.bfloat16,
         kind.D if aligned else kind.D - 3,
         kind.DV if aligned else kind.DV - 1,
         group=2,
         rows=3,
-        page=7 * kind.paged,
+        page=7 * kind.features.paged,
         options=options,
     )
     return {

@@ -27,7 +27,7 @@ from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import Kernel, Target
-from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import FEW_ROWS
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.judging import faults, self_test
 from flash_attn_compat.backends.fused.launching import calls, grids, launcher, layouts, params, workspaces
@@ -143,7 +143,7 @@ def record(
     monkeypatch.setattr(self_test, "_passed", set())
     if not one_tile:
         monkeypatch.setattr(grids, "choose_one_tile", lambda *sizes: 0)
-        monkeypatch.setattr(grids, "takes_small_tiles", lambda rows, *others: rows <= variants.FEW_ROWS)
+        monkeypatch.setattr(grids, "takes_small_tiles", lambda rows, *others: rows <= FEW_ROWS)
     if not tried:
         monkeypatch.setattr(self_test, "check_kernels", lambda *what: None)
     monkeypatch.setattr(call_cache, "_current", call_cache.empty_tables())

@@ -18,7 +18,7 @@ from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, Features, Kind, Sizes
 from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.backends.fused.launching import layouts
 from flash_attn_compat.core.arguments import checked_call
@@ -311,7 +311,7 @@ def test_a_passed_self_test_is_remembered_by_other_processes(monkeypatch: pytest
     launches = fused_on_cpu.record(monkeypatch)
     monkeypatch.setattr(self_test, "check_kernels", _check)
     tries = []
-    kernels = (variants.forward(Kind(75, 0, 64)),)
+    kernels = (variants.forward(Kind(75, 0, Sizes(64))),)
     for _ in range(2):
         self_test.check_kernels(kernels, -1, lambda watch: tries.append("tried"))
         self_test._passed.clear()
@@ -336,13 +336,13 @@ def test_a_trial_depends_on_nothing_the_caller_set(monkeypatch: pytest.MonkeyPat
         torch.set_default_dtype(torch.float32)
 
 
-ALL_AT_ONCE = Kind(75, variants.FP16, 32, local=True, alibi=True, softcap=True, window=104)
+ALL_AT_ONCE = Kind(75, FP16, Sizes(32, window=104), Features(local=True, alibi=True, softcap=True))
 
 
 @pytest.mark.parametrize("name", ["forward", "dropout", "decode", "append", "backward"])
 def test_a_self_tests_judge_computes_on_the_host(name: str) -> None:
     """Which is the meta device here: PyTorch refuses to compute with tensors of both."""
-    kind, place = ALL_AT_ONCE._replace(dropout=name in ("dropout", "backward")), torch.device("meta")
+    kind, place = ALL_AT_ONCE.replace(dropout=name in ("dropout", "backward")), torch.device("meta")
 
     def run(call: AttentionCall, *others: Any) -> Any:
         given = [x for part in (call, *others) if part is not None for x in part]

@@ -19,8 +19,17 @@ from flash_attn_compat import cli, flash_attn_func, flash_attn_varlen_func, flas
 from flash_attn_compat.backends.fused import flex
 from flash_attn_compat.backends.fused.building import aot, kernel_files, nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError, Target
-from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import BF16_AS_FP16, FP16, Kind, Variant
+from flash_attn_compat.backends.fused.choosing import enumeration, variants
+from flash_attn_compat.backends.fused.choosing.kinds import (
+    BF16_AS_FP16,
+    BOOLEANS,
+    FP16,
+    HALF_BIAS,
+    Features,
+    Kind,
+    Sizes,
+)
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.backends.fused.tuning import tuned
 from tests import fused_coverage, paper_gpu
@@ -57,7 +66,7 @@ def test_a_gpu_finds_kernels_compiled_ahead(
         monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
     target = nvrtc.target(0)
     for flags in ({}, {"local": True}, {"local": True, "softcap": True}, {"dropout": True}):
-        for variant in variants.made_for([Kind(target.number, FP16, 64, **flags)]):
+        for variant in enumeration.made_for([Kind(target.number, FP16, Sizes(64)).replace(**flags)]):
             kept = kernel_files.read(nvrtc.cache_name(variant, target.architecture))
             assert kept == f"{variant.entry} for {architecture}".encode()
 
@@ -69,9 +78,12 @@ def test_kernels_for_dense_masks_are_compiled_where_sdpa_is_asked_for(
     if asks == "variable":
         monkeypatch.setenv("FLASH_ATTN_COMPAT_SDPA", "1")
     assert cli.main(["compile", "--for", "sm_75", *ONLY, *(["--sdpa"] if asks == "option" else [])]) == 0
-    kinds = [Kind(75, FP16, 64, bias=variants.BOOLEANS), Kind(75, FP16, 64, bias=variants.HALF_BIAS, bias_pairs=True)]
-    kinds += [kind._replace(few_rows=True) for kind in kinds]
-    of_masks = {variant for variant in variants.made_for(kinds) if "BIAS" in dict(variant.macros)}
+    kinds = [
+        Kind(75, FP16, Sizes(64), Features(bias=BOOLEANS)),
+        Kind(75, FP16, Sizes(64), Features(bias=HALF_BIAS, bias_pairs=True)),
+    ]
+    kinds += [kind.replace(few_rows=True) for kind in kinds]
+    of_masks = {variant for variant in enumeration.made_for(kinds) if "BIAS" in dict(variant.macros)}
     assert {variant.entry for variant in of_masks} == {"mask", "forward", "dkdv", "dq"}
     assert of_masks <= set(compiled) if asks != "nobody" else of_masks.isdisjoint(compiled)
 
@@ -178,22 +190,21 @@ def test_the_usual_kernels_are_all_that_a_program_launches(program: str, monkeyp
     launches = fused_on_cpu.record(monkeypatch)
     with use_backend("fused"):
         PROGRAMS[program]()
-    usual = set(variants.made_for(aot.usual_kinds(75)))
+    usual = set(enumeration.made_for(aot.usual_kinds(75)))
     assert launches.seen and {launch.variant for launch in launches.seen} <= usual
     assert len(usual) < 110
 
 
 def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:
-    made = variants.made_for(aot.common_kinds(75, (80,), ("bfloat16",)))
+    made = enumeration.made_for(aot.common_kinds(75, (80,), ("bfloat16",)))
     macros = [dict(variant.macros) for variant in made]
     assert {one["TYPE"] for one in macros} == {BF16_AS_FP16}
     assert {(one.entry, dict(one.macros)["D"]) for one in made if one.entry != "append"} == {
         *((entry, 80) for entry in ("forward", "dkdv", "dq")),
         *((entry, 128) for entry in ("decode", "absmax", "to_half", "delta")),
     }
-    assert {dict(one.macros)["D"] for one in variants.made_for(aot.common_kinds(75, (), ())) if one.entry == "dq"} == {
-        32, 64, 80, 96, 128, 256,
-    }  # fmt: skip
+    of_most = enumeration.made_for(aot.common_kinds(75, (), ()))
+    assert {dict(one.macros)["D"] for one in of_most if one.entry == "dq"} == {32, 64, 80, 96, 128, 256}
 
 
 # ---------------------------------------------------------------- the kernels' macros
@@ -210,9 +221,9 @@ def all_variants() -> list[Variant]:
     for number in (75, 90):
         kinds = [*fused_coverage.kinds(number), *fused_coverage.masked_kinds(number)]
         kinds += fused_coverage.eight_bit_kinds(number)
-        kinds.append(Kind(number, FP16, 192, head_dim_v=128))
-        found += variants.made_for(kinds)
-    packed = Kind(75, FP16, 64)
+        kinds.append(Kind(number, FP16, Sizes(192, head_dim_v=128)))
+        found += enumeration.made_for(kinds)
+    packed = Kind(75, FP16, Sizes(64))
     makers = variants.forward, variants.delta, variants.dkdv, variants.dq
     mods, blocks = flex.Mods("", True, True), flex.Blocks(128, 128, flex.BlockLists(torch.empty(0), torch.empty(0)))
     found += [flex.make_variant(make.__name__, packed, mods, of) for make in makers for of in (None, blocks)]
@@ -269,7 +280,7 @@ def test_no_line_of_a_kernel_source_is_longer_than_120_columns(path: Path) -> No
 
 # ---------------------------------------------------------------- cached files depend on every byte of their sources
 
-KIND = Kind(75, FP16, 64, local=True)
+KIND = Kind(75, FP16, Sizes(64), Features(local=True))
 HEADERS = {f"cuda/{name}" for name in nvrtc.HEADERS}
 MACROS = ("-DD=64", "-DLOCAL=1")
 Change = Callable[[pytest.MonkeyPatch], object]
@@ -410,7 +421,7 @@ def test_each_file_and_option_is_part_of_the_cache_name(
 
 
 def test_macros_are_in_the_names_of_kernels_and_libraries(copies: Path) -> None:
-    made = variants.made_for(fused_coverage.kinds(75))
+    made = enumeration.made_for(fused_coverage.kinds(75))
     assert len({nvrtc.cache_name(variant, "sm_75") for variant in made}) == len(made)
     if not emulate.skip_reason():
         assert len({emulate.built_name(copies / "cuda/dq.cu", macros) for macros in ((), MACROS)}) == 2

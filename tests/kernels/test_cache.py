@@ -24,7 +24,8 @@ import pytest
 from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import Kernel, KernelError, Target
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, Kind, Sizes
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.backends.fused.launching import params
 from flash_attn_compat.core import cuda_capture
@@ -251,7 +252,7 @@ def test_concurrent_writers_leave_one_complete_file() -> None:
 
 # ---------------------------------------------------------------- from kernel sources to something a GPU can run
 
-VARIANT = variants.forward(Kind(75, variants.FP16, 64))
+VARIANT = variants.forward(Kind(75, FP16, Sizes(64)))
 FIELDS = (*params.HEAD_FIELDS, *params.REST_FIELDS)
 
 
@@ -338,7 +339,7 @@ def test_a_kernel_is_loaded_once_for_all_threads_of_a_device_and_compiled_only_w
 def test_a_capture_is_not_left_to_other_threads(gpu: pytest.MonkeyPatch) -> None:
     done = loading(gpu)
     gpu.setattr(cuda_capture, "is_capturing", lambda device: True)
-    nvrtc.load_all([VARIANT, variants.delta(Kind(75, variants.FP16, 64))], 0)
+    nvrtc.load_all([VARIANT, variants.delta(Kind(75, FP16, Sizes(64)))], 0)
     assert done == []
 
 

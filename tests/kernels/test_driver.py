@@ -25,7 +25,8 @@ from flash_attn_compat.backends import base
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import ContextLost, Kernel, KernelError
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, Hints, Kind, Sizes
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.launching import params
 from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.dispatch import call_cache
@@ -34,9 +35,11 @@ from tests.forms.inputs import ints, randn
 from tests.forms.support import close
 from tests.kernels import fused_on_cpu
 
-SMALL = variants.forward(Kind(75, FP16, 64))
-TWO_BLOCKS = variants.forward(Kind(75, FP16, 128, few_rows=True))  # of 32 KB each on a multiprocessor
-LARGE = variants.forward(Kind(75, FP16, 256))
+SMALL = variants.forward(Kind(75, FP16, Sizes(64)))
+TWO_BLOCKS = variants.forward(
+    Kind(75, FP16, Sizes(128), hints=Hints(few_rows=True))
+)  # of 32 KB each on a multiprocessor
+LARGE = variants.forward(Kind(75, FP16, Sizes(256)))
 PARAMS = struct.calcsize("<" + "".join(kind for _, kind in (*params.HEAD_FIELDS, *params.REST_FIELDS)))
 STREAM = 2**40 + 64
 OWN_CONTEXT, OTHER_CONTEXT = 0x7100000000 + 1000, 0x7100000000 + 1001  # of GPUs 0 and 1

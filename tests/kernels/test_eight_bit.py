@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 from flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import Fused, forward
-from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing import enumeration
 from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.backends.fused.launching import grids, layouts, params
 from flash_attn_compat.core import eight_bit
@@ -269,9 +269,9 @@ def test_self_tests_of_8_bit_kernels_pass(monkeypatch: pytest.MonkeyPatch, step:
 @pytest.mark.parametrize("few_rows", [False, True])
 def test_the_tiny_call_of_a_self_test_has_rows_as_aligned_as_its_kernel_needs(few_rows: bool) -> None:
     for kind in fused_coverage.eight_bit_kinds(75):
-        if not kind.bias and not (few_rows and kind.dropout):
+        if not kind.features.bias and not (few_rows and kind.features.dropout):
             call = self_test._make_problem(kind, few_rows)
-            assert layouts.vector_size(call[:3], in_place=few_rows or kind.paged) == kind.vec, kind
+            assert layouts.vector_size(call[:3], in_place=few_rows or kind.features.paged) == kind.sizes.vec, kind
 
 
 @pytest.mark.parametrize("number", [75, 90])
@@ -281,7 +281,7 @@ def test_the_coverage_launches_every_variant_of_8_bits(number: int, monkeypatch:
     with use_backend("fused"):
         for step in (step for kind in kinds for step in steps(kind).values()):
             flash_attn_with_kvcache(**arguments(step))
-    assert {launch.variant for launch in launches.seen} == set(variants.made_for(kinds))
+    assert {launch.variant for launch in launches.seen} == set(enumeration.made_for(kinds))
 
 
 def test_features_that_no_kernel_combines_with_8_bits_are_declined_by_name() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused import flex
 from flash_attn_compat.backends.fused.building import nvrtc
-from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.choosing.kinds import Kind, Sizes
 from flash_attn_compat.backends.fused.flex import BlockLists, Blocks, FlexInputs, FlexUpstream, Mods
 from flash_attn_compat.backends.fused.launching import layouts
 from tests.forms import plain as plain_tests
@@ -312,7 +312,7 @@ def test_functions_compile_for_a_gpu_and_fit_its_registers(number: int, type: in
         pytest.skip("no NVRTC here: it comes with the test extra on x86-64 Linux")
     compiler = list(offline.compilers().values())[-1]
     blocks = Blocks(128, 128, BlockLists(torch.empty(0), torch.empty(0)))
-    variant = flex.make_variant(entry, Kind(number, type, head_dim), BOTH.mods, blocks)
+    variant = flex.make_variant(entry, Kind(number, type, Sizes(head_dim)), BOTH.mods, blocks)
     found = offline.compiled(compiler, variant, f"sm_{number}")
     assert list(offline.complaints(variant, found, number)) == []
     assert found.spilled <= offline.allowed_spills(variant)
@@ -320,7 +320,7 @@ def test_functions_compile_for_a_gpu_and_fit_its_registers(number: int, type: in
 
 def test_variants_of_different_texts_have_files_of_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "compiler", lambda: types.SimpleNamespace(version=(13, 0)))
-    kind = Kind(75, 0, 64)
+    kind = Kind(75, 0, Sizes(64))
     names = {
         nvrtc.cache_name(flex.make_variant("forward", kind, case.mods, None), "sm_75")
         for case in (CASES["causal"], CASES["few rows with keys"], CASES["causal"])

@@ -19,7 +19,7 @@ from benchmarks import kernel_report
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import Compiler
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import (
+from flash_attn_compat.backends.fused.choosing.kinds import (
     BF16,
     BF16_AS_FP16,
     BIAS_WORDS,
@@ -29,9 +29,12 @@ from flash_attn_compat.backends.fused.choosing.variants import (
     FLOAT_BIAS,
     FP16,
     HALF_BIAS,
+    Features,
+    Hints,
     Kind,
-    Variant,
+    Sizes,
 )
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.launching import grids
 from tests.forms.plain import some, some_of
 from tests.kernels import offline
@@ -42,7 +45,9 @@ THOROUGH = [pytest.mark.thorough]
 
 
 def full(number: int, type: int, head_dim: int, vec: int = 8) -> Kind:
-    return Kind(number, type, head_dim, local=True, alibi=True, softcap=True, dropout=True, window=104, vec=vec)
+    return Kind(
+        number, type, Sizes(head_dim, window=104, vec=vec), Features(local=True, alibi=True, softcap=True, dropout=True)
+    )
 
 
 class Row(NamedTuple):
@@ -53,7 +58,7 @@ class Row(NamedTuple):
     share: float = 0.0
 
 
-CAUSAL = Kind(75, FP16, 64, local=True)
+CAUSAL = Kind(75, FP16, Sizes(64), Features(local=True))
 SHARES = {
     "forward": {80: 0.99, 96: 0.99, 128: 0.88, 160: 0.88, 256: 0.88, 512: 0.72},
     # At 160, 192 and 256 the code of both roles (ROLES) counts, of which a warp runs one.
@@ -72,7 +77,7 @@ OTHERS = [
 ]
 # Bounded for what others of its size need, so that one more would fit.
 SPARE = variants.decode(full(75, FP16, 64, vec=1)._replace(paged=True))
-ORDERED = variants.dkdv(Kind(80, BF16, 64))
+ORDERED = variants.dkdv(Kind(80, BF16, Sizes(64)))
 # Each entry; the sizes and types that need most registers, each type and head dim once or more. Of newer GPUs those
 # that split, with tiles of which they hold two and with those of which they hold one.
 KERNELS = [
@@ -80,58 +85,61 @@ KERNELS = [
     *(
         Row(75, variant)
         for variant in (
-            variants.forward(Kind(75, FP16, 64)),
+            variants.forward(Kind(75, FP16, Sizes(64))),
             variants.forward(CAUSAL._replace(head_dim=16)),
             variants.forward(full(75, BF16_AS_FP16, 128)),
             variants.dkdv(full(75, BF16_AS_FP16, 128)),
-            variants.dq(Kind(75, BF16_AS_FP16, 256)),
-            variants.dkdv(Kind(75, BF16_AS_FP16, 192, head_dim_v=128)),
+            variants.dq(Kind(75, BF16_AS_FP16, Sizes(256))),
+            variants.dkdv(Kind(75, BF16_AS_FP16, Sizes(192, head_dim_v=128))),
             *(variants.MAKERS[entry](full(75, BF16_AS_FP16, 512)) for entry in ("forward", "dkdv")),
-            variants.decode_append(Kind(75, BF16_AS_FP16, 512)),
+            variants.decode_append(Kind(75, BF16_AS_FP16, Sizes(512))),
             variants.dq(CAUSAL._replace(head_dim=128, few_rows=True)),
-            variants.forward(Kind(75, FP16, 64, few_rows=True, short=64)),
-            variants.forward(Kind(75, FP16, 192, few_rows=True)),
+            variants.forward(Kind(75, FP16, Sizes(64), hints=Hints(few_rows=True, short=64))),
+            variants.forward(Kind(75, FP16, Sizes(192), hints=Hints(few_rows=True))),
             variants.dkdv(CAUSAL._replace(head_dim=64, few_rows=True, few_keys=64)),
-            variants.dkdv(Kind(75, FP16, 64, few_keys=128)),
-            variants.decode(Kind(75, FP16, 64)),
+            variants.dkdv(Kind(75, FP16, Sizes(64), hints=Hints(few_keys=128))),
+            variants.decode(Kind(75, FP16, Sizes(64))),
             SPARE,
-            variants.decode_append(Kind(75, FP16, 128)),
-            variants.decode(Kind(75, FP16, 128, cache=E4M3)),
-            variants.decode_append(Kind(75, BF16_AS_FP16, 128, paged=True, cache=E4M3)),
+            variants.decode_append(Kind(75, FP16, Sizes(128))),
+            variants.decode(Kind(75, FP16, Sizes(128), Features(cache=E4M3))),
+            variants.decode_append(Kind(75, BF16_AS_FP16, Sizes(128), Features(paged=True, cache=E4M3))),
             variants.decode(full(75, FP16, 64)._replace(dropout=False, paged=True, cache=E5M2)),
-            variants.decode(Kind(75, BF16_AS_FP16, 256, cache=E4M3)),
-            variants.forward(Kind(75, FP16, 128, paged=True, cache=E4M3)),
-            variants.append(Kind(75, BF16_AS_FP16, 64, cache=E5M2)),
-            variants.delta(Kind(75, FP16, 32)),
-            variants.append(Kind(75, BF16_AS_FP16, 32, vec=1)),
-            variants.absmax(Kind(75, BF16_AS_FP16, 128)),
-            *(variants.mask(Kind(75, FP16, 64, bias=BOOLEANS, bias_words=words)) for words in BIAS_WORDS),
-            variants.forward(Kind(75, BF16_AS_FP16, 96, bias=BOOLEANS)),
-            variants.dkdv(Kind(75, FP16, 96, bias=HALF_BIAS)),
-            variants.forward(Kind(75, FP16, 64, bias=HALF_BIAS, bias_pairs=True)),
-            variants.with_shared_grid(variants.forward(Kind(75, BF16_AS_FP16, 64, local=True))),
-            variants.with_shared_grid(variants.dkdv(Kind(75, FP16, 64, local=True))),
+            variants.decode(Kind(75, BF16_AS_FP16, Sizes(256), Features(cache=E4M3))),
+            variants.forward(Kind(75, FP16, Sizes(128), Features(paged=True, cache=E4M3))),
+            variants.append(Kind(75, BF16_AS_FP16, Sizes(64), Features(cache=E5M2))),
+            variants.delta(Kind(75, FP16, Sizes(32))),
+            variants.append(Kind(75, BF16_AS_FP16, Sizes(32, vec=1))),
+            variants.absmax(Kind(75, BF16_AS_FP16, Sizes(128))),
+            *(
+                variants.mask(Kind(75, FP16, Sizes(64, bias_words=words), Features(bias=BOOLEANS)))
+                for words in BIAS_WORDS
+            ),
+            variants.forward(Kind(75, BF16_AS_FP16, Sizes(96), Features(bias=BOOLEANS))),
+            variants.dkdv(Kind(75, FP16, Sizes(96), Features(bias=HALF_BIAS))),
+            variants.forward(Kind(75, FP16, Sizes(64), Features(bias=HALF_BIAS, bias_pairs=True))),
+            variants.with_shared_grid(variants.forward(Kind(75, BF16_AS_FP16, Sizes(64), Features(local=True)))),
+            variants.with_shared_grid(variants.dkdv(Kind(75, FP16, Sizes(64), Features(local=True)))),
         )
     ),
-    Row(80, variants.forward(Kind(80, BF16, 128))),
-    Row(80, variants.dkdv(Kind(80, BF16, 256))),
-    Row(86, variants.forward(Kind(86, BF16, 128, local=True))),
-    Row(86, variants.dkdv(Kind(86, BF16, 64))),
-    Row(90, variants.decode(Kind(90, BF16, 128))),
-    Row(90, variants.forward(Kind(90, BF16, 256))),
-    Row(90, variants.decode(Kind(90, BF16_AS_FP16, 128, cache=E4M3))),
-    Row(90, variants.forward(Kind(90, FP16, 128, cache=E4M3))),
+    Row(80, variants.forward(Kind(80, BF16, Sizes(128)))),
+    Row(80, variants.dkdv(Kind(80, BF16, Sizes(256)))),
+    Row(86, variants.forward(Kind(86, BF16, Sizes(128), Features(local=True)))),
+    Row(86, variants.dkdv(Kind(86, BF16, Sizes(64)))),
+    Row(90, variants.decode(Kind(90, BF16, Sizes(128)))),
+    Row(90, variants.forward(Kind(90, BF16, Sizes(256)))),
+    Row(90, variants.decode(Kind(90, BF16_AS_FP16, Sizes(128), Features(cache=E4M3)))),
+    Row(90, variants.forward(Kind(90, FP16, Sizes(128), Features(cache=E4M3)))),
 ]
 EVERYWHERE = [Row(80, ORDERED), Row(90, variants.forward(full(90, FP16, 64)))]
 # For each run of the suite: each source, and tiles that take their registers to the limit.
 EVERY_RUN = {
-    variants.forward(Kind(75, FP16, 64)),
+    variants.forward(Kind(75, FP16, Sizes(64))),
     variants.dkdv(CAUSAL._replace(head_dim=192)),
     variants.dq(CAUSAL._replace(head_dim=48)),
-    variants.decode(Kind(75, FP16, 64)),
-    variants.append(Kind(75, BF16_AS_FP16, 32, vec=1)),
-    variants.absmax(Kind(75, BF16_AS_FP16, 128)),
-    variants.delta(Kind(75, FP16, 32)),
+    variants.decode(Kind(75, FP16, Sizes(64))),
+    variants.append(Kind(75, BF16_AS_FP16, Sizes(32, vec=1))),
+    variants.absmax(Kind(75, BF16_AS_FP16, Sizes(128))),
+    variants.delta(Kind(75, FP16, Sizes(32))),
 }
 MAIN_LOOPS = ("forward", "dkdv", "dq", "decode")  # of tensor-core instructions
 
@@ -201,13 +209,13 @@ def check_turings_loop(row: Row, loop: Counter[str], version: str) -> None:
 
 def test_a_row_stored_in_words_is_a_complaint() -> None:
     """Compilers once made four stores of each 16 bytes of the epilogues."""
-    variant = variants.dq(Kind(75, FP16, 64))
+    variant = variants.dq(Kind(75, FP16, Sizes(64)))
     whole, words = [(0, "STG.E.128.SYS [R2], R8")], [(0, "@P0 STG.E.SYS [R2+0x4], R9")]
     assert list(offline.store_complaints(variant, whole)) == []
     assert list(offline.store_complaints(variant, words)) == [
         "1 stores of 32 bits, of which 0 at most are not part of a row's 16 bytes"
     ]
-    assert list(offline.store_complaints(variants.dq(Kind(75, FP16, 64, vec=1)), words)) == []
+    assert list(offline.store_complaints(variants.dq(Kind(75, FP16, Sizes(64, vec=1))), words)) == []
 
 
 def count(loop: Counter[str], *names: str) -> int:
@@ -216,7 +224,7 @@ def count(loop: Counter[str], *names: str) -> int:
 
 @pytest.mark.parametrize(("D", "type"), some_of([(128, BF16_AS_FP16), (128, FP16), (64, BF16_AS_FP16), (64, FP16)], 4))
 def test_decoding_over_8_bits_spills_nothing_on_turing(D: int, type: int, compiler: Compiler) -> None:
-    kind = Kind(75, type, D, local=True, paged=True, cache=E4M3)
+    kind = Kind(75, type, Sizes(D), Features(local=True, paged=True, cache=E4M3))
     found = offline.compiled(compiler, variants.decode(kind), "sm_75")
     assert found.spilled == 0 and not list(offline.complaints(variants.decode(kind), found, 75))
 
@@ -225,7 +233,7 @@ def test_8_bit_values_are_converted_between_the_products_of_scores(compiler: Com
     """Behind them, the tensor cores would wait for all warps' conversions at once."""
     if offline.cuobjdump() is None:
         pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
-    found = offline.compiled(compiler, variants.forward(Kind(75, FP16, 128, cache=E4M3)), "sm_75")
+    found = offline.compiled(compiler, variants.forward(Kind(75, FP16, Sizes(128), Features(cache=E4M3))), "sm_75")
     names = [text.split()[0] for _, text in offline.instructions(found.cubin)]
     products = [place for place, name in enumerate(names) if name.startswith("HMMA")]
     scores = names[products[0] : products[127]]  # the products with one tile of K
@@ -238,7 +246,7 @@ def test_8_bit_values_are_converted_between_the_products_of_scores(compiler: Com
 def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compiler) -> None:
     """No cp.async, no m16n8k16, no bf16 products: the PTX that a forced capability runs is a T4's."""
     assert callable(make)
-    variant = make(Kind(75, BF16_AS_FP16, 64))
+    variant = make(Kind(75, BF16_AS_FP16, Sizes(64)))
     text = compiler.compile(variant.source, nvrtc.compile_options(variant, "compute_75")).decode(errors="replace")
     assert ".target sm_75" in text and "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
     assert not any(word in text for word in ("cp.async", "m16n8k16", ".bf16"))
@@ -251,7 +259,9 @@ def test_the_pass_over_a_mask_waits_for_many_loads_at_once(
     """Compilers branch around a load that is behind a condition, and then each waits for memory alone."""
     if offline.cuobjdump() is None:
         pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
-    found = offline.compiled(compiler, variants.mask(Kind(75, FP16, 64, bias=bias, bias_words=words)), "sm_75")
+    found = offline.compiled(
+        compiler, variants.mask(Kind(75, FP16, Sizes(64, bias_words=words), Features(bias=bias))), "sm_75"
+    )
     texts = [text for _, text in offline.instructions(found.cubin)]
     loads = [place for place, text in enumerate(texts) if "LDG" in text]
     between = texts[loads[0] : loads[-1]]

@@ -25,7 +25,7 @@ from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.fused import forward
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, Kind, Sizes
 from flash_attn_compat.backends.fused.launching import launcher, layouts, workspaces
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import call_of, checked_call
@@ -77,7 +77,7 @@ def test_an_address_of_too_little_memory_is_refused(tensor: Tensor) -> None:
         plan.run(DenseInputs(tensor, q, q))
 
 
-KIND = Kind(75, variants.FP16, 64)
+KIND = Kind(75, FP16, Sizes(64))
 WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode().from_tensor(tensor)}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import FP16, HEAD_DIMS
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, HEAD_DIMS
 from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.backends.fused.launching import grids, launcher, workspaces
 from flash_attn_compat.dispatch import call_cache

@@ -14,8 +14,18 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import (
+    BF16_AS_FP16,
+    FP16,
+    HEAD_DIMS,
+    Features,
+    Hints,
+    Kind,
+    Sizes,
+    choose_tile,
+    size_of,
+)
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
-from flash_attn_compat.backends.fused.choosing.variants import BF16_AS_FP16, FP16, HEAD_DIMS, Kind
 from flash_attn_compat.backends.fused.launching import grids, workspaces
 from flash_attn_compat.backends.fused.launching.grids import Grid
 from tests.forms.plain import pairwise, some, some_of
@@ -87,7 +97,7 @@ def test_every_size_is_right_in_every_type_and_layout_and_values_are_not_padded_
 ) -> None:
     D, DV = (head_dim - missing for head_dim in head_dims)
     check(replace(TRAINED, head_dim=D, head_dim_v=DV, dtype=dtype, **MASKS[mask]))
-    assert sizes_of(launches) == {(variants.size_of(D), variants.size_of(DV))}
+    assert sizes_of(launches) == {(size_of(D), size_of(DV))}
 
 
 @NEEDS_EMULATOR
@@ -147,7 +157,7 @@ STAGED = {
 def test_kernels_with_several_stages_are_right_under_every_mask(
     head_dim: int, dtype: str, mask: str, missing: int, launches: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = variants.choose_tile
+    usual = choose_tile
     monkeypatch.setattr(variants, "choose_tile", lambda *asked: STAGED[head_dim].get(asked[0]) or usual(*asked))
     check(replace(TRAINED, head_dim=head_dim - missing, head_dim_v=head_dim - missing, dtype=dtype, **MASKS[mask]))
     staged = {one.variant.entry for one in launches.seen if dict(one.variant.macros).get("STAGES")}
@@ -163,7 +173,7 @@ def test_tiles_of_every_size_fit_the_shared_memory_of_a_multiprocessor(number: i
     for D, few_rows, DV, entry in itertools.product(
         HEAD_DIMS, (False, True), (0, *HEAD_DIMS), ("forward", "dkdv", "dq")
     ):
-        kind = Kind(number, FP16, D, few_rows=few_rows, head_dim_v=DV or D)
+        kind = Kind(number, FP16, Sizes(D, head_dim_v=DV or D), hints=Hints(few_rows=few_rows))
         variant = getattr(variants, entry)(kind)
         assert variant.shared <= most, (kind, variant)
         if number == 75:
@@ -174,7 +184,7 @@ def test_tiles_of_every_size_fit_the_shared_memory_of_a_multiprocessor(number: i
 
 
 def test_a_head_dim_takes_the_next_size_and_no_larger_one() -> None:
-    assert [variants.size_of(head_dim) for head_dim in (1, 16, 17, 40, 72, 96, 104, 129, 200, 256, 257)] == [
+    assert [size_of(head_dim) for head_dim in (1, 16, 17, 40, 72, 96, 104, 129, 200, 256, 257)] == [
         16, 16, 32, 48, 80, 96, 112, 160, 224, 256, 512,
     ]  # fmt: skip
     assert all(size % 16 == 0 and math.gcd(size, 128) >= 16 for size in HEAD_DIMS)
@@ -186,10 +196,10 @@ T4 = grids.Gpu(processors=40, number=75)
 GROUPED = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=5, head_dim=32, dtype="float16")
 
 
-@pytest.mark.parametrize("D", variants.HEAD_DIMS)
+@pytest.mark.parametrize("D", HEAD_DIMS)
 def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int) -> None:
     for type, vec in itertools.product((FP16, BF16_AS_FP16), (8, 1)):
-        variant = variants.decode(Kind(75, type, D, vec=vec))
+        variant = variants.decode(Kind(75, type, Sizes(D, vec=vec)))
         found = grids.count_splits(variant, 1, 2**20, T4)
         assert found % 40 == 0 and found // 40 * variant.shared <= offline.SHARED_MEMORY[75]
         assert found // 40 == offline.blocks(variant), "what the registers are bounded for"
@@ -236,10 +246,10 @@ def test_dense_calls_with_fewer_tall_tiles_than_multiprocessors_take_small_tiles
 # ---- few key heads: blocks share the query heads of a group
 
 
-@pytest.mark.parametrize("D", variants.HEAD_DIMS)
+@pytest.mark.parametrize("D", HEAD_DIMS)
 def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
     for group, local, blocks in itertools.product((2, 5, 32, 71), (False, True), (1, 7, 32, 64, 500)):
-        variant = variants.dkdv(Kind(75, FP16, D, local=local))
+        variant = variants.dkdv(Kind(75, FP16, Sizes(D), Features(local=local)))
         splits = grids.count_head_splits(variant, blocks, group, 2048, T4)
         each = -(-group // splits)
         assert 0 < group - (splits - 1) * each <= each
@@ -247,7 +257,7 @@ def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
 
 
 def test_one_key_head_for_all_queries_fills_a_small_gpu() -> None:
-    variant = variants.dkdv(Kind(75, FP16, 64))
+    variant = variants.dkdv(Kind(75, FP16, Sizes(64)))
     tiles = 2048 // variant.rows
     assert grids.count_head_splits(variant, tiles, 16, 2048, T4) == 2
     assert grids.count_head_splits(variant, tiles, 1, 2048, T4) == 1

@@ -17,8 +17,9 @@ from flash_attn_compat import backend_counts, cli, explain, flash_attn_func, res
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError
 from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, HEAD_DIMS, Features, Hints, Kind, Sizes, choose_tile
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
-from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.tuning import candidates, tuned
 from flash_attn_compat.backends.fused.tuning.tuned import Card, TileChoice
 from flash_attn_compat.backends.sdpa import Sdpa
@@ -198,11 +199,17 @@ def test_a_kept_tile_that_is_none_of_the_candidates_is_not_taken(launches: Launc
 
 @pytest.mark.parametrize("name", ["softcap", "dropout", "few_rows", "window"])
 def test_tuned_tiles_serve_kinds_like_the_timed_ones(name: str) -> None:
-    kind = Kind(75, FP16, 64, local=True, tiles=(("forward", EIGHT_WARPS), ("dkdv", EIGHT_WARPS), ("dq", EIGHT_WARPS)))
+    kind = Kind(
+        75,
+        FP16,
+        Sizes(64),
+        Features(local=True),
+        Hints(tiles=(("forward", EIGHT_WARPS), ("dkdv", EIGHT_WARPS), ("dq", EIGHT_WARPS))),
+    )
     for make in (variants.forward, variants.dkdv, variants.dq):
-        assert make(kind).threads == make(kind._replace(alibi=True)).threads == 256
-        other = kind._replace(**{name: 34 if name == "window" else True})
-        assert make(other) == make(other._replace(tiles=()))
+        assert make(kind).threads == make(kind.replace(alibi=True)).threads == 256
+        other = kind.replace(**{name: 34 if name == "window" else True})
+        assert make(other) == make(other.replace(tiles=()))
 
 
 # ---- the candidates
@@ -211,9 +218,9 @@ CANDIDATES = [
     (number, entry, D, tile)
     for number in (75, 90)
     for entry in candidates.ENTRIES
-    for D in variants.HEAD_DIMS
+    for D in HEAD_DIMS
     for tile in candidates.candidate_tiles(entry, number, D)
-    if tile != variants.choose_tile(entry, Kind(number, FP16, D, local=True))
+    if tile != choose_tile(entry, Kind(number, FP16, Sizes(D), Features(local=True)))
 ]
 
 
@@ -222,7 +229,7 @@ CANDIDATES = [
 def test_candidates_fit_and_are_right(
     number: int, entry: str, D: int, tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variant = getattr(variants, entry)(Kind(number, FP16, D, tiles=((entry, tile),)))
+    variant = getattr(variants, entry)(Kind(number, FP16, Sizes(D), hints=Hints(tiles=((entry, tile),))))
     assert variant.shared * (tile.min_blocks if number == 75 else 1) <= {75: 64, 90: 99}[number] * 1024
     launches = fused_on_cpu.emulate(monkeypatch, number)
     monkeypatch.setattr(tuned, "find_tiles", lambda *of: ((entry, tile),))
@@ -236,7 +243,9 @@ def test_turings_candidates_fit_its_registers() -> None:
     compilers = offline.compilers()
     if not compilers:
         pytest.skip("no NVRTC here: it comes with the test extra on x86-64 Linux")
-    variant = variants.dkdv(Kind(75, FP16, 128, local=True, tiles=(("dkdv", Tile(16, 8, 1, 1)),)))
+    variant = variants.dkdv(
+        Kind(75, FP16, Sizes(128), Features(local=True), Hints(tiles=(("dkdv", Tile(16, 8, 1, 1)),)))
+    )
     found = offline.compiled(compilers[max(compilers, key=float)], variant, "sm_75")
     assert list(offline.complaints(variant, found, 75)) == []
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_with_kvcache
 from flash_attn_compat.backends import unwritten
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.choosing.kinds import Kind, Sizes
 from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.core import cuda_capture
 from tests.forms.inputs import UNSEEN, OnGpu, cumulative
@@ -80,7 +80,7 @@ def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: p
     fused_on_cpu.record(monkeypatch, tried=True)
     monkeypatch.setattr(cuda_capture, "is_capturing", lambda asked: asked == 1)
     tries: list[int] = []
-    self_test.check_kernels((variants.delta(Kind(75, 0, 64)),), device, lambda watch: tries.append(device))
+    self_test.check_kernels((variants.delta(Kind(75, 0, Sizes(64))),), device, lambda watch: tries.append(device))
     assert tries == ([0] if device == 0 else [])
     assert bool(self_test._passed) == (device == 0)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from flash_attn_compat import explain
 from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.fused.building import nvrtc
-from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing import enumeration
+from flash_attn_compat.backends.fused.choosing.kinds import HEAD_DIMS, WIDEST_TILE, choose_tile
 from flash_attn_compat.backends.fused.launching import grids
 from flash_attn_compat.backends.fused.tuning import candidates
 from flash_attn_compat.torch_sdpa.policy import check_mask
@@ -161,14 +162,14 @@ def test_no_tile_is_wider_than_a_pass_over_a_mask_expects() -> None:
     found = [
         tile
         for entry in ("forward", "dkdv", "dq")
-        for number, kind in itertools.product((75, 80), variants.HEAD_DIMS)
+        for number, kind in itertools.product((75, 80), HEAD_DIMS)
         for tile in candidates.candidate_tiles(entry, number, kind)
     ]
     for number in (75, 80):
-        for kind in variants.kinds(number):
-            found += [variants.choose_tile(entry, kind) for entry in ("forward", "dkdv", "dq")]
-    assert all(variants.WIDEST_TILE % tile.streamed_rows == 0 for tile in found)
-    assert all(variants.WIDEST_TILE % tile.rows == 0 for tile in found)
+        for kind in enumeration.every_kind(number):
+            found += [choose_tile(entry, kind) for entry in ("forward", "dkdv", "dq")]
+    assert all(WIDEST_TILE % tile.streamed_rows == 0 for tile in found)
+    assert all(WIDEST_TILE % tile.rows == 0 for tile in found)
 
 
 @pytest.mark.parametrize(

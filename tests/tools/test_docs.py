@@ -19,8 +19,8 @@ import pytest
 
 from flash_attn_compat import cli, settings
 from flash_attn_compat.backends.fused.building import aot
-from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.choosing import enumeration
+from flash_attn_compat.backends.fused.choosing.kinds import Kind
 from tests.forms.plain import all_but_thorough
 from tests.tools.interpreters import forked
 from verify import cli as verify_cli
@@ -180,7 +180,7 @@ def test_python_that_is_shown_parses(page: Path) -> None:
 def test_the_page_says_how_many_kernels_compile_makes(said: str, kinds: Callable[[], Iterable[Kind]]) -> None:
     page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
     number = re.search(said, re.sub(r"\s+", " ", page))
-    assert number is not None and int(number[1].replace(",", "")) == len(variants.made_for(kinds()))
+    assert number is not None and int(number[1].replace(",", "")) == len(enumeration.made_for(kinds()))
 
 
 def test_the_kernel_that_verifys_page_shows_passes_away_from_the_recorded_answers(

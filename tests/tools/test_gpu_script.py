@@ -20,7 +20,7 @@ from rich.console import Console
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
-from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing import enumeration, variants
 from tests import fused_coverage, fuzz, gpu, sanitize
 from tests.forms.plain import some
 from tests.fuzz import Failure, Plan, main, run_all, shrink
@@ -145,7 +145,7 @@ def test_the_coverage_launches_every_variant_that_it_compiles(number: int, monke
             for problem in fused_coverage.problems(kind).values():
                 call = problem.build()
                 solve(getattr(flash_attn_interface, call.fn), call)
-    assert {launch.variant for launch in launches.seen} == set(variants.made_for(kinds))
+    assert {launch.variant for launch in launches.seen} == set(enumeration.made_for(kinds))
 
 
 @originals.needs_grouped_heads
@@ -160,7 +160,7 @@ def test_so_it_does_of_masks(number: int, monkeypatch: pytest.MonkeyPatch) -> No
                 problem, *(x.requires_grad_() for x in masked_fuzz.tensors(problem, "cpu"))
             )
             out.backward(torch.ones_like(out))
-    assert {launch.variant for launch in launches.seen} == set(variants.made_for(kinds))
+    assert {launch.variant for launch in launches.seen} == set(enumeration.made_for(kinds))
 
 
 def test_the_sanitizers_entries_are_all_there_are() -> None:

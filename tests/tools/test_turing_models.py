@@ -20,7 +20,7 @@ from benchmarks.turing_sm.machine import GEFORCE, T4, Simulation
 from benchmarks.turing_sm.machine_code import Instruction, decode_control, follow, halves, main_loop, parse, usual_path
 from benchmarks.turing_sm.published import PEER, TOKENS, clock_factors, compare, simulated_speed
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, Hints, Kind, Sizes
 from tests.forms.plain import some_of
 from tests.kernels import emulate, fused_on_cpu, offline
 from tests.kernels.emulate import Rules, compile_kernel
@@ -212,7 +212,7 @@ def test_an_instruction_without_a_known_cost_is_an_error():
 def test_a_compiled_kernel_stays_below_its_throughput_bound():
     if not offline.compilers() or offline.cuobjdump() is None:
         pytest.skip("no NVRTC, cuobjdump or nvdisasm here: they come with the test extra on x86-64 Linux")
-    variant = variants.forward(Kind(75, variants.FP16, 64, few_rows=True))
+    variant = variants.forward(Kind(75, FP16, Sizes(64), hints=Hints(few_rows=True)))
     *_, newest = offline.compilers().values()
     found = turing_sm.simulate_variant(variant, 64, offline.compiled(newest, variant, "sm_75"))
     assert 0.4 < found.useful < found.bound

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.choosing.kinds import BF16_AS_FP16, FP16, Kind
 from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.backends.fused.launching import calls, grids, layouts, masks
 from flash_attn_compat.backends.fused.launching.launcher import Plan
@@ -81,11 +81,11 @@ def load_ahead(call: AttentionCall, vec: int) -> None:
 
 def _choose_kind(call: AttentionCall, vec: int) -> Kind:
     kind, few_keys = calls.choose_kind(call, vec), 0
-    if kind.type == variants.FP16 and kind.number < 80 and (call.cu_seqlens_q is None) == (call.cu_seqlens_k is None):
+    if kind.type == FP16 and kind.number < 80 and (call.cu_seqlens_q is None) == (call.cu_seqlens_k is None):
         processors = calls.count_multiprocessors(call.q.get_device())
         sizes = calls.max_rows(call), calls.max_keys(call), kind.size
         few_keys = grids.choose_one_tile(*sizes, call.batch * call.nheads_k, processors)
-    return calls.enable_copies(call, kind._replace(few_keys=few_keys), True)
+    return calls.enable_copies(call, kind.replace(few_keys=few_keys), True)
 
 
 def _launch(plan: Plan, tensors: Inputs | AttentionCall, upstream: BackwardInputs, targets: Gradients) -> Tensor:
@@ -145,12 +145,12 @@ def _build_plan(
     if upstream.saved:
         fields["lse_has_position"] = 0
     plan = Plan(call, kind, fields, has_mask="bias_map" in saved)
-    if kind.type == variants.BF16_AS_FP16:
+    if kind.type == BF16_AS_FP16:
         if "absmax" not in saved:
             plan.add_maxima_pass(of_rows=True)
         plan.add_output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
     plan.add_output("delta", call.lse_shape, torch.float32)
-    if kind.copied:
+    if kind.features.copied:
         elements = max(call.q.numel() + upstream.dout.numel(), call.k.numel() + call.v.numel())
         plan.add_output("copies", (elements,), torch.float16)
     rows = calls.max_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]

@@ -42,7 +42,8 @@ from torch import Tensor
 from flash_attn_compat.backends.base import HALF_DTYPES
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.choosing.kinds import BF16_AS_FP16, HEAD_DIMS, SHORT, Kind
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.launching import calls, grids, layouts, params
 from flash_attn_compat.backends.fused.launching.launcher import Plan
 from flash_attn_compat.core import kernel_layout
@@ -132,8 +133,8 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
     q, k, v = inputs[:3]
     if {x.dtype for x in (q, k, v)} not in ({torch.float16}, {torch.bfloat16}):
         return f"q, k and v must all be fp16 or all bf16; got {q.dtype}, {k.dtype} and {v.dtype}"
-    if max(q.shape[-1], v.shape[-1]) > variants.HEAD_DIMS[-1]:
-        return f"head dims up to {variants.HEAD_DIMS[-1]}; got {q.shape[-1]} and {v.shape[-1]}"
+    if max(q.shape[-1], v.shape[-1]) > HEAD_DIMS[-1]:
+        return f"head dims up to {HEAD_DIMS[-1]}; got {q.shape[-1]} and {v.shape[-1]}"
     if not all(x.numel() for x in (q, k, v)):
         return "tensors without elements"
     if len(inputs.captured) > params.CAPTURED or len(inputs.numbers) > params.NUMBERS:
@@ -189,7 +190,7 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
     plan = Plan(call, kind, fields | {"out_s": _row_strides(out_strides)})
     plan.add_output("out", call.out_shape, call.q.dtype, strides=out_strides)
     plan.add_output("lse", call.lse_shape, torch.float32)
-    if kind.type == variants.BF16_AS_FP16:
+    if kind.type == BF16_AS_FP16:
         plan.add_maxima_pass(of_rows=False)
     variant = make_variant("forward", kind, mods, inputs.blocks)
     grid = grids.choose_grid(call.q.shape[1], variant.rows, call.batch, call.nheads, None)
@@ -231,11 +232,11 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
     plan = Plan(call, kind, fields)
     for name, x in targets.items():
         plan.add_output(name, tuple(x.shape), x.dtype, strides=target_strides[name])
-    if kind.type == variants.BF16_AS_FP16:
+    if kind.type == BF16_AS_FP16:
         plan.add_maxima_pass(of_rows=True)
         plan.add_output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
     plan.add_output("delta", call.lse_shape, torch.float32)
-    if kind.copied:
+    if kind.features.copied:
         elements = max(q.numel() + dout.numel(), k.numel() + v.numel())
         plan.add_output("copies", (elements,), torch.float16)
     for entry in ("delta", "dkdv", "dq"):
@@ -321,9 +322,9 @@ def _fit_tile(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> Vari
     A score_mod needs registers as softcap does, unless it is simple and heads are narrow.
     """
     is_simple = kind.size <= _NARROW_HEAD and not _SPECIAL.search(mods.text.partition("flex_slope")[0])
-    like = kind._replace(softcap=mods.has_score and not is_simple)
-    few = like._replace(few_rows=True)
-    for choice in (like, few, few._replace(short=variants.SHORT)):
+    like = kind.replace(softcap=mods.has_score and not is_simple)
+    few = like.replace(few_rows=True)
+    for choice in (like, few, few.replace(short=SHORT)):
         variant = variants.MAKERS[entry](choice)
         if blocks is None:
             return variant

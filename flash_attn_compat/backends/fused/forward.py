@@ -13,7 +13,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends.base import NegatedView
 from flash_attn_compat.backends.fused import backward
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind
+from flash_attn_compat.backends.fused.choosing.kinds import BF16_AS_FP16, BOOLEANS, Kind
 from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.backends.fused.launching import calls, grids, launcher, layouts, masks
 from flash_attn_compat.backends.fused.launching.launcher import Plan
@@ -116,10 +116,11 @@ class Forward:
         shared_grid: bool = False,
     ) -> None:  # fmt: skip
         rows, group = calls.max_rows(call), call.nheads // call.nheads_k
-        self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout or kind.bias > 0)
+        more = kind.features.dropout or kind.features.bias > 0
+        self.kind, self.is_decode = kind, variants.takes_decode(rows, group, more)
         self.appends, self.appends_first = new is not None, False
         self.needs_grad, self.drops = bool(call.use & Feature.BACKWARD), call.dropout_p > 0.0
-        self.saved = masks.SAVED[: 3 if kind.bias == variants.BOOLEANS else 1]
+        self.saved = masks.SAVED[: 3 if kind.features.bias == BOOLEANS else 1]
         fields = calls.call_fields(call) | {"out_s": layouts.contiguous_strides(call.out_shape)}
         plan = Plan(call, kind, fields)
         if new is not None:
@@ -133,7 +134,7 @@ class Forward:
         if self.needs_grad and fields["lse_has_position"]:
             plan.add_output("lse_true", call.lse_shape, torch.float32)
         # The decode kernel finds a scale for each step itself.
-        if kind.type == variants.BF16_AS_FP16 and not (self.is_decode or kind.cache):
+        if kind.type == BF16_AS_FP16 and not (self.is_decode or kind.features.cache):
             plan.add_maxima_pass(of_rows=False)
         is_packed = call.cu_seqlens_q is not None
         if self.is_decode:  # the query heads of a group are rows of one tile

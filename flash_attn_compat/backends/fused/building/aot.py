@@ -8,8 +8,9 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError
-from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.choosing import enumeration
+from flash_attn_compat.backends.fused.choosing.kinds import FLOAT_BIAS, FP16, Kind, size_of
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 
 _MIN_ARCHITECTURE = 75
 _COMMON_HEAD_DIMS = 32, 64, 80, 96, 128, 256
@@ -36,11 +37,13 @@ def common_kinds(
     head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
     masks: whether to include dense masks, of booleans or of biases in the dtype, which PyTorch's operators take
     """
-    sizes = set(map(variants.size_of, head_dims or _COMMON_HEAD_DIMS))
-    for kind in variants.kinds(number):
+    sizes = set(map(size_of, head_dims or _COMMON_HEAD_DIMS))
+    for kind in enumeration.every_kind(number):
         name = "float16" if kind.type == FP16 else "bfloat16"
-        is_common = kind.vec == 8 and not kind.cache and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
-        is_common = is_common and (not kind.bias or (masks and kind.bias != variants.FLOAT_BIAS))
+        asked = kind.features
+        is_common = kind.sizes.vec == 8 and not asked.cache
+        is_common = is_common and asked.alibi + asked.softcap + asked.dropout + (asked.bias > 0) <= 1
+        is_common = is_common and (not asked.bias or (masks and asked.bias != FLOAT_BIAS))
         if is_common and kind.D in sizes and (name in dtypes or not dtypes):
             yield kind
 
@@ -51,17 +54,19 @@ def usual_kinds(number: int) -> Iterator[Kind]:
     They are causal d 128 over a cache, pages too, in fp16 and bf16; d 64, with dropout where nothing is masked; and
     unmasked d 40, 80 and 160; the last two groups in fp16. Gradients of few keys compile at their first call.
     """
-    sizes = set(map(variants.size_of, _DIFFUSION_HEAD_DIMS))
-    for kind in variants.kinds(number):
-        is_fp16 = kind.type == FP16
-        if kind.vec != 8 or kind.alibi or kind.softcap or kind.bias or kind.cache or kind.few_keys or kind.window:
+    of_diffusion = set(map(size_of, _DIFFUSION_HEAD_DIMS))
+    for kind in enumeration.every_kind(number):
+        is_fp16, asked, sizes = kind.type == FP16, kind.features, kind.sizes
+        if asked.alibi or asked.softcap or asked.bias or asked.cache:
+            continue
+        if sizes.vec != 8 or sizes.window or kind.hints.few_keys:
             continue
         if kind.D == 128:
-            is_usual = kind.local and not kind.dropout and (is_fp16 or not kind.paged)
+            is_usual = asked.local and not asked.dropout and (is_fp16 or not asked.paged)
         elif kind.D == 64:
-            is_usual = is_fp16 and not kind.paged and not (kind.local and kind.dropout)
+            is_usual = is_fp16 and not asked.paged and not (asked.local and asked.dropout)
         else:
-            is_usual = kind.D in sizes and is_fp16 and not (kind.local or kind.paged or kind.dropout)
+            is_usual = kind.D in of_diffusion and is_fp16 and not (asked.local or asked.paged or asked.dropout)
         if is_usual:
             yield kind
 

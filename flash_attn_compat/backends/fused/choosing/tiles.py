@@ -1,6 +1,6 @@
-"""The tiles of the fused kernels, in one table: by GPU, entry and head dim, then by the kind of call.
+"""The tiles of the fused kernels, in one table: by GPU, entry and head dim, then by condition.
 
-A call is of several kinds, the most particular first and USUAL last (variants.kinds_of_call). It takes the tile of the
+A call meets several conditions, the most particular first and USUAL last (kinds.conditions). It takes the tile of the
 first one that its row has. candidates.py lists the tiles among which ``tune`` looks.
 """
 
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
         return [*found, ("MIN_BLOCKS", self.min_blocks), ("QK_IN_REGS", int(self.qk_in_regs))]
 
 
-# Kinds of calls. SHORT_SEQUENCES: leave half of a small tile's rows and keys empty; FEW_ROWS: leave half of a tall tile
+# Conditions. SHORT_SEQUENCES: leave half of a small tile's rows and keys empty; FEW_ROWS: leave half of a tall tile
 # empty, or multiprocessors idle. With few rows blocks mostly wait for their first loads: FEW_ROWS_AND_KEYS,
 # FEW_LOCAL_ROWS and FEW_FREE_ROWS are those for which the kernel has registers to load V with K. UNLIKE: q and v have
 # different head dims; CONVERTED: each tile converts bf16; LESS_SHARED: a multiprocessor has less shared memory than an
@@ -52,7 +52,7 @@ Row = dict[str, Tile]
 
 
 def few_keys(keys: int) -> str:
-    """Return the kind of a backward whose one tile of ``keys`` has all keys of a sequence."""
+    """Return the condition of a backward whose one tile of ``keys`` has all keys of a sequence."""
     return f"at most {keys} keys"
 
 
@@ -202,7 +202,7 @@ NEWER: dict[str, dict[int, Row]] = {
 }
 
 
-def find_tile(number: int, entry: str, size: int, kinds: Sequence[str]) -> Tile:
-    """Return the tile of the first of ``kinds`` that the row has. number: of the architecture; size: of a head"""
+def find_tile(number: int, entry: str, size: int, conditions: Sequence[str]) -> Tile:
+    """Return the tile of the first of ``conditions`` that the row has. number: of the architecture; size: of a head"""
     row = (TURING if number < 80 else NEWER)[entry][size]
-    return next(row[kind] for kind in kinds if kind in row)
+    return next(row[one] for one in conditions if one in row)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError
-from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.choosing.kinds import BOOLEANS, FLOAT_BIAS, FP16, Kind
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.backends.fused.launching import workspaces
 from flash_attn_compat.backends.fused.launching.eight_bit import DTYPES as EIGHT_BIT_DTYPES
@@ -122,7 +122,7 @@ def find_forward_error(
                 results = run(call, moved)
             used = new.cache_seqlens + new.k.shape[1]
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
-        if kind.cache:  # the kernel may have rounded rotated keys to other 8-bit numbers
+        if kind.features.cache:  # the kernel may have rounded rotated keys to other 8-bit numbers
             counted = counted._replace(k=call.k.cpu(), v=call.v.cpu())
         exact = _REFERENCE.forward(_to_fp32(counted))
         expected = {"q": counted.q, "out": exact.out, "softmax_lse": exact.lse}
@@ -157,7 +157,7 @@ def find_backward_error(
     exact_upstream = BackwardInputs(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
     expected = _REFERENCE.backward(exact, exact_upstream, None)
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
-    saved = () if kind.bias else (lse,)  # with biases a saved LSE would differ from the reported one
+    saved = () if kind.features.bias else (lse,)  # with biases a saved LSE would differ from the reported one
     upstream = BackwardInputs(dout.to(place), out, lse, call.rng_state, saved, dlse.to(place))
     with watch():
         gradients = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
@@ -186,13 +186,13 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
     Each sequence's last row has unscaled scores beyond fp16's range. They come from the last channel, which no Append
     of ``_make_appends`` rotates.
     """
-    (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
+    (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.features.paged
     lengths = _key_lengths(kind)
-    pages, is_dense = -(-max(lengths) // _PAGE), kind.bias > 0
+    pages, is_dense = -(-max(lengths) // _PAGE), kind.features.bias > 0
     rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _UNUSED_TOKENS,)
     keys = (2, pages * _PAGE) if has_slots else (sum(lengths) + _UNUSED_TOKENS,)
     if is_dense:
-        rows, keys = (2, max(_ROWS)), (2, max(lengths) + kind.bias_pairs)
+        rows, keys = (2, max(_ROWS)), (2, max(lengths) + kind.features.bias_pairs)
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
     q = _randn(0, (*rows, _HEADS, dim), dtype)
     # Only one head is loud: the other heads keep an even softmax.
@@ -204,11 +204,11 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
         for sequence, length in enumerate(lengths):
             k[sequence, length:] = v[sequence, length:] = torch.nan
     descales: dict[str, Any] = {}
-    if kind.cache:
-        k, v = k.to(EIGHT_BIT_DTYPES[kind.cache]), v.to(EIGHT_BIT_DTYPES[kind.cache])
+    if kind.features.cache:
+        k, v = k.to(EIGHT_BIT_DTYPES[kind.features.cache]), v.to(EIGHT_BIT_DTYPES[kind.features.cache])
         descales = {"k_descale": torch.tensor([[0.5, 1.25], [2.0, 0.75]], dtype=torch.float32, device="cpu")}
         descales |= {"v_descale": descales["k_descale"].flip(0)[:, :1], "k_factor": 0.8, "v_factor": 1.5}
-    if kind.paged:  # in reverse order
+    if kind.features.paged:  # in reverse order
         k, v = (slots.view(-1, _PAGE, *slots.shape[2:]).flip(0) for slots in (k, v))
         table = torch.arange(2 * pages, dtype=torch.int32, device="cpu").flip(0).view(2, pages)
     return AttentionCall(
@@ -216,17 +216,17 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
         k=k,
         v=v,
         softmax_scale=dim**-0.5,
-        mask=Mask(100 if kind.window is None else 30, 3) if kind.local else Mask(None, None),
+        mask=Mask(100 if kind.sizes.window is None else 30, 3) if kind.features.local else Mask(None, None),
         max_seqlen_q=rows[1] if len(rows) == 2 else max(_ROWS),
         max_seqlen_k=keys[-1] if is_dense else max(lengths),
-        softcap=_SOFTCAP if kind.softcap else 0.0,
-        dropout_p=_DROPOUT if kind.dropout else 0.0,
-        alibi_slopes=torch.tensor(slopes, dtype=torch.float32, device="cpu") if kind.alibi else None,
+        softcap=_SOFTCAP if kind.features.softcap else 0.0,
+        dropout_p=_DROPOUT if kind.features.dropout else 0.0,
+        alibi_slopes=torch.tensor(slopes, dtype=torch.float32, device="cpu") if kind.features.alibi else None,
         cu_seqlens_q=None if few_rows or is_dense else _ints(0, _ROWS[0], sum(_ROWS)),
         cu_seqlens_k=None if has_slots or is_dense else _ints(0, lengths[0], sum(lengths)),
         seqused_k=_ints(*lengths) if has_slots else None,
         block_table=table,
-        rng_state=torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu") if kind.dropout else None,
+        rng_state=torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu") if kind.features.dropout else None,
         bias=_make_mask(kind) if is_dense else None,
         is_dense=is_dense,
         use=Feature.LSE,
@@ -236,23 +236,23 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
 
 def _key_lengths(kind: Kind) -> tuple[int, int]:
     """Return the keys of each sequence. The most are odd: a mask of one more key has aligned pairs."""
-    return (kind.few_keys - 13, kind.few_keys - 1) if kind.few_keys else _KEYS
+    return (kind.hints.few_keys - 13, kind.hints.few_keys - 1) if kind.hints.few_keys else _KEYS
 
 
 def _make_mask(kind: Kind) -> Tensor:
     """Return a mask with tiles that hide everything or nothing, a row without keys, and a row of biases far below 0."""
-    numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_key_lengths(kind)) + kind.bias_pairs), torch.float32)
+    numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_key_lengths(kind)) + kind.features.bias_pairs), torch.float32)
     hidden = numbers > 0.5
     hidden[:, :, :70, 64:100] = True
     hidden[:, :, 128:, 64:128] = True
     hidden[:, :, 5] = True
     hidden[:, :, 64:, :64] = False
-    if kind.bias == variants.BOOLEANS:
+    if kind.features.bias == BOOLEANS:
         return ~hidden
     numbers[:, :, 64:, :64] = 0.0
     numbers[:, :, 6] = -1000.0
     numbers = numbers.masked_fill(hidden, -torch.inf)
-    return numbers if kind.bias == variants.FLOAT_BIAS else numbers.to(_dtype(kind))
+    return numbers if kind.features.bias == FLOAT_BIAS else numbers.to(_dtype(kind))
 
 
 def _make_appends(kind: Kind) -> Iterator[Append]:
@@ -267,9 +267,9 @@ def _make_appends(kind: Kind) -> Iterator[Append]:
 
 def _head_dims(kind: Kind) -> tuple[int, int]:
     """Return head dims: the kernel's largest for q and k and one with padding for v; or two that are unaligned."""
-    if kind.vec != 8:
+    if kind.sizes.vec != 8:
         return kind.D - 3, kind.DV - 1
-    chunk = 16 if kind.cache else 8  # of 16 bytes, which rows must be multiples of
+    chunk = 16 if kind.features.cache else 8  # of 16 bytes, which rows must be multiples of
     return kind.D, kind.DV - chunk if chunk < kind.DV else kind.DV
 
 

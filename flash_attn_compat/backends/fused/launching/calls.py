@@ -9,7 +9,18 @@ import torch
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.choosing.kinds import (
+    BF16,
+    BF16_AS_FP16,
+    FEW_ROWS,
+    FP16,
+    SHORT,
+    Features,
+    Hints,
+    Kind,
+    Sizes,
+)
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.launching import eight_bit, grids, layouts, masks, params, workspaces
 from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.core import dropout
@@ -25,36 +36,39 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     left, right = call.mask.left, call.mask.right
     has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
     device, number = call.q.device, nvrtc.target(call.q.get_device()).number
-    half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
+    half = FP16 if call.q.dtype == torch.float16 else BF16
     cache = eight_bit.cache_macro(call.k)
-    is_plain = half == variants.FP16 and number < 80 and call.cu_seqlens_q is None
+    is_plain = half == FP16 and number < 80 and call.cu_seqlens_q is None
     fills = not is_plain or grids.fills_gpu(
         max_rows(call), max_keys(call), call.batch * call.nheads, count_multiprocessors(call.q.get_device())
     )
     # A single row is at the last key: no key is to its right.
     local, size = left is not None or (right is not None and not has_one_row), max(call.q.shape[-1], call.v.shape[-1])
     rows, longest = max_rows(call), max(max_rows(call), max_keys(call))
-    few_rows = grids.takes_small_tiles(rows, size, local) if number < 80 else rows <= variants.FEW_ROWS
+    few_rows = grids.takes_small_tiles(rows, size, local) if number < 80 else rows <= FEW_ROWS
     is_long = call.bias is not None or call.block_table is not None
-    kind = Kind(
-        number=number,
-        type=variants.BF16_AS_FP16 if half and (number < 80 or cache) else half,
-        cache=cache,
+    sizes = Sizes(
         head_dim=call.q.shape[-1],
         head_dim_v=call.v.shape[-1],
+        window=None if left is None or right is None else left + right + 1,
+        vec=vec,
+    )
+    features = Features(
         local=local,
         alibi=call.alibi_slopes is not None,
         softcap=call.softcap > 0.0,
         dropout=call.dropout_p > 0.0,
         paged=call.block_table is not None,
-        vec=vec,
-        window=None if left is None or right is None else left + right + 1,
-        few_rows=few_rows or not fills,
-        short=0 if is_long else next((most for most in (variants.SHORT, variants.FEW_ROWS) if longest <= most), 0),
         bias=masks.bias_macro(call.bias),
         bias_pairs=masks.can_load_pairs(call.bias),
+        cache=cache,
     )
-    return kind._replace(tiles=tuned.find_tiles(settings.gpu(device), number, kind.size, call.q.dtype))
+    hints = Hints(
+        few_rows=few_rows or not fills,
+        short=0 if is_long else next((most for most in (SHORT, FEW_ROWS) if longest <= most), 0),
+    )
+    kind = Kind(number, BF16_AS_FP16 if half and (number < 80 or cache) else half, sizes, features, hints)
+    return kind.replace(tiles=tuned.find_tiles(settings.gpu(device), number, kind.size, call.q.dtype))
 
 
 def call_fields(call: AttentionCall) -> dict[str, params.Value]:
@@ -170,7 +184,8 @@ def enable_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
     """Return ``kind``, with copies of the streamed operands if there are many tiles. Caches and pages are never copied:
     they may be much larger than the new keys, and each step would copy them again.
     """
-    is_converted = kind.type == variants.BF16_AS_FP16 and kind.vec == 8 and not (kind.paged or kind.cache)
+    in_memory_once = kind.features.paged or kind.features.cache
+    is_converted = kind.type == BF16_AS_FP16 and kind.sizes.vec == 8 and not in_memory_once
     if not (is_converted and (call.is_dense or call.cu_seqlens_k is not None) and all(x.numel() for x in call[:3])):
         return kind
     stationary, starts = (call.k, call.cu_seqlens_k) if backward else (call.q, call.cu_seqlens_q)
@@ -178,4 +193,4 @@ def enable_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
     # Of packed sequences the host knows only the mean length.
     rows = stationary.shape[1] if starts is None else stationary.shape[0] / max(call.batch, 1)
     group = 1 if backward else call.nheads // call.nheads_k
-    return kind._replace(copied=variants.pays_to_copy(kind, variant, rows, group))
+    return kind.replace(copied=variants.pays_to_copy(kind, variant, rows, group))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import E4M3, E5M2
 from flash_attn_compat.backends.fused.launching import params
 from flash_attn_compat.core.call import AttentionCall
 
 # The dtype of a cache by the macro CACHE.
-DTYPES = {variants.E4M3: torch.float8_e4m3fn, variants.E5M2: torch.float8_e5m2}
+DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 _MACROS = {dtype: macro for macro, dtype in DTYPES.items()}
 
 

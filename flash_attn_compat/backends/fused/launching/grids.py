@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import FEW_ROWS, ONE_TILE
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 
 # Tiles of one head in a group of a shared grid: their blocks are adjacent, and so share its keys in the L2 cache.
@@ -87,21 +87,21 @@ def takes_small_tiles(rows: int, head_dim: int, local: bool) -> bool:
 
     rows: of the longest sequence; head_dim: the larger one; local: under a causal mask, or in a window
     """
-    tiles = -(-rows // variants.FEW_ROWS)
+    tiles = -(-rows // FEW_ROWS)
     if tiles % 2:
         return tiles <= _MOST_SMALL
     return (tiles == 2 and local) or (tiles <= 4 and head_dim in _ALIKE)
 
 
 def choose_one_tile(rows: int, keys: int, size: int, heads: int, processors: int) -> int:
-    """Return the keys of the tile that holds each sequence's keys, one of variants.ONE_TILE; 0 where it does not pay.
+    """Return the keys of the tile that holds each sequence's keys, one of ONE_TILE; 0 where it does not pay.
 
     Its blocks walk over all rows of a head: few heads of many rows would leave multiprocessors idle.
-    size: of a head, one of variants.HEAD_DIMS; heads: key heads of all sequences together
+    size: of a head, one of HEAD_DIMS; heads: key heads of all sequences together
     """
     if keys == 0 or (rows > _FEW_ROWS and heads < 4 * processors):
         return 0
-    return next((tile for tile, sizes in variants.ONE_TILE.items() if keys <= tile and size in sizes), 0)
+    return next((tile for tile, sizes in ONE_TILE.items() if keys <= tile and size in sizes), 0)
 
 
 class Gpu(NamedTuple):

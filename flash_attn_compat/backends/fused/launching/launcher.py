@@ -20,7 +20,8 @@ from torch import Tensor
 from flash_attn_compat.backends.base import NegatedView
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.variants import Kind, Variant
+from flash_attn_compat.backends.fused.choosing.kinds import BOOLEANS, Kind
+from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.launching import calls, eight_bit, grids, layouts, masks, params, workspaces
 from flash_attn_compat.backends.fused.launching.grids import Grid
 from flash_attn_compat.core import checks
@@ -127,9 +128,9 @@ class Plan:
         of_rows: include q's maxima, which the forward kernel finds itself. Without them, and if the forward reads
         copies of keys and values, the pass also writes these copies, scaled by the maxima known so far.
         """
-        call, kind = self.call, self.kind._replace(copied=self.kind.copied and not of_rows)
+        call, kind = self.call, self.kind.replace(copied=self.kind.features.copied and not of_rows)
         self.add_output("absmax", (3, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
-        if kind.copied:
+        if kind.features.copied:
             marks = variants.marks(kind, call.k.shape[:-2].numel(), call.batch)
             self.add_output("copies", (call.k.numel() + call.v.numel(),), torch.float16)
             self.add_output("marks", (2, call.nheads_k, marks), torch.int32)
@@ -159,7 +160,7 @@ class Plan:
         fields = {**self.fields, "tiles": grid.tiles, "splits": splits, "varlen_tiles": grid.varlen_tiles}
         if variant.entry != "delta":  # delta streams no operands
             fields["resident"] = calls.find_gpu(call).resident_blocks(variant)
-            if self.kind.copied:
+            if self.kind.features.copied:
                 self._add_pass(variants.to_half(self.kind), 2, converts_rows=int(of_keys))
                 rows, keys = {"q": call.q.shape, "dout": call.out_shape}, {"k": call.k.shape, "v": call.v.shape}
                 offset = 0
@@ -329,9 +330,9 @@ def _plan_mask(call: AttentionCall, kind: Kind, fields: dict[str, params.Value])
     blocks, map_shape, rows_shape = masks.mask_pass_shapes(call.bias)
     outputs = [
         Output("bias_map", map_shape, torch.int32),
-        Output("bias_of_rows", rows_shape, torch.int32, starts_as_zero=kind.bias != variants.BOOLEANS),
+        Output("bias_of_rows", rows_shape, torch.int32, starts_as_zero=kind.features.bias != BOOLEANS),
     ]
-    return outputs, [Launch(variants.mask(kind._replace(bias_words=masks.words_per_block(call.bias))), blocks, fields)]
+    return outputs, [Launch(variants.mask(kind.replace(bias_words=masks.words_per_block(call.bias))), blocks, fields)]
 
 
 def launch_over(

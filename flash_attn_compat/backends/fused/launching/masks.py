@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import (
+    BAND,
+    BIAS_WORDS,
+    BOOLEANS,
+    FLOAT_BIAS,
+    HALF_BIAS,
+    PART_KEYS,
+    REACH,
+    WIDEST_TILE,
+)
 from flash_attn_compat.backends.fused.launching import params
 
 # Tensors that a forward may save for its backward after the LSE, in this order. Of a boolean mask the kernels read only
@@ -37,8 +46,8 @@ def bias_macro(bias: Tensor | None) -> int:
     """Return the macro BIAS for a call's mask; 0 for none."""
     if bias is None:
         return 0
-    kinds = {torch.bool: variants.BOOLEANS, torch.float32: variants.FLOAT_BIAS}
-    return kinds.get(bias.dtype, variants.HALF_BIAS)
+    kinds = {torch.bool: BOOLEANS, torch.float32: FLOAT_BIAS}
+    return kinds.get(bias.dtype, HALF_BIAS)
 
 
 def can_load_pairs(bias: Tensor | None) -> bool:
@@ -55,8 +64,8 @@ def words_per_block(bias: Tensor) -> int:
     They include one key beyond the last where the last tile reaches beyond it: that tile must count as partly hidden.
     """
     keys = bias.shape[-1]
-    keys += keys % variants.WIDEST_TILE > 0
-    return next((words for words in variants.BIAS_WORDS if 32 * words >= keys), variants.BIAS_WORDS[-1])
+    keys += keys % WIDEST_TILE > 0
+    return next((words for words in BIAS_WORDS if 32 * words >= keys), BIAS_WORDS[-1])
 
 
 def mask_fields(bias: Tensor) -> dict[str, params.Value]:
@@ -69,8 +78,8 @@ def mask_fields(bias: Tensor) -> dict[str, params.Value]:
         "bias_batch": 0 if not batch else heads if head else 1,
         "bias_head": int(head > 0),
         "bias_rows": rows if row else 1,
-        "bias_bands": -(-(rows if row else 1) // variants.BAND),
-        "bias_chunks": -(-keys // variants.REACH),
+        "bias_bands": -(-(rows if row else 1) // BAND),
+        "bias_chunks": -(-keys // REACH),
         "lse_has_position": int(bias.dtype != torch.bool),
     }
 
@@ -79,6 +88,6 @@ def mask_pass_shapes(bias: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...
     """Return the blocks of the pass, and the shapes of its results bias_map and bias_of_rows."""
     batch, heads, rows, _ = (size if stride else 1 for size, stride in zip(bias.shape, bias.stride()))
     slabs, keys = batch * heads, bias.shape[-1]
-    bands, parts, chunks = slabs * -(-rows // variants.BAND), -(-keys // variants.PART_KEYS), -(-keys // variants.REACH)
-    of_rows = (slabs, rows, chunks * variants.REACH // 32) if bias.dtype == torch.bool else (slabs, rows)
+    bands, parts, chunks = slabs * -(-rows // BAND), -(-keys // PART_KEYS), -(-keys // REACH)
+    of_rows = (slabs, rows, chunks * REACH // 32) if bias.dtype == torch.bool else (slabs, rows)
     return bands * parts, (bands * chunks, 2), of_rows

@@ -19,7 +19,7 @@ import torch
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
-from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing.kinds import HEAD_DIMS
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.tuning import candidates
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, lacks_tensor_cores
@@ -197,7 +197,7 @@ def find_times(traits: Traits) -> Times | None:
         return None
     case = next((case for case, feature in _CASES.items() if traits.features & feature), "full")
     largest = max(traits.head_dim, traits.head_dim_v)
-    size = next((size for size in variants.HEAD_DIMS if largest <= size), None)
+    size = next((size for size in HEAD_DIMS if largest <= size), None)
     wanted = case, size, dtype_name(traits.dtype), traits.needs_backward
     return next((one for one in card.times if one[:4] == wanted), None)
 
