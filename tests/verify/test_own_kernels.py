@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forms.plain import all_but_thorough
 from tests.verify.test_bench import timed
 from tests.verify.test_verdicts import judge, row
 from verify import bench, bench_pictures, bench_report
@@ -67,13 +68,12 @@ SEVEN: dict[str, tuple[int, list[str], list[str]]] = {
         ["add --dtype fp16"],
     ),
 }  # fmt: skip
-LIKE_OTHERS = "wrong_alignment", "right_in_half_precision --dtype fp16"  # wrong in one workload; right in fp16
+# Wrong in one workload, right in fp16, wrong in all workloads.
+LIKE_OTHERS = "wrong_alignment", "right_in_half_precision --dtype fp16", "right_in_half_precision"
 
 
 @pytest.mark.usefixtures("copied_children")
-@pytest.mark.parametrize(
-    "asked", [pytest.param(each, marks=[pytest.mark.thorough] if each in LIKE_OTHERS else []) for each in SEVEN]
-)
+@pytest.mark.parametrize("asked", all_but_thorough(SEVEN, LIKE_OTHERS))
 def test_bench_says_of_each_of_seven_kernels_whether_it_is_right_wrong_or_declines(asked, capsys) -> None:
     (name, *options), (code, parts, absent) = asked.split(), SEVEN[asked]
     assert main(["bench", "--implementation", f"{FILE}:{name}", *PLAIN_64, *options]) == code
@@ -439,12 +439,16 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", MORE)
+# Other rows show the same habit, or unit tests the same words.
+LATE = ["with_lse", "raising_once", "without_backward", "through_numpy", "one_head_dim"]
+
+
+@pytest.mark.parametrize("name", all_but_thorough(MORE, LATE))
 def test_a_kernel_with_one_more_habit_or_fault_gets_its_verdict(name, tmp_path, capsys) -> None:
     cases, code, said, unsaid = MORE[name]
     judged = judge(name, tmp_path, capsys, cases)
     assert [part for part in said if part not in judged.told] == [], judged.told
     assert not [part for part in unsaid if part in judged.told] and judged.code == code
-    if "look closer" in judged.told:
+    if "--magnitude" in judged.told:  # other advice follows of seven kernels in test_verdicts.py
         assert main(judged.advice) == 1
         capsys.readouterr()
