@@ -94,7 +94,7 @@ def _run_into(entry: Entry, x: Inputs, out: Tensor) -> Result:
         write = entry.backend.run_into(entry.run)
     if write is not None:
         return write(x, None, out)
-    checks.output(out, (*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, x.q.device)  # before the run appends
+    checks.is_writable_out(out, (*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, x.q.device)  # before the run appends
     result = entry.run(x, None)
     return result._replace(out=out.copy_(result.out))
 

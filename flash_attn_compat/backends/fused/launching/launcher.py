@@ -262,7 +262,7 @@ class Plan:
         outputs, allocate = {}, layouts.allocator(self.torch_device, self.device)
         for name, shape, strides, dtype in self._outputs:
             if given_out is not None and name == "out":
-                checks.output(given_out, shape, dtype, self.torch_device)
+                checks.is_writable_out(given_out, shape, dtype, self.torch_device)
                 output = given_out
             else:
                 output = allocate(shape, strides, dtype)
