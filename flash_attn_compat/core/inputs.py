@@ -17,7 +17,8 @@ class Options(NamedTuple):
 
     The others are of calls over a cache:
     has_rows: block_table holds (batch,) cache_batch_idx
-    has_length: cache_seqlens is an int, which is in no key
+    has_length: cache_seqlens is an int, which is in no key; side: the sign of keys - rows then, on which the backend
+        depends; None without keys
     """
 
     dropout_p: float = 0.0
@@ -36,6 +37,7 @@ class Options(NamedTuple):
     num_splits: int = 0
     has_rows: bool = False
     has_length: bool = False
+    side: int | None = None
 
 
 class _Dense(NamedTuple):
