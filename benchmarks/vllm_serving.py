@@ -224,7 +224,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], tie: float) -> dict[st
 
 
 def equal_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Greedy tokens of each model, ours in each mode against TRITON_ATTN."""
+    """Run our engine in each mode beside TRITON_ATTN, all at once, and compare their greedy tokens; for each model."""
     work = {"prompts": random_prompts(), "new_tokens": NEW_TOKENS, "logprobs": 5, "runs": 1}
     found: dict[str, Any] = {}
     for name in given.model:
@@ -400,8 +400,8 @@ def serve(model: Path, prompts: list[list[int]], given: argparse.Namespace, fold
                 extra_body={"ignore_eos": True, "return_tokens_as_token_ids": True},
             ).choices[0]  # fmt: skip
             names = choice.logprobs.tokens
-            tops = [{_number(name): p for name, p in top.items()} for top in choice.logprobs.top_logprobs]
-            return [int(_number(name)) for name in names], tops
+            tops = [{_token_id(name): p for name, p in top.items()} for top in choice.logprobs.top_logprobs]
+            return [int(_token_id(name)) for name in names], tops
 
         with ThreadPoolExecutor(8) as pool:
             answers = [*pool.map(ask, prompts)]
@@ -415,8 +415,8 @@ def serve(model: Path, prompts: list[list[int]], given: argparse.Namespace, fold
     return {"greedy": dict(zip(("tokens", "logprobs"), map(list, zip(*answers)), strict=True)), "log": lines[:2]}
 
 
-def _number(name: str) -> str:
-    """12 of "token_id:12"."""
+def _token_id(name: str) -> str:
+    """Return the 12 of "token_id:12"."""
     return name.rpartition(":")[2]
 
 

@@ -91,7 +91,7 @@ class Tuning:
         self._index = self.device.index or 0
 
     @property
-    def _number(self) -> int:
+    def _architecture(self) -> int:
         return nvrtc.target(self._index).number
 
     def run_all(self) -> None:
@@ -137,9 +137,11 @@ class Tuning:
 
     def _tiles(self, entry: str, shape: Shape) -> tuple[Tile | None, ...]:
         """Return the tiles to time; None stands for the default ones, which may differ between kinds of calls."""
-        kind = Kind(self._number, FP16, Sizes(shape.head_dim))
+        kind = Kind(self._architecture, FP16, Sizes(shape.head_dim))
         default = choose_tile(entry, kind)
-        return None, *(tile for tile in candidates.candidate_tiles(entry, self._number, kind.D) if tile != default)
+        return None, *(
+            tile for tile in candidates.candidate_tiles(entry, self._architecture, kind.D) if tile != default
+        )
 
     def _card_with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:
         if tile is None:
@@ -150,8 +152,8 @@ class Tuning:
 
     def _compile(self, shape: Shape) -> None:
         """Compile all candidates in parallel: each takes a second."""
-        half = BF16 if self._number >= 80 else BF16_AS_FP16
-        kind = Kind(self._number, FP16 if shape.dtype == torch.float16 else half, Sizes(shape.head_dim))
+        half = BF16 if self._architecture >= 80 else BF16_AS_FP16
+        kind = Kind(self._architecture, FP16 if shape.dtype == torch.float16 else half, Sizes(shape.head_dim))
         kernels = [
             getattr(variants, entry)(kind.replace(local=local, tiles=((entry, tile),) if tile else ()))
             for entry in candidates.ENTRIES

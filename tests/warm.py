@@ -230,8 +230,8 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
         lasting, look_up = call_cache.empty_tables(), call_cache.look_up
         asked: list[tuple[Options, Any, bool]] = []
 
-        def seen(x: Any, options: Options) -> Any:
-            key, known = look_up(x, options)
+        def seen(x: Any, options: Options, length: int | None) -> Any:
+            key, known = look_up(x, options, length)
             asked.append((options, key, known is not None))
             return key, known
 

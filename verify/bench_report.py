@@ -92,7 +92,7 @@ def detail(row: Row) -> list[str]:
     by = f" ({row.served_by})" if row.served_by and row.served_by != row.contestant else ""
     times = [NONE if timing is None else str(timing) for timing in (row.forward, row.both)]
     off = (NONE, NONE) if row.verdict is None else (f"{row.verdict.error:.1e}", f"{row.verdict.bound:.1e}")
-    return [row.workload, row.contestant + by, *times, _number(row.memory_mib, ".1f"), *off, answer(row), remarks(row)]
+    return [row.workload, row.contestant + by, *times, _format(row.memory_mib, ".1f"), *off, answer(row), remarks(row)]
 
 
 def answer(row: Row) -> str:
@@ -221,10 +221,10 @@ def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS, subj
 
 def _listed(values: Sequence[float | None], form: str) -> str:
     """Format forward / forward + backward, as far as both exist."""
-    return NONE if not any(values) else " / ".join(_number(value, form) for value in values)
+    return NONE if not any(values) else " / ".join(_format(value, form) for value in values)
 
 
-def _number(value: float | None, form: str) -> str:
+def _format(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 

@@ -68,7 +68,7 @@ class Call:
         args = {name: x.to(dtype) if self._is_rescaled(name, x) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else self.dout.to(dtype))
 
-    def times(self, factor: float) -> Call:
+    def multiplied(self, factor: float) -> Call:
         """Return the call with its data multiplied."""
         args = {name: factor * x if self._is_rescaled(name, x) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else factor * self.dout)

@@ -77,7 +77,7 @@ def _varlen(feature: str, dtype: str, kind: str = "varlen", **fields: Any) -> Ca
     return _case(kind, feature, dtype, **given | fields)
 
 
-def _cache(feature: str, dtype: str, new_keys: int | None = -1, seqlen_q: int = 1, **fields: Any) -> Case:
+def _cache_case(feature: str, dtype: str, new_keys: int | None = -1, seqlen_q: int = 1, **fields: Any) -> Case:
     given = {"nheads_k": 2, "group": 2, "head_dim": 64, "seqlens_k": (70, 0, 33), "capacity": 100}
     given |= {"seqlens_q": (seqlen_q,) * 3, "new_keys": seqlen_q if new_keys == -1 else new_keys}
     return _case("kvcache", feature, dtype, **given | fields)
@@ -147,7 +147,7 @@ def of_few_features() -> Iterator[Case]:
         yield case(f"{number} in {quantity} of one sequence", stray=(quantity, 1, number))
 
 
-def named() -> Iterator[Case]:
+def feature_cases() -> Iterator[Case]:
     """Yield a case for each feature and each common mistake with it."""
     fp16, bf16, fp32 = EVERY
     yield from of_few_features()
@@ -200,29 +200,31 @@ def named() -> Iterator[Case]:
     yield _varlen("causal skewed", fp16, "varlen_kvpacked", causal=True, **GQA, **SKEWED)
     yield _varlen("causal d64", bf16, "varlen_qkvpacked", head_dim=64, causal=True)
 
-    yield _cache("decode", fp16, causal=True)
-    yield _cache("decode mqa window", bf16, nheads_k=1, group=4, causal=True, window=(19, 0))
-    yield _cache("chunk", fp32, seqlen_q=5, causal=True)
-    yield _cache("more new keys than queries", fp16, 9, seqlen_q=2, causal=True)
-    yield _cache("read only", fp16, None, seqlens_k=(70, 12, 33))
-    yield _cache("whole capacity", fp16, None, seqlen_q=3, lengths_as="none", seqlens_k=(100,) * 3)
-    yield _cache("int length", bf16, lengths_as="int", seqlens_k=(50,) * 3, causal=True)
+    yield _cache_case("decode", fp16, causal=True)
+    yield _cache_case("decode mqa window", bf16, nheads_k=1, group=4, causal=True, window=(19, 0))
+    yield _cache_case("chunk", fp32, seqlen_q=5, causal=True)
+    yield _cache_case("more new keys than queries", fp16, 9, seqlen_q=2, causal=True)
+    yield _cache_case("read only", fp16, None, seqlens_k=(70, 12, 33))
+    yield _cache_case("whole capacity", fp16, None, seqlen_q=3, lengths_as="none", seqlens_k=(100,) * 3)
+    yield _cache_case("int length", bf16, lengths_as="int", seqlens_k=(50,) * 3, causal=True)
     for interleaved in (True, False):
         form = "interleaved" if interleaved else "halves"
-        yield _cache(f"rotary {form}", fp16, seqlen_q=4, rotary_dim=32, causal=True, rotary_interleaved=interleaved)
-    yield _cache("rotary unmasked", fp16, seqlen_q=4, rotary_dim=64)
-    yield _cache("batch_idx", fp16, seqlen_q=2, batch_idx=True, causal=True)
-    yield _cache("leftpad", fp16, seqlen_q=2, leftpad=(10, 0, 3), seqlens_k=(70, 4, 33), causal=True)
-    yield _cache("paged 256", fp16, seqlen_q=3, page_size=256, capacity=300, causal=True, seqlens_k=(260, 0, 33))
-    yield _cache("paged 16 rotary", fp16, seqlen_q=3, page_size=16, capacity=112, rotary_dim=32, causal=True)
-    yield _cache("alibi", bf16, seqlen_q=3, alibi="h", causal=True)
-    yield _cache("softcap", fp16, softcap=3.0, causal=True)
-    yield _cache("splits", fp16, num_splits=3, capacity=700, seqlens_k=(650, 8, 300), causal=True)
+        yield _cache_case(
+            f"rotary {form}", fp16, seqlen_q=4, rotary_dim=32, causal=True, rotary_interleaved=interleaved
+        )
+    yield _cache_case("rotary unmasked", fp16, seqlen_q=4, rotary_dim=64)
+    yield _cache_case("batch_idx", fp16, seqlen_q=2, batch_idx=True, causal=True)
+    yield _cache_case("leftpad", fp16, seqlen_q=2, leftpad=(10, 0, 3), seqlens_k=(70, 4, 33), causal=True)
+    yield _cache_case("paged 256", fp16, seqlen_q=3, page_size=256, capacity=300, causal=True, seqlens_k=(260, 0, 33))
+    yield _cache_case("paged 16 rotary", fp16, seqlen_q=3, page_size=16, capacity=112, rotary_dim=32, causal=True)
+    yield _cache_case("alibi", bf16, seqlen_q=3, alibi="h", causal=True)
+    yield _cache_case("softcap", fp16, softcap=3.0, causal=True)
+    yield _cache_case("splits", fp16, num_splits=3, capacity=700, seqlens_k=(650, 8, 300), causal=True)
     for bits, descale, dtype in (("e4m3", "number", fp16), ("e4m3", "heads", bf16), ("e5m2", "sequences", fp16)):
         name = f"{bits} by {descale}"
         given: dict[str, Any] = {"eight_bit": bits, "descale": descale, "causal": True}
-        yield _cache(name, dtype, **given)
-        yield _cache(f"{name} paged 16", dtype, seqlen_q=3, page_size=16, capacity=112, **given)
+        yield _cache_case(name, dtype, **given)
+        yield _cache_case(f"{name} paged 16", dtype, seqlen_q=3, page_size=16, capacity=112, **given)
         yield _varlen(f"{name} paged 16", dtype, seqlens_k=(40, 61), page_size=16, **given, **paged)
     yield from _hurtful()
 
@@ -234,21 +236,21 @@ def _hurtful() -> Iterator[Case]:
         sizes = SIZES_FP16 if dtype == fp16 else SIZES
         yield _dense("sizes gqa", dtype, sizes=sizes, **GQA)
         yield _varlen("sizes causal gqa", dtype, causal=True, sizes=sizes, **GQA, **NO_EMPTY)
-        yield _cache("sizes", dtype, seqlen_q=2, sizes=sizes, causal=True, seqlens_k=(70, 20, 33))
+        yield _cache_case("sizes", dtype, seqlen_q=2, sizes=sizes, causal=True, seqlens_k=(70, 20, 33))
     yield _dense("sizes window", bf16, kind="qkvpacked", sizes=SIZES, window=(11, 5))
     yield _varlen("sizes alibi", bf16, "varlen_kvpacked", sizes=SIZES, alibi="h", **GQA, **NO_EMPTY)
     for quantity, number in (("q", "nan"), ("k", "inf"), ("v", "inf"), ("v", "nan"), ("dout", "inf")):
         stray = (quantity, 1, number)
         yield _dense(f"{number} in {quantity} of one sequence", bf16, stray=stray, **GQA)
         yield _varlen(f"{number} in {quantity} of one sequence causal", fp16, stray=stray, causal=True, **NO_EMPTY)
-    yield _cache("inf in v of one sequence", bf16, stray=("v", 0, "inf"))
+    yield _cache_case("inf in v of one sequence", bf16, stray=("v", 0, "inf"))
     for poison, dtype in (("nan", fp16), ("inf", bf16)):
         yield _varlen(f"{poison} outside", dtype, poison=poison, gap=(3, 5), **NO_EMPTY)
         yield _varlen(f"{poison} outside causal", dtype, "varlen_qkvpacked", poison=poison, gap=(0, 4), causal=True)
-        yield _cache(f"{poison} behind the end", dtype, seqlen_q=3, poison=poison, causal=True)
+        yield _cache_case(f"{poison} behind the end", dtype, seqlen_q=3, poison=poison, causal=True)
         padded: dict[str, Any] = {"leftpad": (10, 0, 3), "seqlens_k": (70, 4, 33)}
-        yield _cache(f"{poison} behind the end leftpad", dtype, poison=poison, **padded)
-        yield _cache(f"{poison} behind the end paged", dtype, poison=poison, page_size=16, capacity=112)
+        yield _cache_case(f"{poison} behind the end leftpad", dtype, poison=poison, **padded)
+        yield _cache_case(f"{poison} behind the end paged", dtype, poison=poison, page_size=16, capacity=112)
 
 
 def _random(number: int) -> Case:
@@ -260,4 +262,4 @@ def _random(number: int) -> Case:
 
 def generated(quick: bool) -> list[Case]:
     """Return the named cases, or these and the random cases."""
-    return [*named(), *([] if quick else map(_random, range(RANDOM)))]
+    return [*feature_cases(), *([] if quick else map(_random, range(RANDOM)))]

@@ -102,7 +102,7 @@ def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
         yield row.verdict, row.remark, row.bypassed
 
 
-def children_for(devices: Sequence[str]) -> int:
+def count_judging_processes(devices: Sequence[str]) -> int:
     """Return the number of judging processes: on a GPU, compilation and self-tests take most of the time."""
     return min(MOST_CHILDREN, os.cpu_count() or 1) if any(each.startswith("cuda") for each in devices) else 1
 
@@ -112,7 +112,7 @@ def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row
     if not isolated:
         yield from run(asked.judged, asked.devices, cases, gradients=asked.gradients)
         return
-    count = children_for(asked.devices)
+    count = count_judging_processes(asked.devices)
     shares = [(replace(asked, share=(first, count)), cases[first::count]) for first in range(count)]
     if count == 1:
         yield from _isolated_rows(*shares[0])

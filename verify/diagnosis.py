@@ -276,7 +276,7 @@ class Diagnosis:
 
     def _known(self) -> str:
         """The mistake that gives the same output in fp64; else ""."""
-        return formulas.named(
+        return formulas.name_mistake(
             self.setting.call, self.setting.block_columns, self.found.out, self.found.check.widest_bound
         )
 

@@ -221,7 +221,7 @@ def factor_of(call: Call, got: Tensor) -> float:
     return math.exp(middle)
 
 
-def named(call: Call, tile: int, got: Tensor, bound: float) -> str:
+def name_mistake(call: Call, tile: int, got: Tensor, bound: float) -> str:
     """Return the mistake that gives an output, or "" if no known one does.
 
     call: on the CPU, of flash_attn_func; tile: keys of a tile; got: (batch, seqlen, heads, channel) as the kernel gave

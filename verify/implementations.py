@@ -131,7 +131,7 @@ def imported(path: str) -> Imported:
     file = re.fullmatch(r"(.*\.py)(?::(.*))?", path)
     module_name, attribute = (file[1], file[2] or "") if file else path.partition(":")[::2]
     try:
-        target: Any = _of_file(Path(module_name)) if file else importlib.import_module(_here(module_name))
+        target: Any = _of_file(Path(module_name)) if file else importlib.import_module(_own_import_name(module_name))
     except Exception as error:
         raise UsageError(f"cannot import {module_name!r}: {type(error).__name__}: {error}") from error
     for part in filter(None, attribute.split(".")):
@@ -187,8 +187,8 @@ def _of_file(path: Path) -> ModuleType:
     return module
 
 
-def _here(name: str) -> str:
-    """Return the import name of verify's own kernels: the clone's names work in a wheel too."""
+def _own_import_name(name: str) -> str:
+    """Return the name under which verify's own kernels import: in a wheel, verify is flash_attn_compat.verify."""
     return name.replace("verify", __package__, 1) if name in ("verify.planted", "verify.steps") else name
 
 

@@ -226,7 +226,7 @@ def rounded_to(call: Call, got: Answer, again: Callable[[Call], Answer], device:
             if all(check.ok for check in against_fp64(right_answer(call, dtype=dtype), got, device))]  # fmt: skip
     if not near:
         return []
-    larger = call.times(LARGER)
+    larger = call.multiplied(LARGER)
     errors = [
         {name: x.double() - right_answer(of).exact.parts[name] for name, x in found.parts.items() if name not in CACHES}
         for of, found in ((call, got), (larger, again(larger)))

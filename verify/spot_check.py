@@ -37,11 +37,11 @@ class Piece:
     right: Right
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Return the piece of a tensor like q, as (1, rows, group, head_dim)."""
+        """Return the rows and heads of this spot check from a tensor like q, as (1, rows, group, head_dim)."""
         return _tokens(x)[self.rows, self.heads][None]
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """Return the piece of a tensor like k, as (1, seqlen_k, 1, head_dim)."""
+        """Return the keys and head of this spot check from a tensor like k, as (1, seqlen_k, 1, head_dim)."""
         return _tokens(x)[self.keys, self.head][None]
 
 

@@ -101,7 +101,7 @@ class Backend(abc.ABC):
         """The backend's rank for such calls: lower ranks go first, equal ranks keep the order of BACKENDS."""
         return 0
 
-    def times(self, traits: Traits) -> Mapping[str, float] | None:
+    def measured_times(self, traits: Traits) -> Mapping[str, float] | None:
         """Milliseconds of such calls by backend name, this backend included; None where nothing was timed on this GPU.
 
         The timed backends are sorted by time and not by rank. Every other backend keeps its place.

@@ -252,13 +252,13 @@ def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None)
     found = numbers_of(starts)
     if found[0] != 0:
         raise RuntimeError(
-            f"{name} must start with 0, got {_first_of(found)}: it holds where each sequence starts and where the last "
-            "one ends; of lengths it is torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
+            f"{name} must start with 0, got {_abbreviate(found)}: it holds where each sequence starts and where the "
+            "last one ends; of lengths it is torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
         )
     if any(map(operator.gt, found, found[1:])):
-        raise RuntimeError(f"{name} must not decrease, got {_first_of(found)}")
+        raise RuntimeError(f"{name} must not decrease, got {_abbreviate(found)}")
     if total is not None and found[-1] > total:
-        raise RuntimeError(f"{name} must end within the {total} tokens of {tensor}, got {_first_of(found)}")
+        raise RuntimeError(f"{name} must end within the {total} tokens of {tensor}, got {_abbreviate(found)}")
     return found
 
 
@@ -291,10 +291,11 @@ def values_of_rows(k_cache: Tensor, cache_batch_idx: Tensor) -> None:
 def values_of_leftpad(name: str, leftpad: Tensor) -> None:
     """Raise RuntimeError if a number of slots to skip is negative: they would lie outside of the sequence."""
     if bool((leftpad < 0).any()):
-        raise RuntimeError(f"{name} must not be negative, got {_first_of(leftpad.tolist())}")
+        raise RuntimeError(f"{name} must not be negative, got {_abbreviate(leftpad.tolist())}")
 
 
-def _first_of(found: list[int]) -> str:
+def _abbreviate(found: list[int]) -> str:
+    """Format a list by its first eight numbers."""
     return str(found) if len(found) <= 8 else f"[{', '.join(map(str, found[:8]))}, ...]"
 
 
@@ -348,7 +349,7 @@ def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | No
         raise RuntimeError("rng_state must be given when dropout_p > 0: it holds the forward's dropout mask")
 
 
-def output(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+def is_writable_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
     """Raise RuntimeError unless the caller's ``out`` has this shape, dtype and device, and can be written."""
     if out.shape != tuple(shape) or out.dtype != dtype:
         raise RuntimeError(f"out must have shape {tuple(shape)} and {dtype}, got {tuple(out.shape)} and {out.dtype}")

@@ -17,8 +17,7 @@ class Options(NamedTuple):
 
     The others are of calls over a cache:
     has_rows: block_table holds (batch,) cache_batch_idx
-    has_length: cache_seqlens is an int, which is in no key; side: the sign of keys - rows then, on which the backend
-        depends; None without keys
+    has_length: cache_seqlens is an int, which is in no key
     """
 
     dropout_p: float = 0.0
@@ -37,7 +36,6 @@ class Options(NamedTuple):
     num_splits: int = 0
     has_rows: bool = False
     has_length: bool = False
-    side: int | None = None
 
 
 class _Dense(NamedTuple):

@@ -19,7 +19,7 @@ from flash_attn_compat.core.features import SLOPES_GRADIENT, Feature
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, new_tuple
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.dispatch.pytorch import at_exit, heads_first
-from flash_attn_compat.dispatch.serve import LSE, backward_inputs, find, gradients, run
+from flash_attn_compat.dispatch.serve import LSE, backward_inputs, compute, compute_by, gradients
 
 _BACKWARD = int(Feature.BACKWARD)
 
@@ -30,7 +30,7 @@ def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 # out, softmax_lse, S_dmask. Any, because an output is None exactly where the call does not ask for it.
-Outputs = tuple[Tensor, Any, Any]
+Outputs = tuple[Any, Any, Any]
 
 
 def attend(inputs: tuple[Tensor, ...], x: Inputs, options: Options) -> Outputs:
@@ -38,18 +38,20 @@ def attend(inputs: tuple[Tensor, ...], x: Inputs, options: Options) -> Outputs:
 
     softmax_lse and S_dmask may be None where the call does not ask for them. x, options: as ``find`` takes them
     """
-    entry, use = find(x, options), options.use
-    if use & _BACKWARD:
-        slopes = unwrapped(x.alibi_slopes) if use & SLOPES_GRADIENT else None
-        outputs: Outputs = _record(entry, x, False, slopes, *map(unwrapped, inputs))
+    if options.use & _BACKWARD:
+        slopes = unwrapped(x.alibi_slopes) if options.use & SLOPES_GRADIENT else None
+        outputs: Outputs = _record(x, options, None, slopes, *map(unwrapped, inputs))
         return outputs
-    entry, result = run(entry, x)
+    entry, result = compute(x, options)
     return _outputs(result) if entry.call.use & LSE else (result.out, None, None)
 
 
-def record_heads_first(entry: Entry, x: DenseInputs) -> Tensor:
-    """Return out of a prepared call, recorded, with its second and third axes swapped, as a tensor that is no view."""
-    out: Tensor = _record(entry, x, True, None, unwrapped(x.q), unwrapped(x.k), unwrapped(x.v))[0]
+def record_heads_first(name: str, x: DenseInputs, options: Options) -> Tensor | None:
+    """Return a call's out, recorded, with its second and third axes swapped, as a tensor that is no view.
+
+    Returns None if another backend than ``name`` would serve the call.
+    """
+    out: Tensor | None = _record(x, options, name, None, unwrapped(x.q), unwrapped(x.k), unwrapped(x.v))[0]
     return out
 
 
@@ -65,18 +67,22 @@ def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, entry: Entry, x: Inputs, is_heads_first: bool, slopes: Tensor | None, *inputs: Tensor
+        ctx: Any, x: Inputs, options: Options, heads_first_by: str | None, slopes: Tensor | None, *inputs: Tensor
     ) -> Outputs:  # fmt: skip
-        ctx.entry, result = run(entry, x)
+        """heads_first_by: None, or the only backend that may serve a call of ``record_heads_first``"""
+        found = compute(x, options) if heads_first_by is None else compute_by(heads_first_by, x, options)
+        if found is None:
+            return None, None, None
+        ctx.entry, result = found
         ctx.used, ctx.inputs, ctx.family, ctx.watch = settings.used_backend(), len(inputs), type(x), None
         ctx.set_materialize_grads(False)
-        if is_heads_first:
+        if heads_first_by is not None:
             out, ctx.watch, x = heads_first.make_own(result.out, x)
         _, _, _, *others = x
         ctx.save_for_backward(
             *inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved
         )  # fmt: skip
-        if is_heads_first:
+        if heads_first_by is not None:
             return out, None, None
         return _outputs(result) if ctx.entry.call.use & LSE else (result.out, None, None)
 
@@ -117,7 +123,7 @@ class _Attention(torch.autograd.Function):
 def _out_again(entry: Entry, x: Any, rng_state: Tensor | None) -> Tensor:
     """Return ``out`` as it was before the caller wrote to it."""
     again = x._replace(rng_state=rng_state)
-    return run(find(again, entry.options), again)[1].out  # found anew, for hooks may have moved tensors
+    return compute(again, entry.options)[1].out  # found anew, for hooks may have moved tensors
 
 
 def _restore(ctx: Any) -> tuple[tuple[Tensor, ...], Inputs, Result]:

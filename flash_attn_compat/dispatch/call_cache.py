@@ -1,8 +1,9 @@
 """The cache of prepared calls: equal keys lead to one checked call, its backend and its run.
 
 A key holds the type of the inputs, the options, the signatures of the tensors (shape, strides, dtype, device,
-alignment), of packed inputs whether all sequences have as many queries as keys, and the context: settings, autocast,
-PyTorch's active flash implementation. A tensor's identity, address and version are not in the key: ``x.data = y`` keeps
+alignment), a relation of lengths, and the context: settings, autocast, PyTorch's active flash implementation. The
+relation is, of packed inputs, whether all sequences have as many queries as keys; of a cache whose length is an int,
+whether there are more keys than rows. A tensor's identity, address and version are not in the key: ``x.data = y`` keeps
 all three under a new shape. Each call still checks the numbers in its tensors. Entries are added and dropped in this
 file alone, the oldest first.
 """
@@ -63,17 +64,27 @@ def keep(table: dict[Key, Kept], key: Key, value: Kept, most: int | None = None)
         table[key] = value
 
 
-def look_up(x: Inputs, options: Options) -> tuple[Key | None, Entry | None]:
-    """Return the cache key of a call and its entry, or None for each that does not exist."""
+def look_up(x: Inputs, options: Options, length: int | None) -> tuple[Key | None, Entry | None]:
+    """Return the cache key of a call and its entry, or None for each that does not exist. length: as in ``find``"""
     if transforms_are_on():
         return None, None
     try:
         signatures, family = tensor_signatures(x), type(x)
-        is_equal = family is PackedInputs and (x.cu_seqlens_q is x.cu_seqlens_k or have_equal_lengths(x))
-        key = family, options, signatures, is_equal, context_key(x.q)
+        relation: int | None = None
+        if family is PackedInputs:
+            relation = x.cu_seqlens_q is x.cu_seqlens_k or have_equal_lengths(x)
+        elif length is not None:
+            relation = _compare_lengths(x, length)
+        key = family, options, signatures, relation, context_key(x.q)
         return key, _current.calls.get(key)
-    except (AttributeError, RuntimeError, TypeError):
+    except (AttributeError, IndexError, RuntimeError, TypeError):
         return None, None  # q is no tensor, a tensor has no address, an option has no hash: the checks name it
+
+
+def _compare_lengths(x: Inputs, length: int) -> int | None:
+    """Return the sign of keys - rows of a call over a cache, on which the backend depends; None without keys."""
+    keys, rows = length + (0 if x.k_new is None else x.k_new.shape[1]), x.q.shape[1]
+    return (keys > rows) - (keys < rows) if keys > 0 else None
 
 
 def backward_key(q: Tensor, tensors: Iterable[Any]) -> Key | None:

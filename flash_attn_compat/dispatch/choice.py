@@ -180,7 +180,7 @@ def _first_able(traits: Traits, forced: str | None, besides: Backend | None = No
 def _ordered(traits: Traits) -> list[Backend]:
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
     for backend in BACKENDS:
-        times = backend.times(traits)
+        times = backend.measured_times(traits)
         if times is not None:
             _sort_timed(ordered, times)
     return ordered

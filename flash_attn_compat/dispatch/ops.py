@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
-from flash_attn_compat.core import checks, dropout
+from flash_attn_compat.core import checks, dropout, overlap
 from flash_attn_compat.core.arguments.build import with_page_lengths
 from flash_attn_compat.core.arguments.options import CHECKS
 from flash_attn_compat.core.call import BackwardInputs, Gradients, lse_dtype
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.features import DMASK, Feature
-from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, PackedInputs
+from flash_attn_compat.core.inputs import CacheInputs, DenseInputs, Inputs, Options, PackedInputs
 from flash_attn_compat.core.kernel_layout import round_up
 from flash_attn_compat.core.torch_state import is_jit_traced, with_autograd
 from flash_attn_compat.dispatch import serve
@@ -88,7 +88,7 @@ def backward(x: Inputs, options: Options, upstream: BackwardInputs) -> Gradients
 # The operators' arguments: tensors, the longest lengths where they are tensors, then numbers.
 _NAMED = [name for name in PackedInputs._fields if name != "rng_state"]
 _LONGEST = {"max_seqlen_q_tensor": "max_seqlen_q", "max_seqlen_k_tensor": "max_seqlen_k"}
-_NOT_TAKEN = {"use", "rotary_interleaved", "num_splits", "has_rows", "has_length", "side"}
+_NOT_TAKEN = {"use", "rotary_interleaved", "num_splits", "has_rows", "has_length"}
 _NUMBERS = {name: kind for name, kind in typing.get_type_hints(Options).items() if name not in _NOT_TAKEN}
 _NUMBERS |= {"softcap": float, "max_seqlen_q": int, "max_seqlen_k": int}
 NAMES = *_NAMED, *_LONGEST, *_NUMBERS
@@ -301,9 +301,72 @@ def _refuse_joint_graph(*arguments: Any, **named: Any) -> NoReturn:
     )
 
 
+# ---- attention over a cache ------------------------------------------------------------------------------------------
+
+
+def attend_over_cache(x: CacheInputs, options: Options, length: int | None) -> tuple[Tensor, Tensor]:
+    """Return (out, softmax_lse), softmax_lse without elements unless options.use asks for it. x, ...: of ``compute``"""
+    rows, pages = (x.block_table, None) if options.has_rows else (None, x.block_table)
+    results: tuple[Tensor, Tensor] = _kvcache_op(
+        x.q, x.k, x.v, x.k_new, x.v_new, x.rotary_cos, x.rotary_sin, x.seqused_k, rows, x.leftpad_k, pages,
+        x.alibi_slopes, options.softmax_scale, options.causal, options.window_size_left, options.window_size_right,
+        options.softcap, options.rotary_interleaved, options.num_splits, x.k_descale, x.v_descale, options.k_factor,
+        options.v_factor, length, bool(options.use & _LSE),
+    )  # fmt: skip
+    return results
+
+
+@torch.library.custom_op(
+    "flash_attn_compat::kvcache",
+    mutates_args=("k_cache", "v_cache"),
+    schema="(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
+    "Tensor? alibi_slopes, float? softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, "
+    "float softcap, bool rotary_interleaved, SymInt num_splits, Tensor? k_descale, Tensor? v_descale, float k_factor, "
+    "float v_factor, SymInt? cache_seqlen, bool return_softmax_lse) -> (Tensor, Tensor)",
+)
+def _kvcache_op(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None, cache_seqlens: Tensor | None, cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None, block_table: Tensor | None, alibi_slopes: Tensor | None,
+    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    rotary_interleaved: bool, num_splits: int, k_descale: Tensor | None, v_descale: Tensor | None, k_factor: float,
+    v_factor: float, cache_seqlen: int | None, return_softmax_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    has_rows = cache_batch_idx is not None
+    x = CacheInputs(
+        q, k_cache, v_cache, alibi_slopes, cache_seqlens, cache_leftpad, cache_batch_idx if has_rows else block_table,
+        k_descale, v_descale, k, v, rotary_cos, rotary_sin,
+    )  # fmt: skip
+    options = Options(
+        softmax_scale=softmax_scale, causal=causal, window_size_left=window_size_left,
+        window_size_right=window_size_right, softcap=softcap, use=_LSE if return_softmax_lse else 0, k_factor=k_factor,
+        v_factor=v_factor, rotary_interleaved=rotary_interleaved, num_splits=num_splits, has_rows=has_rows,
+        has_length=cache_seqlen is not None,
+    )  # fmt: skip
+    result = serve.compute(x, options, cache_seqlen)[1]
+    lse = result.lse.contiguous() if return_softmax_lse else q.new_empty(0, dtype=lse_dtype(q.dtype))
+    return result.out.contiguous(), lse
+
+
+@_kvcache_op.register_fake
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, *arguments: object) -> tuple[Tensor, Tensor]:
+    if k is not None and k.shape[1]:  # a compiler may pass the operator copies of the caches, which do not overlap
+        overlap.refuse("k_cache", k_cache)
+        overlap.refuse("v_cache", v_cache)
+    batch, seqlen_q, nheads, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, nheads, v_cache.shape[-1]))
+    *_, return_softmax_lse = arguments
+    lse_shape = (batch, nheads, seqlen_q) if return_softmax_lse else (0,)
+    return out, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
 for operator in (backward_op, slopes_backward_op):
     operator.register_autograd(_refuse_joint_graph)
 for operator in (_forward_op, backward_op, slopes_backward_op):
     observers.refuse_transforms(operator, observers.refuse_in_graphs)
+observers.refuse_transforms(_kvcache_op, observers.refuse_private)
 
 sharding.register_if_needed()  # for compiled calls, which cannot while they are traced

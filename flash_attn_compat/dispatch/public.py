@@ -61,7 +61,7 @@ def attend(
         left, right = checks.two_bounds(window_size)  # raises an error that describes a window
     numbers = (
         dropout_p, softmax_scale, causal, left, right, softcap, deterministic, use, max_seqlen_q, max_seqlen_k,
-        k_factor, v_factor, False, 0, False, False, None,
+        k_factor, v_factor, False, 0, False, False,
     )  # fmt: skip
     if is_one_operator:
         if is_packed:

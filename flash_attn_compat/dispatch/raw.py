@@ -21,7 +21,7 @@ from flash_attn_compat.core.inputs import Inputs, Options, PackedInputs
 from flash_attn_compat.core.kernel_layout import round_up
 from flash_attn_compat.dispatch import choice, ops
 from flash_attn_compat.dispatch.pytorch.observers import are_strided, must_be_one_operator, plain_use, recorded_use
-from flash_attn_compat.dispatch.serve import backward_inputs, find, gradients, run, run_outside_autograd
+from flash_attn_compat.dispatch.serve import backward_inputs, compute, find, gradients, run_outside_autograd
 
 # Options.use. rng_state describes the dropout mask, and any backend may draw it again.
 _FORWARD = Feature.LSE | Feature.SHARED_DROPOUT_MASK
@@ -77,7 +77,7 @@ def forward_into(out: Tensor, x: Inputs, options: Options) -> Tensor | None:
     """
     checks.is_tensor("out", out)
     x = with_page_lengths(x)
-    _, result = run(find(x, options), x, out=out)
+    _, result = compute(x, options, out=out)
     return result.lse if options.use & Feature.LSE else None
 
 

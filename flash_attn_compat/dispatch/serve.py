@@ -29,6 +29,23 @@ from flash_attn_compat.dispatch.pytorch import at_exit, sharding
 LSE = int(Feature.LSE)
 
 
+def compute(
+    x: Inputs, options: Options, length: int | None = None, out: Tensor | None = None
+) -> tuple[Entry, Result]:  # fmt: skip
+    """Return the prepared call of these arguments, or the fallback's that served it in the end, and its result.
+
+    x, options, length: as ``find`` takes them; out: as ``run`` takes it
+    Raises as ``find`` and ``run`` do.
+    """
+    return run(find(x, options, length), x, length, out)
+
+
+def compute_by(name: str, x: Inputs, options: Options) -> tuple[Entry, Result] | None:
+    """As ``compute``; None if another backend would serve the call."""
+    entry = find(x, options)
+    return run(entry, x) if entry.backend is not None and entry.backend.name == name else None
+
+
 def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
     """Return the prepared call of these arguments. The numbers in tensors pass their checks here.
 
@@ -46,10 +63,10 @@ def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
         has_integers = False
     if not has_integers:  # 1.0 is no bound, and equals 1 in a key
         options = checked(options)
-    key, entry = call_cache.look_up(x, options)
+    key, entry = call_cache.look_up(x, options, length)
     if entry is None and (numbers := checked(options)) is not options:
         options = numbers
-        key, entry = call_cache.look_up(x, options)
+        key, entry = call_cache.look_up(x, options, length)
     if entry is None:
         sharding.check_alike(zip(x._fields, x))  # of plain q, k and v
         return _prepare(x, options, length, key)
@@ -75,7 +92,7 @@ def run(
         except KernelsFailed as failure:
             options, backend = entry.options, entry.backend
             if failure.appended is None:
-                key, _ = call_cache.look_up(x, options)
+                key, _ = call_cache.look_up(x, options, length)
                 entry = _prepare(x, options, length, key, backend, failure)
             else:  # nothing is written twice
                 _note(backend, call_of(x, options, length)[0], failure)
@@ -94,7 +111,7 @@ def _run_into(entry: Entry, x: Inputs, out: Tensor) -> Result:
         write = entry.backend.run_into(entry.run)
     if write is not None:
         return write(x, None, out)
-    checks.output(out, (*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, x.q.device)  # before the run appends
+    checks.is_writable_out(out, (*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, x.q.device)  # before the run appends
     result = entry.run(x, None)
     return result._replace(out=out.copy_(result.out))
 
@@ -125,7 +142,7 @@ def run_outside_autograd(x: Inputs, options: Options) -> tuple[Tensor, Tensor, T
 
     A softmax_lse or S_dmask that the options do not ask for has no elements; rng_state is 0 without dropout.
     """
-    entry, result = run(find(x, options), x)
+    entry, result = compute(x, options)
     out, rng_state = result.out, result.rng_state
     lse = result.lse.contiguous() if entry.call.use & LSE else out.new_empty(0, dtype=lse_dtype(out.dtype))
     if rng_state is None:

@@ -32,16 +32,16 @@ def absorb(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]:
     out: (..., rows, nheads, headdim); lse: (..., nheads, rows); s_aux: (nheads,).
     """
     sink = s_aux.to(lse.dtype)
-    share = _share(lse, sink)
+    share = _share_of_keys(lse, sink)
     of_both = torch.logaddexp(lse, sink[:, None])
     return (out * share).to(out.dtype), torch.where(lse.isposinf(), sink[:, None], of_both)
 
 
 def absorb_in_place(out: Tensor, lse: Tensor, s_aux: Tensor) -> None:
     """Turn ``out`` into out', for a caller that needs no lse'; shapes as in ``absorb``, s_aux in fp32."""
-    out.mul_(_share(lse, s_aux))
+    out.mul_(_share_of_keys(lse, s_aux))
 
 
-def _share(lse: Tensor, sink: Tensor) -> Tensor:
+def _share_of_keys(lse: Tensor, sink: Tensor) -> Tensor:
     """Return the share of a row's softmax that is not the sink's, (..., rows, nheads, 1)."""
     return torch.sigmoid(lse.transpose(-2, -1) - sink)[..., None]

@@ -96,10 +96,11 @@ def captured_tensors(functions: Functions, captured: Sequence[Any]) -> tuple[Ten
 
 def captured_numbers(functions: Functions, captured: Sequence[Any]) -> tuple[int, ...]:
     """Return the numbers that the text reads, in its order: integers, and bits of floats in the CPU's memory."""
-    return tuple([_number(captured[number.position], number.is_float) for number in functions.printed.numbers])
+    return tuple([_as_integer(captured[number.position], number.is_float) for number in functions.printed.numbers])
 
 
-def _number(x: Any, is_float: bool) -> int:
+def _as_integer(x: Any, is_float: bool) -> int:
+    """Return an integer as it is, and of a float the bits of its fp32."""
     if is_float:
         (bits,) = struct.unpack("<i", struct.pack("<f", float(x)))
         return int(bits)
@@ -159,7 +160,7 @@ def number_order(functions: Functions, hosts: Sequence[Tensor], integers: Sequen
     """Return the numbers in the text's order, from host tensors and integers as ``positions`` lists them."""
     on_host, others = iter(hosts), iter(integers)
     return tuple(
-        _number(next(on_host) if number.is_on_host else next(others), number.is_float)
+        _as_integer(next(on_host) if number.is_on_host else next(others), number.is_float)
         for number in functions.printed.numbers
     )
 

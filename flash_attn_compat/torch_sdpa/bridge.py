@@ -8,7 +8,6 @@ from torch import Tensor
 
 from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.call import BackwardInputs, Gradients, Result
-from flash_attn_compat.core.entry import Entry
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options
 from flash_attn_compat.dispatch import autograd, choice, serve
@@ -24,12 +23,14 @@ def attend(x: DenseInputs, options: Options) -> Tensor | None:
     out is (batch, heads, rows, channels), contiguous in memory as (batch, rows, heads, channels).
     """
     use = observers.recorded_use((x.q, x.k, x.v))
-    entry = _find_fused(x, _with_deciding_use(options, use))
-    if entry is None:
+    options = _with_deciding_use(options, use)
+    try:
+        if use & Feature.BACKWARD:
+            return autograd.record_heads_first(KERNELS, x, options)
+        found = serve.compute_by(KERNELS, x, options)
+    except choice.BackendNotSupported:  # the user forces another backend
         return None
-    if use & Feature.BACKWARD:
-        return autograd.record_heads_first(entry, x)
-    return as_own(serve.run(entry, x)[1].out)
+    return None if found is None else as_own(found[1].out)
 
 
 def _with_deciding_use(options: Options, use: int) -> Options:
@@ -43,8 +44,11 @@ def _with_deciding_use(options: Options, use: int) -> Options:
 
 def forward(x: Inputs, options: Options, return_lse: bool) -> Result | None:
     """Return a forward's result, dense or packed, outside of autograd; None if another backend would serve the call."""
-    entry = _find_fused(x, options._replace(use=Feature.LSE) if return_lse else options)
-    return None if entry is None else serve.run(entry, x)[1]
+    try:
+        found = serve.compute_by(KERNELS, x, options._replace(use=Feature.LSE) if return_lse else options)
+    except choice.BackendNotSupported:
+        return None
+    return None if found is None else found[1]
 
 
 def backward(
@@ -54,8 +58,11 @@ def backward(
 
     into: tensors to write to, or None for new ones
     """
-    entry = _find_fused(x, options._replace(use=Feature.GIVEN_LSE))
-    if entry is None:
+    try:
+        entry = serve.find(x, options._replace(use=Feature.GIVEN_LSE))
+    except choice.BackendNotSupported:
+        return None
+    if entry.backend is None or entry.backend.name != KERNELS:
         return None
     return serve.gradients(entry, serve.backward_inputs(x, None), upstream, into)[1].gradients
 
@@ -70,15 +77,6 @@ def explain(reasons: list[str]) -> NoReturn:
     """Raise Explained, which ends ``explain``. reasons: our kernels' to decline the call; none if they serve it"""
     computed_by = PYTORCH if reasons else KERNELS
     raise choice.Explained(choice.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
-
-
-def _find_fused(x: Inputs, options: Options) -> Entry | None:
-    """Return the prepared call if our kernels compute it."""
-    try:
-        entry = serve.find(x, options)
-    except choice.BackendNotSupported:  # the user forces another backend
-        return None
-    return entry if entry.backend is not None and entry.backend.name == KERNELS else None
 
 
 def align_with_last_key(q: Tensor, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor, bool, int]:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import Fused
+from flash_attn_compat.backends.fused import Fused, backward
 from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import Kernel, Target
 from flash_attn_compat.backends.fused.choosing.kinds import FEW_ROWS
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.judging import faults, self_test
-from flash_attn_compat.backends.fused.launching import calls, grids, launcher, layouts, params, workspaces
+from flash_attn_compat.backends.fused.launching import calls, grids, launcher, params, workspaces
 from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.core import checks
 from flash_attn_compat.dispatch import call_cache
@@ -214,7 +214,8 @@ def emulate(
     monkeypatch.setattr(launcher, "launch_over", known_launch)
     monkeypatch.setattr(workspaces, "acquire", known_workspace)
     monkeypatch.setattr(torch, "empty", known_empty)
-    monkeypatch.setattr(layouts, "allocator", lambda place, device: known_allocate)
+    for module in (launcher, backward):
+        monkeypatch.setattr(module, "allocator", lambda place, device: known_allocate)
     return found
 
 

@@ -24,7 +24,7 @@ from flash_attn_compat.backends import chunked
 from flash_attn_compat.backends.compilation import OptionallyCompiled
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import Options, PackedInputs
-from flash_attn_compat.dispatch import kvcache, ops
+from flash_attn_compat.dispatch import ops
 from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.ops import activations as act
@@ -192,7 +192,7 @@ def test_a_graph_holds_one_node_per_call_and_serves_other_lengths() -> None:
 
 
 def test_eager_calls_do_not_pass_through_custom_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((ops, "_forward_op"), (ops, "backward_op"), (kvcache, "_kvcache_op")):
+    for module, name in ((ops, "_forward_op"), (ops, "backward_op"), (ops, "_kvcache_op")):
         monkeypatch.setattr(module, name, None)
     q, k, v = (x.requires_grad_() for x in qkv())
     cu = cumulative(7, 7)

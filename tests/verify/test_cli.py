@@ -221,7 +221,7 @@ def test_rows_of_several_child_processes_come_in_the_order_of_one(tmp_path, monk
     monkeypatch.setattr(compare, "run_in_children", lambda count, steps, asked: steps(0, asked))
     found = []
     for count in (1, 3):
-        monkeypatch.setattr(compare, "children_for", lambda devices, count=count: count)
+        monkeypatch.setattr(compare, "count_judging_processes", lambda devices, count=count: count)
         saved = tmp_path / f"{count}.json"
         asked = ["-k", "plain 64 d64,func causal gqa", "--backend", "chunked", "--forward-only", "--isolate"]
         main(["--quick", "--device", "cpu", *asked, "--json", str(saved)])

@@ -50,7 +50,7 @@ class Fused(Backend):
             return 0
         return -1 if max(traits.head_dim, traits.head_dim_v) <= 64 or features & Feature.WINDOW_LEFT else 0
 
-    def times(self, traits: Traits) -> Mapping[str, float] | None:
+    def measured_times(self, traits: Traits) -> Mapping[str, float] | None:
         times = tuned.find_times(traits)
         return tuned.estimate_times(traits) if times is None else times.milliseconds
 

@@ -17,7 +17,7 @@ from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.choosing.kinds import BF16_AS_FP16, FP16, Kind
 from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.backends.fused.launching import calls, grids, layouts, masks
-from flash_attn_compat.backends.fused.launching.launcher import Plan
+from flash_attn_compat.backends.fused.launching.launcher import Plan, allocator
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients
 from flash_attn_compat.core.entry import BackwardRun
@@ -115,7 +115,7 @@ def _prepare_inputs(
     upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
     if shapes is not None:
         if into is None:
-            allocate = layouts.allocator(tensors.q.device, tensors.q.get_device())
+            allocate = allocator(tensors.q.device, tensors.q.get_device())
             into = Gradients(*[allocate(*one) for one in shapes])
         return inputs, upstream, into
     q, k, v, dout, out = map(layouts.align, (*inputs[:3], upstream.dout, upstream.out))

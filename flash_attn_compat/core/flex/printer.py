@@ -330,7 +330,7 @@ class _Function:
             raise Declined(f"the operator {name}, whose result is no single number")
         if example.dtype not in C_TYPES:
             raise Declined(f"the operator {name} in {str(example.dtype).removeprefix('torch.')}")
-        return self._number(name, node, C_TYPES[example.dtype])
+        return self._print_operator(name, node, C_TYPES[example.dtype])
 
     def _of_view(self, name: str, view: _View, node: Node) -> _View | _Value:
         args = node.args
@@ -351,7 +351,7 @@ class _Function:
             raise Declined(f"{name} of a captured integer")
         return self._assign(f"{function}({', '.join(self._as(x, 'i64') for x in node.args)})", "i64")
 
-    def _number(self, name: str, node: Node, c_type: str) -> _Value:
+    def _print_operator(self, name: str, node: Node, c_type: str) -> _Value:
         args, keywords = node.args, {k: v for k, v in node.kwargs.items() if k not in IGNORED_KEYWORDS}
         if name in SAME:
             return self._assign(self._as(args[0], c_type), c_type)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,17 +10,11 @@ from torch import Tensor
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall
-from flash_attn_compat.core.cuda_capture import current_device
 from flash_attn_compat.core.inputs import Inputs
 
 _MAX_INT = 2**31 - 1
 # Up to so many elements, loading them one by one costs less than an aligned copy.
 MAX_SCALAR_LOADS = 2**18
-# Allocates (shape, strides, dtype).
-Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-# How PyTorch allocates in compiled graphs: without its dispatcher, in half the time of ``empty_like``.
-_on_host: Allocate | None = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
-_on_current_gpu: Allocate | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def addressed_bytes(tensor: Tensor | None) -> int:
@@ -56,19 +48,6 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
     return tuple(reversed(strides[: len(shape)]))
-
-
-def allocator(place: torch.device, device: int) -> Allocate:
-    """Return a function that allocates tensors on a device, as long as the current GPU stays the same.
-
-    device: the number of ``place``; -1 for the CPU
-    """
-    found = _on_host if device < 0 else _on_current_gpu if device == current_device() else None
-    return functools.partial(_allocate, place) if found is None else found
-
-
-def _allocate(place: torch.device, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=place)
 
 
 def has_kernel_layout(tensor: Tensor) -> bool:

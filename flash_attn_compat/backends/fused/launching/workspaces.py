@@ -31,7 +31,7 @@ def acquire(size: int, device: int, place: torch.device) -> Tensor:
     key = device, stream, threading.get_ident() if stream == 2 else 0
     workspace = _workspaces.get(key)
     if cuda_capture.is_capturing(device):
-        shared = _share(workspace, size)
+        shared = _keep_for_replays(workspace, size)
         return _allocate_cleared(size, place) if shared is None else shared
     if workspace is None or workspace.numel() < size:
         workspace = _allocate_in_thread(size, device, place)
@@ -40,7 +40,7 @@ def acquire(size: int, device: int, place: torch.device) -> Tensor:
     return workspace
 
 
-def _share(workspace: Tensor | None, size: int) -> Tensor | None:
+def _keep_for_replays(workspace: Tensor | None, size: int) -> Tensor | None:
     """Return the stream's workspace for a captured launch, kept alive from now on; None where it needs its own."""
     if not cuda_capture.are_replayed_in_order() or workspace is None or workspace.numel() < size:
         return None
