@@ -83,6 +83,9 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
       if (DROPOUT) block.stationary.word[m][r] = DropoutWords(p, queries.b, queries.head).row(row);
     }
 
+#if FLEX_GRADIENTS
+  block.first_exponent = P_SHIFT + e.v + e.dout;
+#endif
   GradientQK dq;
   GradientVO unused;
   set_zero(dq);
@@ -91,6 +94,7 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
 #else
   block.main_loop(p, queries, keys, dq, unused);
 #endif
+  block.write_captured();
   const StationaryTile again(p, blockIdx.x + p.zero);
   const Exponents same(p, again.b, again.head_k(p));
   block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.of(p.dq, p.dq_s), p.dq_s.row,

@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_attn_compat.backends.fused.flex import Mods
 from flash_attn_compat.core.flex import capture, printer
 from flash_attn_compat.core.flex.operators import Declined
-from flash_attn_compat.core.flex.printer import Bound, Number, Printed
+from flash_attn_compat.core.flex.printed import Bound, Number, Printed
 from flash_attn_compat.torch_flex.calls import FlexCall
 
 _MOST = 1024
@@ -35,7 +35,7 @@ class Functions(NamedTuple):
 
 
 def of_printed(printed: Printed) -> Functions:
-    return Functions(Mods(printed.text, printed.has_score, printed.has_mask), printed)
+    return Functions(Mods(printed.text, printed.has_score, printed.has_mask, printed.gradients), printed)
 
 
 # ---- By the graphs of eager calls
@@ -51,15 +51,18 @@ _entries: dict[tuple[Any, ...], _Entry] = {}
 _adding = threading.Lock()
 
 
-def find(call: FlexCall, with_slope: bool) -> Functions | str:
-    """Return an eager call's functions, or the reason to decline it. with_slope: for a backward"""
+def find(call: FlexCall, backward: bool) -> Functions | str:
+    """Return an eager call's functions, or the reason to decline it. backward: with those of a backward"""
     device = call.query.device
-    signature = [(x.dtype, x.dim(), x.device == device) if isinstance(x, Tensor) else type(x) for x in call.captured]
-    key = id(call.score_mod), id(call.mask_mod), with_slope, device, tuple(signature)
+    signature = [
+        (x.dtype, x.dim(), x.device == device, backward and x.requires_grad) if isinstance(x, Tensor) else type(x)
+        for x in call.captured
+    ]
+    key = id(call.score_mod), id(call.mask_mod), backward, device, tuple(signature)
     entry = _entries.get(key)
     if entry is not None and entry.score_mod() is call.score_mod and entry.mask_mod() is call.mask_mod:
         return entry.found
-    found = _print(call, with_slope)
+    found = _print(call, backward)
     with _adding:
         while len(_entries) >= _MOST:
             del _entries[next(iter(_entries))]
@@ -67,15 +70,15 @@ def find(call: FlexCall, with_slope: bool) -> Functions | str:
     return found
 
 
-def _print(call: FlexCall, with_slope: bool) -> Functions | str:
+def _print(call: FlexCall, backward: bool) -> Functions | str:
     device, own, others = call.query.device, call.score_mod_other_buffers, call.mask_mod_other_buffers
     if any(map(_holds_tensor, (call.score_mod, call.mask_mod))):
         return "a function holds a tensor of its own, which may change from call to call: capture it instead"
     try:
         score = capture.capture_score(call.score_mod, own, device)
         mask = capture.capture_mask(call.mask_mod, others, device, len(own))
-        slope = capture.capture_slope(call.score_mod, own, device) if with_slope else None
-        return of_printed(printer.print_functions(score, mask, slope))
+        joint = capture.capture_joint(call.score_mod, own, device) if backward else None
+        return of_printed(printer.print_functions(score, mask, joint))
     except Declined as reason:
         return str(reason)
 
@@ -126,6 +129,14 @@ def find_short_tensor(functions: Functions, tensors: Sequence[Tensor], call: Seq
     return None
 
 
+def captured_gradients(functions: Functions, gradients: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """Return the gradients of all captured arguments of a score_mod, None for none. gradients: in the text's order"""
+    found: list[Any] = [None] * count
+    for place, gradient in zip(functions.printed.gradients, gradients):
+        found[functions.printed.tensors[place]] = gradient
+    return tuple(found)
+
+
 # ---- As a string
 
 
@@ -141,7 +152,7 @@ def load(text: str) -> Functions:
     printed = Printed(
         fields["text"], tuple(fields["tensors"]), tuple(Number(*each) for each in fields["numbers"]),
         tuple(Bound(*each) for each in fields["bounds"]), tuple(tuple(each) for each in fields["indexed"]),
-        fields["has_score"], fields["has_mask"],
+        fields["has_score"], fields["has_mask"], tuple(fields["gradients"]),
     )  # fmt: skip
     return of_printed(printed)
 

@@ -27,7 +27,7 @@ from flash_attn_compat.torch_flex.functions import Functions
 from flash_attn_compat.torch_flex.operator import returns_maxima
 from flash_attn_compat.torch_flex.policy import Policy
 
-VERSION = 1  # of the operators' arguments and of the string; part of their names, and of the keys of graphs on disk
+VERSION = 2  # of the operators' arguments and of the string; part of their names, and of the keys of graphs on disk
 FORWARD, BACKWARD = f"flex_forward_{VERSION}", f"flex_backward_{VERSION}"
 _NAMESPACE = "flash_attn_compat_flex"
 _MASK = "Tensor? kv_num, Tensor? kv_indices, Tensor? full_kv_num, Tensor? full_kv_indices"
@@ -37,7 +37,7 @@ _SCHEMAS = {
     FORWARD: f"(Tensor query, Tensor key, Tensor value, {_MASK}, {_REST}) -> (Tensor, Tensor)",
     BACKWARD: (
         "(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, "
-        f"{_MASK}, {_TWINS}, {_REST}) -> (Tensor, Tensor, Tensor)"
+        f"{_MASK}, {_TWINS}, {_REST}) -> Tensor[]"
     ),
 }
 
@@ -59,14 +59,18 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Ten
 def _backward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor | None,
     grad_lse: Tensor | None, *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
+    """Return dq, dk and dv, then the gradients of captured tensors in the text's order."""
     found, inputs, scale = _inputs_of((query, key, value), rest[:8], rest[8:], backward=True)
+    reason = policy.gradient_reason(bool(found.mods.gradients))
+    if reason is not None:  # asked for since the graph was compiled
+        raise _refusal(reason)
     upstream = FlexUpstream(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
     run = launch.find_backward(found, inputs, scale, upstream)
     if isinstance(run, str):
         raise _refusal(run)
-    dq, dk, dv = run(inputs, upstream)
-    return _as_in_graph(dq, query), _as_in_graph(dk, key), _as_in_graph(dv, value)
+    dq, dk, dv, *others = run(inputs, upstream)
+    return [_as_in_graph(dq, query), _as_in_graph(dk, key), _as_in_graph(dv, value), *others]
 
 
 def _inputs_of(
@@ -113,8 +117,11 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(_graph_strides(x.new_empty(x.shape), x) for x in (query, key, value))
+def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Tensor]:
+    captured, *_, text = rest[-len(_REST.split(",")) :]
+    wanting = [captured[place] for place in functions.load(text).mods.gradients]
+    gradients = [_graph_strides(x.new_empty(x.shape), x) for x in (query, key, value)]
+    return gradients + [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanting]
 
 
 def _define() -> Library:
@@ -195,15 +202,13 @@ def _make_backward_lowering(active: Policy, original: Callable[..., Any]) -> Cal
         forward = call.forward()
         try:
             score, mask = _graphs_of(forward, call.fw_graph)
-            joint = call.joint_graph.graph_module
-            _refuse_captured_gradients(joint)
-            slope = Captured(joint, JOINT_ARGUMENTS, score.arguments)
-            found = functions.of_printed(printer.print_functions(score, mask, slope))
+            joint = Captured(call.joint_graph.graph_module, JOINT_ARGUMENTS, score.arguments)
+            found = functions.of_printed(printer.print_functions(score, mask, joint))
             rest = _check_and_pass(active, forward, found, backward=True)
         except Declined:
             return original(*arguments)
-        grads = _call(BACKWARD, *call[:7], *lists_of(call.block_mask)[:8], *rest)
-        return *grads, tuple(None for _ in call.score_mod_other_buffers)
+        dq, dk, dv, *others = _call(BACKWARD, *call[:7], *lists_of(call.block_mask)[:8], *rest)
+        return dq, dk, dv, functions.captured_gradients(found, others, len(call.score_mod_other_buffers))
 
     return _marked(lower, active)
 
@@ -226,13 +231,6 @@ def _graphs_of(call: FlexCall, score_mod: Any) -> tuple[Captured, Captured]:
     return found[0], found[1]
 
 
-def _refuse_captured_gradients(joint: torch.fx.GraphModule) -> None:
-    """Raise Declined if a joint graph computes more than the gradient of the score."""
-    (output,) = (node for node in joint.graph.nodes if node.op == "output")
-    if any(x is not None for x in output.args[0][1:]):
-        raise Declined("a captured tensor requires a gradient")
-
-
 def _check_and_pass(active: Policy, call: FlexCall, found: Functions, backward: bool) -> list[Any]:
     """Return our operator's arguments behind the lists. Raises Declined for a call that the kernels do not serve."""
     nodes: tuple[Any, ...] = call[:3]  # of inductor
@@ -241,6 +239,8 @@ def _check_and_pass(active: Policy, call: FlexCall, found: Functions, backward: 
         *policy.dtype_reasons(*(x.get_dtype() for x in nodes)),
         *policy.option_reasons(call),
     ]
+    reason = policy.gradient_reason(bool(found.mods.gradients))
+    reasons += [] if reason is None else [reason]
     if _is_packaged():
         reasons.append("AOTInductor's packages run without this package")
     tensors, hosts, integers = functions.positions(found)

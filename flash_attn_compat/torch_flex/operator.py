@@ -82,7 +82,7 @@ def _find_forward(active: Policy, call: FlexCall) -> tuple[Any, FlexInputs | Non
     reason = next(policy.eager_reasons(active, call), None)
     if reason is not None:
         return reason, None
-    found = functions.find(call, with_slope=False)
+    found = functions.find(call, backward=False)
     if isinstance(found, str):
         return found, None
     inputs = _make_inputs(found, call, backward=False)
@@ -107,7 +107,7 @@ def _all_reasons(active: Policy, call: FlexCall) -> Iterator[str]:
     yield from reasons
     if not functions.is_graph(call.score_mod) or not functions.is_graph(call.mask_mod):
         return
-    found = functions.find(call, with_slope=False)
+    found = functions.find(call, backward=False)
     inputs = found if isinstance(found, str) else _make_inputs(found, call, backward=False)
     if isinstance(inputs, str):
         yield inputs
@@ -123,14 +123,18 @@ def _explain(reasons: list[str]) -> None:
     raise choice.Explained(choice.Explanation(computed_by, {launch.KERNELS: reasons, launch.PYTORCH: []}))
 
 
+def _require_gradients(call: FlexBackwardCall) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in call.score_mod_other_buffers)
+
+
 def _backward(active: Policy, call: FlexBackwardCall) -> Any:
     """Return the gradients of a call; None if PyTorch computes them."""
     forward = call.forward()
-    if next(policy.eager_reasons(active, forward), None) or policy.gradient_reason(call.score_mod_other_buffers):
+    if next(policy.eager_reasons(active, forward), None) or policy.gradient_reason(_require_gradients(call)):
         return None
     if call.grad_out is None and call.grad_logsumexp is None:
         return None
-    found = functions.find(forward, with_slope=True)
+    found = functions.find(forward, backward=True)
     inputs = found if isinstance(found, str) else _make_inputs(found, forward, backward=True)
     if isinstance(found, str) or isinstance(inputs, str):
         return None
@@ -139,4 +143,5 @@ def _backward(active: Policy, call: FlexBackwardCall) -> Any:
     run = launch.find_backward(found, inputs, call.scale, upstream)
     if isinstance(run, str):
         return None
-    return *run(inputs, upstream), tuple(None for _ in call.score_mod_other_buffers)
+    dq, dk, dv, *others = run(inputs, upstream)
+    return dq, dk, dv, functions.captured_gradients(found, others, len(call.score_mod_other_buffers))

@@ -97,7 +97,11 @@ def option_reasons(call: FlexCall) -> Iterator[str]:
         yield f"its scale is a {type(call.scale).__name__}, which may change from call to call"
 
 
-def gradient_reason(captured: tuple[object, ...]) -> str | None:
-    """Return the reason to leave a backward to PyTorch whose captured tensors want gradients, or None."""
-    wanting = [tuple(x.shape) for x in captured if isinstance(x, Tensor) and x.requires_grad]
-    return f"a captured tensor of shape {wanting[0]} requires a gradient" if wanting else None
+def gradient_reason(of_captured: bool) -> str | None:
+    """Return the reason to leave a backward to PyTorch, or None. of_captured: whether captured tensors need gradients
+
+    PyTorch's eager backward adds these up in one order if a program asks for deterministic algorithms or warnings.
+    """
+    if of_captured and torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for, and our kernels add up gradients of captured tensors by atomics"
+    return None

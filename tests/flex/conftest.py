@@ -36,3 +36,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
     with override.applied(Policy("cpu")):
         yield launches
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -34,13 +34,14 @@ BLOCKS = (128, 128, 64, (128, 64), (256, 128))
 
 
 class Problem(NamedTuple):
-    """A random call. qkv: (batch, heads, tokens, channels)"""
+    """A random call. qkv: (batch, heads, tokens, channels); learned: captured tensors that want a gradient"""
 
     qkv: tuple[Tensor, Tensor, Tensor]
     score_mod: Any
     mask: Any
     scale: float
     words: str
+    learned: tuple[Tensor, ...] = ()
 
 
 def make_problem(seed: int, device: str) -> Problem:
@@ -53,28 +54,33 @@ def make_problem(seed: int, device: str) -> Problem:
     qkv = calls.tensors(sizes.batch, heads, heads_k, sizes.rows, sizes.keys, dim, dim_v, dtype, device, seed)
     maker = Maker(rng, sizes, device)
     score_mod = random_mods.make_score_mod(maker) if rng.random() < 0.8 else calls.identity
+    learned: tuple[Tensor, ...] = ()
+    if rng.random() < 0.4:
+        score_mod, learned = random_mods.with_learned_tensors(maker, score_mod)
     mask, block = None, rng.choice(BLOCKS)
     if score_mod is calls.identity or rng.random() < 0.7:
         mask = calls.make_mask(random_mods.make_mask_mod(maker), *qkv[:2], per_head=True, block=block)
     scale = rng.choice((dim**-0.5, dim**-0.5, 0.05, -0.1))
     words = f"{tuple(sizes)} over {heads_k}, {dim}/{dim_v}, {dtype}, blocks {block if mask else None}"
-    return Problem(qkv, score_mod, mask, scale, words)
+    return Problem(qkv, score_mod, mask, scale, f"{words}, {len(learned)} learned", learned)
 
 
 def mistake(problem: Problem) -> str | None:
     """Return what is wrong in the answer of our kernels, or None. Raises if they do not serve."""
     reset_backend_counts()
     arguments = problem.score_mod, problem.mask, problem.scale
-    found = calls.call(problem.qkv, *arguments)
+    found = calls.call(problem.qkv, *arguments, more=problem.learned)
     if backend_counts() != {"fused": 1}:
         return f"not served: {backend_counts()}"
-    right, usual = calls.in_fp32(problem.qkv, *arguments), None
-    for name, x, y in zip(("out", "dq", "dk", "dv"), arrays(found), arrays(right)):
+    right, usual = calls.in_fp32(problem.qkv, *arguments, more=problem.learned), None
+    names = "out", "dq", "dk", "dv", *(f"learned {i}" for i in range(len(problem.learned)))
+    for name, x, y in zip(names, arrays(found), arrays(right), strict=True):
+        y = y.float()
         off = (x.float() - y).abs().max().item() if x.numel() else 0.0
         largest = max(y.abs().max().item() if y.numel() else 0.0, 0.1)
         if not off <= 8 * torch.finfo(problem.qkv[0].dtype).eps * largest:
-            usual = usual or calls.in_own_dtype(problem.qkv, *arguments)
-            own = dict(zip(("out", "dq", "dk", "dv"), arrays(usual)))[name]
+            usual = usual or calls.in_own_dtype(problem.qkv, *arguments, more=problem.learned)
+            own = dict(zip(names, arrays(usual)))[name]
             own_off = (own.float() - y).abs().max().item()
             if not off <= 2 * own_off:
                 return f"{name} off by {off:.2e}, PyTorch's by {own_off:.2e}, of {largest:.2e}"

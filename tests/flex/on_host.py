@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from flash_attn_compat.core.flex import capture, printer
-from flash_attn_compat.core.flex.printer import Printed
+from flash_attn_compat.core.flex.printed import Printed
 from tests.kernels import emulate
 
 CPU = torch.device("cpu")
@@ -84,9 +84,9 @@ def printed(
     given = captured if score_mod is not identity else ()
     masked = captured if mask_mod is not everywhere else ()
     score = capture.capture_score(score_mod, given, CPU)
-    slope = capture.capture_slope(score_mod, given, CPU) if slopes else None
+    joint = capture.capture_joint(score_mod, given, CPU) if slopes else None
     mask = capture.capture_mask(mask_mod, masked, CPU, count if masked is not captured else 0)
-    return printer.print_functions(score, mask, slope)
+    return printer.print_functions(score, mask, joint)
 
 
 def evaluate(functions: Printed, score: Tensor, places: Sequence[Tensor], captured: Sequence[Any] = ()) -> Results:

@@ -169,3 +169,22 @@ def make_mask_mod(maker: Maker) -> Callable[..., Tensor]:
         return found
 
     return mask_mod
+
+
+def with_learned_tensors(
+    maker: Maker, score_mod: Callable[..., Tensor]
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """Return a score_mod of the score times one learned tensor, plus another one, and both tensors."""
+    rng, sizes = maker.rng, maker.sizes
+    axes = [rng.sample(range(4), rng.choice((1, 1, 2, 2, 3, 4))) for _ in range(2)]
+    found = [torch.randn([sizes[axis] for axis in each], generator=maker.generator) for each in axes]
+    factor, bias = (x.to(maker.device).requires_grad_() for x in found)
+    repeats, count = rng.random() < 0.5, bias.shape[0]
+
+    def learned_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        places = b, h, q, kv
+        first = (q - kv) % count if repeats else places[axes[1][0]]
+        changed = score_mod(score * (1 + 0.3 * torch.tanh(factor[tuple(places[i] for i in axes[0])])), *places)
+        return changed + bias[(first, *(places[i] for i in axes[1][1:]))]
+
+    return learned_mod, (factor, bias)

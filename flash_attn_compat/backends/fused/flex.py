@@ -13,11 +13,13 @@ Nothing here knows PyTorch's operators: whoever captures a caller's functions pr
     DEVICE float flex_score(const FlexParams &f, float score, int b, int h, int q, int kv)
     DEVICE float flex_slope(const FlexParams &f, float score, int b, int h, int q, int kv)
     DEVICE bool flex_mask(const FlexParams &f, int b, int h, int q, int kv)
-    DEVICE void flex_gradients(const FlexParams &f, float slope, float score, int b, int h, int q, int kv)
+    constexpr int FLEX_SUMS
+    DEVICE void flex_gradients(const FlexParams &f, FlexSum (&sums)[FLEX_SUMS], float dscore, float score, int b, int h,
+                               int q, int kv)
 
-score: q k times scale, in natural units; flex_slope: the derivative of flex_score by ``score``; slope, in
-flex_gradients: the derivative of the loss by flex_score's result, which the function times its own derivatives adds to
-``gradients`` by flex_add. The last function is there only with ``Mods.gradients``. The functions may call what
+score: q k times scale, in natural units; flex_slope: the derivative of flex_score by ``score``; dscore: the derivative
+of the loss by flex_score's result, which flex_gradients times its own derivatives adds to ``gradients`` by flex_add, of
+which each call has a sum of its own. The last two are there only with ``Mods.gradients``. The functions may call what
 cuda/scores/flex.cuh defines, and read ``f``:
 
     flex_float(f, i, offset)                    captured tensor i at an offset in elements (i64); also flex_half,
@@ -25,7 +27,7 @@ cuda/scores/flex.cuh defines, and read ``f``:
     f.size[i][d], f.stride[i][d]                its shape and strides (int), d < 4
     f.numbers[i]                                captured integer i (i64)
     flex_within(index, size)                    a caller's index, from the end if negative, moved into the tensor
-    flex_add(f, i, offset, x)                   adds x to gradient i: contiguous, of its captured tensor's shape
+    flex_add(f, sums[n], i, offset, x)          adds x to gradient i: contiguous, of its captured tensor's shape
 
 b, h, q and kv are always those of the call: 0 <= b < batch, h < heads, q < rows, kv < keys.
 """
@@ -56,7 +58,7 @@ from flash_attn_compat.core.mask import Mask
 class Mods(NamedTuple):
     """A caller's functions. has_score, has_mask: whether flex_score changes a score, flex_mask hides one.
 
-    gradients: the captured tensors whose gradients flex_gradients adds up
+    gradients: the captured tensors whose gradients flex_gradients adds up, in fp32
     """
 
     text: str
@@ -148,8 +150,8 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
         return f"blocks of more than {_MAX_BLOCK:,} queries or keys over longer sequences"
     if max(q.shape[2], k.shape[2]) > MOST_INDEX:
         return f"more than {MOST_INDEX:,} queries or keys"
-    if mods.gradients:
-        return "gradients of captured tensors"
+    if len(mods.gradients) > params.GRADIENTS:
+        return f"gradients of more than {params.GRADIENTS} captured tensors"
     kind = calls.choose_kind(_call_of(inputs, 1.0), 8)
     for entry in ("forward", "dkdv", "dq") if backward else ("forward",):
         if _fit_tile(entry, kind, mods, inputs.blocks) is None:
@@ -244,7 +246,9 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
         longest, heads = (k.shape[1], call.nheads_k) if entry == "dkdv" else (q.shape[1], call.nheads)
         grid = grids.choose_grid(longest, variant.rows, call.batch, heads, None)
         plan.add_tiled_launch(variant, grid, heads, None if entry == "dkdv" else 1)
+    gradients = {f"gradient_{i}": _zeros_like(inputs.captured[at]) for i, at in enumerate(mods.gradients)}
     names, others = _addresses(inputs, backward=True)
+    names, others = [*names, *gradients], [*others, *gradients.values()]
     results = {"dout": dout, "out": out, "lse": upstream.lse, "dlse": upstream.dlse}
     plan = plan.load(others={**results, **dict(zip(names, others))})
 
@@ -253,8 +257,12 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
         rows_first = (*_rows_first(inputs), out.transpose(1, 2), dout.transpose(1, 2))
         q, k, v, out, dout = rows_first if vec else map(layouts.align, rows_first)
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-        found = plan.run(DenseInputs(q, k, v), others=(dout, out, lse, dlse, *_addresses(inputs, backward=True)[1]))
-        return tuple(_in_shape_of(x, found[name]) for name, x in zip(targets, inputs[:3]))
+        wanting = [inputs.captured[at] for at in mods.gradients]
+        sums = [_zeros_like(x) for x in wanting]
+        others = dout, out, lse, dlse, *_addresses(inputs, backward=True)[1], *sums
+        found = plan.run(DenseInputs(q, k, v), others=others)
+        gradients = (_in_shape_of(x, found[name]) for name, x in zip(targets, inputs[:3]))
+        return (*gradients, *(total.to(x.dtype) for total, x in zip(sums, wanting)))
 
     return run
 
@@ -270,6 +278,11 @@ def _rows_first(inputs: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
     if k.shape[0] < q.shape[0]:
         k, v = k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    """Return contiguous memory in which a gradient is added up."""
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
 
 def _in_shape_of(like: Tensor, gradient: Tensor) -> Tensor:
@@ -310,7 +323,9 @@ def make_variant(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> V
         raise ValueError(f"no tile of {entry} fits into blocks of {blocks and blocks.rows} queries")
     macros = [(name, value) for name, value in variant.macros if name != "SOFTCAP"]
     macros += [("FLEX", 1 if blocks is None else 2)]
-    macros += [(name, 1) for name, has in (("FLEX_SCORE", mods.has_score), ("FLEX_MASK", mods.has_mask)) if has]
+    adds = entry == "dq" and bool(mods.gradients)  # each score stands in one tile of dq
+    has = {"FLEX_SCORE": mods.has_score, "FLEX_MASK": mods.has_mask, "FLEX_GRADIENTS": adds}
+    macros += [(name, 1) for name, value in has.items() if value]
     if blocks is not None:
         macros += [("FLEX_BLOCK_Q", min(blocks.rows, _MAX_BLOCK)), ("FLEX_BLOCK_K", min(blocks.keys, _MAX_BLOCK))]
     return variant._replace(macros=tuple(macros), text=mods.text)

@@ -19,7 +19,7 @@ from flash_attn_compat.core.flex.operators import C_TYPES, Declined
 
 MASK_ARGUMENTS = "b", "h", "q", "kv"
 SCORE_ARGUMENTS = "score", *MASK_ARGUMENTS
-JOINT_ARGUMENTS = *SCORE_ARGUMENTS, "1.f"  # of the slope, the gradient of the result is 1
+JOINT_ARGUMENTS = *SCORE_ARGUMENTS, "dscore"  # the last one: the derivative of a loss by the result
 
 
 class TensorArgument(NamedTuple):
@@ -88,23 +88,34 @@ def capture_score(score_mod: Callable[..., Any], captured: Sequence[Any], device
     return Captured(_trace(score_mod, [_score(device), *_indices(device)], captured), SCORE_ARGUMENTS, arguments)
 
 
-def capture_slope(score_mod: Callable[..., Any], captured: Sequence[Any], device: torch.device) -> Captured:
-    """Trace the derivative of a score_mod by its score, which PyTorch's autograd finds. Raises Declined."""
+def capture_joint(score_mod: Callable[..., Any], captured: Sequence[Any], device: torch.device) -> Captured:
+    """Trace the derivatives of a loss by a score_mod's score and by the captured tensors that require gradients.
 
-    def slope(score: Tensor, *rest: Any) -> Tensor:
-        score = score.detach().requires_grad_()
+    PyTorch's autograd finds them. The outputs are those of PyTorch's joint graphs: of the score, of b, h, q and kv,
+    which have none, and of each captured argument, None for none. Raises Declined.
+    """
+    wanted = [isinstance(x, Tensor) and x.requires_grad for x in captured]
+
+    def joint(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, dscore: Tensor, *others: Any) -> list[Any]:
+        own = [x.detach().requires_grad_() if wants else x for x, wants in zip(others, wanted)]
+        leaves = [score.detach().requires_grad_(), *(x for x, wants in zip(own, wanted) if wants)]
         with torch.enable_grad():
-            modified = score_mod(score, *rest)
-            if not modified.requires_grad:
-                return torch.zeros_like(score)
-            (found,) = torch.autograd.grad(modified, score, torch.ones_like(modified), allow_unused=True)
-        return torch.zeros_like(score) if found is None else found
+            modified = score_mod(leaves[0], b, h, q, kv, *own)
+            found: list[Any] = [None] * len(leaves)
+            if modified.requires_grad:
+                found = list(torch.autograd.grad(modified, leaves, dscore.to(modified.dtype), allow_unused=True))
+        of_score, *of_leaves = found
+        of_others = iter(of_leaves)
+        return [
+            torch.zeros_like(score) if of_score is None else of_score, *[None] * len(MASK_ARGUMENTS),
+            *(next(of_others) if wants else None for wants in wanted),
+        ]  # fmt: skip
 
     arguments = describe(captured, device)
     plain = [x.detach() if isinstance(x, Tensor) else x for x in captured]
     with torch_state.with_autograd():
-        graph = _trace(slope, [_score(device), *_indices(device)], plain)
-    return Captured(graph, SCORE_ARGUMENTS, arguments)
+        graph = _trace(joint, [_score(device), *_indices(device), _score(device)], plain)
+    return Captured(graph, JOINT_ARGUMENTS, arguments)
 
 
 def _score(device: torch.device) -> Tensor:

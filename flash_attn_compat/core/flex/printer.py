@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,12 @@ from torch.fx import Node
 
 from flash_attn_compat.core.flex.capture import (
     MASK_ARGUMENTS,
+    SCORE_ARGUMENTS,
     Captured,
     IntegerArgument,
     TensorArgument,
 )
+from flash_attn_compat.core.flex.gradients import find_additions
 from flash_attn_compat.core.flex.operators import (
     C_TYPES,
     CONSTANT,
@@ -32,45 +34,10 @@ from flash_attn_compat.core.flex.operators import (
     division_factor,
     literal,
 )
+from flash_attn_compat.core.flex.printed import Bound, Number, Printed
 from flash_attn_compat.core.flex.ranges import EXACT_FLOAT, MOST_INDEX, Ranges
 
 MOST_CAPTURED, MOST_DIMS, MOST_NUMBERS = 16, 4, 8  # of FlexParams, as backends/fused/flex.py has them
-
-
-class Bound(NamedTuple):
-    """A captured tensor's axis that the text indexes by ``name``: b, h, q or kv. The axis must be as long as these."""
-
-    tensor: int
-    axis: int
-    name: str
-
-
-class Number(NamedTuple):
-    """A captured number of the parameters.
-
-    is_float: whether the parameters hold a float's bits; is_on_host: whether it is a tensor in the CPU's memory
-    """
-
-    position: int
-    is_float: bool
-    is_on_host: bool
-
-
-class Printed(NamedTuple):
-    """The functions of a call in C++.
-
-    tensors, numbers: positions of the captured arguments that the text reads, in its order
-    bounds: what the host has to check of the tensors' sizes; indexed: (tensor, axis) that must not be empty
-    has_score, has_mask: whether the functions change a score, or hide one
-    """
-
-    text: str
-    tensors: tuple[int, ...]
-    numbers: tuple[Number, ...]
-    bounds: tuple[Bound, ...]
-    indexed: tuple[tuple[int, int], ...]
-    has_score: bool
-    has_mask: bool
 
 
 class _View(NamedTuple):
@@ -91,30 +58,39 @@ class _Value(NamedTuple):
 
 _SIGNATURE = "const FlexParams &f, {}int b, int h, int q, int kv"
 _NO_SCORE = "DEVICE float {}(const FlexParams &, float score, int, int, int, int) {{ return {}; }}\n"
+_GRADIENTS = """constexpr int FLEX_SUMS = {};
+DEVICE void flex_gradients(const FlexParams &f, FlexSum (&sums)[FLEX_SUMS], float dscore, float score, int b, int h,
+                           int q, int kv) {{
+{}}}
+"""
 _NO_MASK = "DEVICE bool flex_mask(const FlexParams &, int, int, int, int) { return true; }\n"
 
 
-def print_functions(score: Captured, mask: Captured, slope: Captured | None = None) -> Printed:
-    """Return the text of flex_score, flex_slope and flex_mask, and what it reads. Raises Declined.
+def print_functions(score: Captured, mask: Captured, joint: Captured | None = None) -> Printed:
+    """Return the text of flex_score, flex_slope, flex_mask and flex_gradients, and what it reads. Raises Declined.
 
-    slope: of a backward, a graph whose first output is the derivative of score_mod by its score
+    joint: of a backward, PyTorch's joint graph of score_mod or one like it
     """
     table = _Table()
     score_text = slope_text = mask_text = None
+    gradients_text, gradients = "", tuple[int, ...]()
     if not _is_identity(score):
         score_text = table.print("flex_score", _SIGNATURE.format("float score, "), "float", score)
-        if slope is not None:
+        if joint is not None:
+            slope = joint._replace(names=(*SCORE_ARGUMENTS, "1.f"))
             slope_text = table.print("flex_slope", _SIGNATURE.format("float score, "), "float", slope)
+            gradients_text, gradients = table.print_gradients(joint)
     if not _is_always_true(mask):
         mask_text = table.print("flex_mask", _SIGNATURE.format(""), "bool", mask)
     parts = (
         score_text or _NO_SCORE.format("flex_score", "score"),
         slope_text or _NO_SCORE.format("flex_slope", "1.f"),
-        mask_text or _NO_MASK,
-    )
+        mask_text or _NO_MASK, gradients_text,
+    )  # fmt: skip
     return Printed(
         '#include "scores/flex_operators.cuh"\n' + "".join(parts), tuple(table.tensors), tuple(table.numbers),
         tuple(sorted(table.bounds)), tuple(sorted(table.indexed)), score_text is not None, mask_text is not None,
+        gradients,
     )  # fmt: skip
 
 
@@ -159,9 +135,21 @@ class _Table:
     def print(self, name: str, arguments: str, result: str, captured: Captured) -> str:
         function = _Function(self)
         value = function.run(captured)
-        body = "".join(f"  {line}\n" for line in function.lines)
         returned = converted(value.text, value.c_type, result)
-        return f"DEVICE {result} {name}({arguments}) {{\n{body}  return {returned};\n}}\n"
+        return f"DEVICE {result} {name}({arguments}) {{\n{function.body()}  return {returned};\n}}\n"
+
+    def print_gradients(self, joint: Captured) -> tuple[str, tuple[int, ...]]:
+        """Return the text of flex_gradients, and the places of the tensors to whose gradients it adds."""
+        additions = find_additions(joint)
+        if not additions:
+            return "", ()
+        function = _Function(self)
+        function.compute(joint, [node for each in additions for node in (*each.indices, each.value)])
+        places = [self.add_tensor(each.argument) for each in additions]
+        order = list(dict.fromkeys(places))
+        for number, (place, each) in enumerate(zip(places, additions)):
+            function.add(f"sums[{number}], {order.index(place)}", place, each.indices, each.value)
+        return _GRADIENTS.format(len(additions), function.body()), tuple(order)
 
     def add_tensor(self, argument: TensorArgument) -> int:
         if argument.dims > MOST_DIMS:
@@ -196,7 +184,12 @@ class _Function:
         output = _output(captured)
         if output is None:
             return _Value("0.f", "float")  # the gradient of a score that does not matter
-        needed = _needed(output)
+        self.compute(captured, [output])
+        return self._value(output)
+
+    def compute(self, captured: Captured, outputs: Sequence[Any]) -> None:
+        """Print everything that some results of a graph depend on."""
+        needed = _needed(outputs)
         arguments = iter((*captured.names, *captured.arguments))
         for node in captured.graph.graph.nodes:
             if node.op == "placeholder":
@@ -207,7 +200,16 @@ class _Function:
                         self.ranges.found[node] = (0, MOST_INDEX - 1)
             elif node in needed:
                 self.values[node] = self._attribute(captured, node) if node.op == "get_attr" else self._call(node)
-        return self._value(output)
+
+    def body(self) -> str:
+        return "".join(f"  {line}\n" for line in self.lines)
+
+    def add(self, arguments: str, tensor: int, indices: Sequence[Any], value: Any) -> None:
+        """Print a call of flex_add. arguments: its sum and its gradient, which is contiguous; tensor: that it is of"""
+        offset = "(i64)0"
+        for axis, index in enumerate(indices):
+            offset = f"({offset} * f.size[{tensor}][{axis}] + {self._index(tensor, axis, index)})"
+        self.lines.append(f"flex_add(f, {arguments}, {offset}, {self._as(value, 'float')});")
 
     def _argument(self, argument: str | TensorArgument | IntegerArgument) -> _View | _Value:
         if isinstance(argument, str):
@@ -462,10 +464,10 @@ def _name_of(node: Node) -> str:
     return "output" if node.op == "output" else str(getattr(node.target, "_opname", ""))
 
 
-def _needed(output: Any) -> set[Node]:
-    """Return the nodes that a result depends on."""
+def _needed(outputs: Sequence[Any]) -> set[Node]:
+    """Return the nodes that some results depend on."""
     found: set[Node] = set()
-    left = [output] if isinstance(output, Node) else []
+    left = [output for output in outputs if isinstance(output, Node)]
     while left:
         node = left.pop()
         if node not in found:

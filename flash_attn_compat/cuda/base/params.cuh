@@ -25,7 +25,7 @@ struct FlexList {
 struct FlexParams {
   const int *num[4], *indices[4];   // null: none
   const void *captured[16];
-  float *gradients[4];   // contiguous, of their captured tensors' shapes
+  float *gradients[8];   // contiguous, of their captured tensors' shapes
   FlexList lists[4];
   int size[16][4], stride[16][4];   // of captured tensors
   i64 numbers[8];

@@ -166,6 +166,11 @@ struct Block {
   int ds_exponent[MMA_M][2];   // of each stationary row; in dkdv the same for all
   int delta_exponent;   // of streamed queries
   u32 shared;
+  Given given;
+#if FLEX_GRADIENTS && !KEYS_STATIONARY
+  FlexSum sums[FLEX_SUMS];
+  int first_exponent;   // what dS is scaled by besides ds_exponent
+#endif
 
   DEVICE Block(const Params &p, u32 shared, const Exponents &e) : shared(shared) {
     score_params.set_scale(p, e);
@@ -217,14 +222,25 @@ struct Block {
 
   // P of a tile of streamed rows from `seen` on, with or without masked scores.
   DEVICE void recompute(Scores &S, Packed &P, const Params &p, const DenseMask &mask, const WarpRange &range,
-                        bool is_full, u32 rows_at, int seen, int g, int t) const {
+                        bool is_full, u32 rows_at, int seen, int g, int t) {
     if (BIAS ? !(KEYS_STATIONARY ? mask.has<SCORED_ROWS, WARP_ROWS>(p, 1, seen, range.first)
                                  : mask.has<WARP_ROWS, SCORED_ROWS>(p, 1, range.first, seen))
              : range.sees_all(seen) && (!FLEX_MASK || is_full) &&
                    (!DISTANCE_IS_SUM || range.is_behind(seen) || range.is_ahead(seen)))
-      recompute_probabilities<false>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
-    else recompute_probabilities<true>(S, P, p, mask, score_params, range, stationary, rows_at, seen, g, t);
+      recompute_probabilities<false>(S, P, given, p, mask, score_params, range, stationary, rows_at, seen, g, t);
+    else recompute_probabilities<true>(S, P, given, p, mask, score_params, range, stationary, rows_at, seen, g, t);
   }
+#if FLEX_GRADIENTS && !KEYS_STATIONARY
+  DEVICE GivenScores scores_of(const Params &p, const WarpRange &range, int seen, int side, int g, int t) {
+    return {p, score_params.rule, sums, given, ds_exponent, first_exponent, range.first + g, seen + 2 * t, side < 2};
+  }
+  DEVICE void write_captured() {
+    UNROLLED(i, FLEX_SUMS) sums[i].write_together();
+  }
+#else
+  DEVICE GivenScores scores_of(const Params &, const WarpRange &, int, int, int, int) const { return {}; }
+  DEVICE void write_captured() const {}
+#endif
 
   // Lines 6 to 15 of Algorithm 2: grad_qk += dS times the streamed QK operand; in dkdv also grad_vo += P times the
   // streamed VO operand.
@@ -318,7 +334,9 @@ struct Block {
           product<VO_IN_REGS, DV, AT_ONCE>(dP, stationary_vo,
                                            shared + STATIONARY_VO_AT + stationary_at<LayoutVO>(thread), vo_at, n);
           if (SPLIT_K) store_partial_scores(dP, partials_at(shared, false, buffer, thread), side);
-          else compute_ds(dS, S + n, dP, stationary, rows_at + n * 32, p.dropout_scale, ds_exponent);
+          else
+            compute_ds(dS, S + n, dP, stationary, rows_at + n * 32, p.dropout_scale, ds_exponent,
+                       scores_of(p, range, seen, side, g, t), n);
           if (SPLIT_N) store_half(dS, exchange_at(shared, KEYS_STATIONARY, thread, side));
           if (!SPLIT_K) accumulate<AT_ONCE>(grad_qk, dS, qk_transposed, n);
         }
@@ -329,7 +347,8 @@ struct Block {
           if (KEYS_STATIONARY)
             accumulate_exchanged(grad_vo, P, exchange_at(shared, 0, thread, side ^ 1), vo_transposed, half);
           add_partial_scores(dP, partials_at(shared, false, buffer, thread), side);
-          compute_ds(dS, S, dP, stationary, rows_at, p.dropout_scale, ds_exponent);
+          compute_ds(dS, S, dP, stationary, rows_at, p.dropout_scale, ds_exponent,
+                     scores_of(p, range, seen, side, g, t));
           store_half(dS, exchange_at(shared, KEYS_STATIONARY, thread, side));
         }
       }

@@ -140,7 +140,21 @@ struct StationaryRows {   // of queries; keys need only their dropout words
 // ALiBi's distance is a term of the stationary row plus a term of the streamed row.
 constexpr bool DISTANCE_IS_SUM = ALIBI && !(TYPE == 2 && DROPOUT);   // else registers are short
 
-template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &packed, const Params &p,
+// FLEX_GRADIENTS, in dq: P is kept without the slope, and the scores that a caller's functions got are kept beside it.
+#if FLEX_GRADIENTS && !KEYS_STATIONARY
+struct Given {
+  float score[MMA_N][MMA_M][4];
+  static constexpr bool IS_KEPT = true;
+  DEVICE void keep(int n, int m, int i, float x) { score[n][m][i] = x; }
+};
+#else
+struct Given {
+  static constexpr bool IS_KEPT = false;
+  DEVICE void keep(int, int, int, float) {}
+};
+#endif
+
+template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &packed, Given &given, const Params &p,
                                                            const DenseMask &mask, const ScoreParams &f,
                                                            const WarpRange &range, const StationaryRows &stationary,
                                                            u32 rows_at, int tile, int g, int t) {
@@ -201,7 +215,8 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
           }
           if (SOFTCAP) s *= f.rule.quarter_slope(below);
           // What score_mod makes of a hidden score may be no number.
-          if (FLEX_SCORE) s = MASKED && hidden ? 0.f : s * f.rule.slope_at(p, score, row, key);
+          if (Given::IS_KEPT) given.keep(n, m, 2 * r + e, score);
+          else if (FLEX_SCORE) s = MASKED && hidden ? 0.f : s * f.rule.slope_at(p, score, row, key);
           if (gone) s = -s;
         }
     }
@@ -225,9 +240,36 @@ DEVICE void start_dp(float (*dP)[MMA_M][4], const StationaryRows &stationary, u3
   }
 }
 
+// FLEX_GRADIENTS, in dq: adds a score's part of captured tensors' gradients, and multiplies its dS by the slope. n0:
+// blocks of 8 keys before the first one of compute_ds
+#if FLEX_GRADIENTS && !KEYS_STATIONARY
+struct GivenScores {
+  const Params &p;
+  const ScoreRule &rule;
+  FlexSum (&sums)[FLEX_SUMS];
+  const Given &given;
+  const int (&exponent)[MMA_M][2];   // of dS
+  int first_exponent, row, key;   // what all dS are scaled by; a lane's first row and key
+  bool counts;   // of warps that compute the same scores, one counts them
+  DEVICE float slope_times(int n, int m, int r, int e, float P, float dS) const {
+    if (P == 0.f) return dS;   // hidden, or too far below its row's maximum
+    const float score = given.score[n][m][2 * r + e];
+    const int at_row = row + m * 16 + r * 8, at_key = key + n * 8 + e;
+    if (counts && at_row < p.seqlen_q)
+      rule.add_gradients(p, sums, TYPE == 2 ? times_power_of_two(dS, -(first_exponent + exponent[m][r])) : dS, score,
+                         at_row, at_key);
+    return dS * rule.slope_at(p, score, at_row, at_key);
+  }
+};
+#else
+struct GivenScores {
+  DEVICE float slope_times(int n, int m, int r, int e, float P, float dS) const { return dS; }
+};
+#endif
+
 DEVICE void compute_ds(u32 (*dS)[MMA_M][2], const float (*P)[MMA_M][4], const float (*dP)[MMA_M][4],
                        const StationaryRows &stationary, u32 rows_at, float dropout_scale,
-                       const int (&exponent)[MMA_M][2]) {
+                       const int (&exponent)[MMA_M][2], GivenScores given, int n0 = 0) {
   UNROLLED(n, SPLIT_K ? MMA_N : AT_ONCE) {
     float minus_delta[2];
     if (KEYS_STATIONARY && !FROM_DELTA) shared_load_floats(minus_delta, rows_at + STREAMED_ROWS * 4 + n * 32);
@@ -239,6 +281,7 @@ DEVICE void compute_ds(u32 (*dS)[MMA_M][2], const float (*P)[MMA_M][4], const fl
           const float probability = P[n][m][2 * r + e], d = dP[n][m][2 * r + e],
                       minus = KEYS_STATIONARY ? minus_delta[e] : stationary.minus_delta[m][r];
           x[e] = probability * (FROM_DELTA ? d : DROPOUT && !(probability >= 0.f) ? -minus : fmaf(d, scale, minus));
+          x[e] = given.slope_times(n0 + n, m, r, e, probability, x[e]);
         }
         dS[n][m][r] = pack(x[0], x[1]);
       }

@@ -137,7 +137,8 @@ DEVICE void few_keys_loop(Block &block, const Params &p, const StationaryTile &k
         start_dp(dP, block.stationary, rows_at + n * 32);
         product<VO_IN_REGS, DV, AT_ONCE>(
             dP, block.stationary_vo, shared + STATIONARY_VO_AT + Block::stationary_at<LayoutVO>(thread), dout_at, n);
-        compute_ds(dS, S + n, dP, block.stationary, rows_at + n * 32, p.dropout_scale, block.ds_exponent);
+        compute_ds(dS, S + n, dP, block.stationary, rows_at + n * 32, p.dropout_scale, block.ds_exponent,
+                   block.scores_of(p, range, first, 0, g, t), n);
         if (!DS_OVER_Q) store_ds(dS, shared, thread, n, keys.rows);
         UNROLLED(i, DS_OVER_Q ? AT_ONCE * MMA_M * 2 : 0)
           whole_dS[n + i / 2 / MMA_M][i / 2 % MMA_M][i % 2] = dS[i / 2 / MMA_M][i / 2 % MMA_M][i % 2];

@@ -140,7 +140,8 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
         if (!LAGS) wait_at(barrier, 64);
         Scores P;
         UNROLLED(i, MMA_N * MMA_M) load_partial(P[i / MMA_M][i % MMA_M], exchanged + i * 512);
-        compute_ds(packed, P, X, block.stationary, rows_at, p.dropout_scale, block.ds_exponent);
+        compute_ds(packed, P, X, block.stationary, rows_at, p.dropout_scale, block.ds_exponent,
+                   block.scores_of(p, range, first, side, g, t));
       }
       accumulate<MMA_N>(grad_qk, packed, (side ? qk_tile : vo_tile) + LayoutQK::b_operand_at(thread));
     }
@@ -154,7 +155,8 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
         product<VO_IN_REGS, DV, AT_ONCE>(dP, block.stationary_vo,
                                          shared + STATIONARY_VO_AT + Block::stationary_at<LayoutVO>(thread),
                                          vo_tile + LayoutVO::b_operand_at(thread), n);
-        compute_ds(dS, X + n, dP, block.stationary, rows_at + n * 32, p.dropout_scale, block.ds_exponent);
+        compute_ds(dS, X + n, dP, block.stationary, rows_at + n * 32, p.dropout_scale, block.ds_exponent,
+                   block.scores_of(p, range, first, side, g, t), n);
         accumulate<AT_ONCE>(grad_qk, dS, qk_tile + LayoutQK::b_operand_at(thread), n);
       }
     }

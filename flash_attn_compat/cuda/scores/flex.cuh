@@ -57,6 +57,36 @@ FLEX_LOAD(flex_i16, int, short, loaded)
 FLEX_LOAD(flex_i8, int, signed char, loaded)
 FLEX_LOAD(flex_u8, int, u8, loaded)
 
+// ---- Gradients of captured tensors: a lane's sum for one number of one of them. Scores that follow each other often add
+// to the same number, and an atomic writes their sum once another number's turn comes.
+struct FlexSum {
+  float *to = nullptr, sum = 0.f;
+  DEVICE void add(float *place, float x) {
+    if (place != to) write(), to = place, sum = 0.f;
+    sum += x;
+  }
+  DEVICE void write() const {
+    if (to) atomicAdd(to, sum);
+  }
+  // Lanes that all add to one number, as slopes of heads have them, write once.
+  DEVICE void write_together() const {
+    u64 place = (u64)to;
+#pragma unroll
+    for (int i = 16; i; i >>= 1) {
+      const u32 low = __shfl_xor_sync(ALL_LANES, (u32)place, i), high = __shfl_xor_sync(ALL_LANES, (u32)(place >> 32), i);
+      const u64 other = (u64)high << 32 | low;
+      place = place > other ? place : other;
+    }
+    if (!__all_sync(ALL_LANES, !to || (u64)to == place)) return write();
+    const float all = sum_of<32>(sum);
+    if (place && threadIdx.x % 32 == 0) atomicAdd((float *)place, all);
+  }
+};
+// Adds x to the number at an offset in gradient i.
+DEVICE void flex_add(const FlexParams &f, FlexSum &sum, int i, i64 offset, float x) {
+  sum.add(f.gradients[i] + offset, x);
+}
+
 #include "flex_mods.cuh"
 
 // ---- The tiles of TILE streamed rows that a BlockMask leaves to the stationary rows from `first` on: those of its

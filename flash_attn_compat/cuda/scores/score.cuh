@@ -102,6 +102,13 @@ struct ScoreRule {
   DEVICE float slope_at(const Params &p, float score, int row, int key) const {
     return flex_slope(p.flex, score, b, head, existing_row(p, row), existing_key(p, key));
   }
+#if FLEX_GRADIENTS
+  // dscore: the derivative of the loss by what a caller's function made of `score`
+  DEVICE void add_gradients(const Params &p, FlexSum (&sums)[FLEX_SUMS], float dscore, float score, int row,
+                            int key) const {
+    flex_gradients(p.flex, sums, dscore, score, b, head, existing_row(p, row), existing_key(p, key));
+  }
+#endif
   static DEVICE int existing_row(const Params &p, int i) { return min(i, p.seqlen_q - 1); }
   static DEVICE int existing_key(const Params &p, int i) { return min(i, p.seqlen_k - 1); }
 #else

@@ -33,7 +33,7 @@ _CONVERSIONS = 10
 # Macros that are 0 unless a variant sets them.
 _OFF = (
     *("SPLIT_N", "SPLIT_K", "ROLES", "STAGES", "LOAD_V_WITH_K", "FEW_KEYS", "DS_OVER_Q", "APPEND", "SHARED_GRID"),
-    *("MMA_K16", "CP_ASYNC", "FLEX", "FLEX_SCORE", "FLEX_MASK"),
+    *("MMA_K16", "CP_ASYNC", "FLEX", "FLEX_SCORE", "FLEX_MASK", "FLEX_GRADIENTS"),
 )
 # In kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = tuple(name.upper() for name in Features._fields)

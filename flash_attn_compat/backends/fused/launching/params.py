@@ -21,7 +21,7 @@ ADDRESSES = (
 TAIL_ADDRESSES = "k_descale", "v_descale"
 # Of FlexAttention: lists of a BlockMask, partial and full blocks of keys, then of queries; captured tensors; gradients.
 FLEX_LISTS = "kv", "full_kv", "q", "full_q"
-CAPTURED, GRADIENTS, NUMBERS, MAX_DIMS = 16, 4, 8, 4
+CAPTURED, GRADIENTS, NUMBERS, MAX_DIMS = 16, 8, 8, 4
 FLEX_ADDRESSES = (
     *(f"{name}_num" for name in FLEX_LISTS),
     *(f"{name}_indices" for name in FLEX_LISTS),
