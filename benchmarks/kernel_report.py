@@ -135,7 +135,7 @@ def format_model(loop: Counter[str], variant: Variant) -> str:
 
 
 PLAIN = Kind(75, FP16, Sizes(64))
-CONVERTED = PLAIN._replace(type=BF16_AS_FP16)
+CONVERTED = PLAIN.replace(type=BF16_AS_FP16)
 
 
 Loops = list[tuple[Variant, offline.Compiled, Counter[str]]]
@@ -157,7 +157,7 @@ def make_table(compiler: str) -> Iterator[str]:
     """
     yield "| head_dim | kernel | rows x step, warps | registers | tensor | shared | special | fp16 | causal | bf16 |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for D, entry, loops in main_loops(compiler, PLAIN, PLAIN._replace(local=True), CONVERTED):
+    for D, entry, loops in main_loops(compiler, PLAIN, PLAIN.replace(local=True), CONVERTED):
         shares = []
         for variant, _, loop in loops:
             local = offline.local_share(loop)
@@ -173,7 +173,7 @@ def make_table(compiler: str) -> Iterator[str]:
 def make_bf16_table(compiler: str) -> Iterator[str]:
     """Yield the instructions of main loops for sm_75 in fp16, and their ratios in bf16, converted or copied before."""
     yield "| head_dim | kernel | fp16 | bf16 | bf16, copied |\n|---|---|---|---|---|"
-    for D, entry, loops in main_loops(compiler, PLAIN, CONVERTED, CONVERTED._replace(copied=True)):
+    for D, entry, loops in main_loops(compiler, PLAIN, CONVERTED, CONVERTED.replace(copied=True)):
         counts = [sum(loop.values()) / variant.rows / step(variant) * variant.threads for variant, _, loop in loops]
         yield f"| {D} | {entry} | {counts[0]:.1f} | {counts[1] / counts[0]:.2f} | {counts[2] / counts[0]:.2f} |"
 
@@ -181,7 +181,7 @@ def make_bf16_table(compiler: str) -> Iterator[str]:
 def make_mask_table(compiler: str) -> Iterator[str]:
     """Yield what dense masks cost: issued instructions for 64 rows times 64 keys, and shares of useful cycles."""
     yield "| head_dim | forward | dkdv | dq |\n|---|---|---|---|"
-    booleans, pairs = PLAIN._replace(bias=1), PLAIN._replace(bias=2, bias_pairs=True)
+    booleans, pairs = PLAIN.replace(bias=1), PLAIN.replace(bias=2, bias_pairs=True)
     cells: dict[int, list[str]] = {}
     for D, _, loops in main_loops(compiler, PLAIN, booleans, pairs, head_dims=(32, 64, 128)):
         pipes = [(model_turing(loop, variant), variant) for variant, _, loop in loops]

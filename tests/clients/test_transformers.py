@@ -1,19 +1,24 @@
-"""transformers with every attn_implementation that leads to us, on a CPU, against eager."""
+"""transformers with every attn_implementation that leads to us, on a CPU, against eager; the operators of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import modeling_flash_attention_utils as utils
 
 import flash_attn_compat
+from flash_attn_compat.backends.fused.building import nvrtc
+from tests.kernels import fused_on_cpu
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests.clients import models  # noqa: E402
-from tests.clients.models import MODELS, NAMED, build, relative_error, run, token_ids  # noqa: E402
+from tests.clients.models import DECODER, MODELS, NAMED, WINDOW, build, relative_error, run, token_ids  # noqa: E402
 
 version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
@@ -28,8 +33,11 @@ def each(*kinds: str, dtypes: bool = True) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("name", "way", "dtype"), cases)
 
 
-@pytest.fixture(autouse=True)
-def served(request: pytest.FixtureRequest) -> Iterator[None]:
+in_its_way = pytest.mark.usefixtures("served_in_its_way")
+
+
+@pytest.fixture
+def served_in_its_way(request: pytest.FixtureRequest) -> Iterator[None]:
     """By registration, which needs no patching, or under the name; skip models that this transformers cannot run."""
     way = request.getfixturevalue("way") if "way" in request.fixturenames else NAMED
     name = request.getfixturevalue("name") if "name" in request.fixturenames else "llama"
@@ -74,6 +82,7 @@ def check(flash, got, eager, expected, limit, kept=...):
     assert worst <= limit * scale, f"{worst / scale:.2e}"
 
 
+@in_its_way
 @each("decoder", "encoder", "other")
 def test_outputs_and_gradients_without_padding_equal_eager(name, way, dtype, calls):
     eager, flash = pair(name, dtype, way)
@@ -85,6 +94,7 @@ def test_outputs_and_gradients_without_padding_equal_eager(name, way, dtype, cal
     check(flash, got, eager, expected, models.tolerance(name, dtype))
 
 
+@in_its_way
 @pytest.mark.parametrize("side", ["left", "right"])
 @each("decoder", "encoder", dtypes=False)
 def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, way, dtype, side, calls):
@@ -98,6 +108,7 @@ def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, way,
     check(flash, got, eager, expected, models.tolerance(name, dtype), mask.bool())
 
 
+@in_its_way
 @each("decoder")
 def test_packed_sequences_equal_eager_on_each_by_itself(name, way, dtype, calls):
     eager, flash = pair(name, dtype, way)
@@ -110,6 +121,7 @@ def test_packed_sequences_equal_eager_on_each_by_itself(name, way, dtype, calls)
     check(flash, got, eager, expected, models.tolerance(name, dtype))
 
 
+@in_its_way
 @each("decoder", dtypes=False)
 def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, way, dtype, calls):
     eager, flash = pair(name, dtype, way)
@@ -123,6 +135,7 @@ def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, 
     assert torch.equal(got, expected)
 
 
+@in_its_way
 @pytest.mark.parametrize("way", [NAMED, models.REGISTERED])
 def test_a_model_in_fp32_trains_under_autocast(way, calls):
     eager, flash = pair("llama", torch.float32, way)
@@ -134,6 +147,7 @@ def test_a_model_in_fp32_trains_under_autocast(way, calls):
 
 
 # For fp32 transformers logs a warning from inside the graph, which breaks it with any flash-attn.
+@in_its_way
 @pytest.mark.skipif(
     version < (4, 57),
     reason="older ones branch on the values of position_ids, which breaks the graph with any flash-attn",
@@ -152,6 +166,7 @@ def test_a_decoder_compiles_as_one_graph_forward_and_backward(calls):
     check(flash, got, eager, expected, 2e-6)
 
 
+@in_its_way
 def test_a_model_switched_after_its_creation_or_loaded_from_files_equals_eager(tmp_path, calls):
     eager = build("llama", "eager")
     ids = {"input_ids": token_ids(2, 12)}
@@ -165,3 +180,257 @@ def test_a_model_switched_after_its_creation_or_loaded_from_files_equals_eager(t
     eager.set_attn_implementation("flash_attention_2")
     assert relative_error(run(eager, ids), expected) <= 2e-6
     assert calls() == 4
+
+
+# ---------------------------------------------------------------- flash_attention_4, under patch(interfaces=("fa4",))
+
+has_fa4 = pytest.mark.skipif(
+    4 not in getattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}),
+    reason=f"transformers {transformers.__version__} has no flash_attention_4",
+)
+
+WAY = "flash_attention_4"
+MIMO: dict[str, Any] = DECODER | WINDOW | {
+    "head_dim": 24, "v_head_dim": 16, "mlp_layer_types": ["dense", "dense"],
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+FA4_MODELS = {
+    "LlamaForCausalLM": DECODER,
+    "MistralForCausalLM": DECODER | WINDOW,
+    "Gemma2ForCausalLM": DECODER
+    | WINDOW
+    | {"attn_logit_softcapping": 5.0, "head_dim": 16, "query_pre_attn_scalar": 16},
+    "MiMoV2FlashForCausalLM": MIMO,  # knows this implementation alone; it has sinks, and values narrower than keys
+}
+
+
+@pytest.fixture
+def served_as_fa4() -> Iterator[None]:
+    with flash_attn_compat.patched(interfaces=("fa4",)):
+        yield
+
+
+def build_fa4(name: str, implementation: str) -> Any:
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    head = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = head._from_config(head.config_class(**FA4_MODELS[name]), attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "sink" in parameter_name:
+                parameter.normal_()
+    return model
+
+
+@has_fa4
+@pytest.mark.usefixtures("served_as_fa4")
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", FA4_MODELS)
+def test_flash_attention_4_equals_eager_at_the_tokens(name: str, side: str, calls: Any) -> None:
+    eager = build_fa4(name, "eager")
+    flash = build_fa4(name, "flash_attention_2" if name.startswith("MiMo") else WAY)  # which transformers replaces
+    assert flash.config._attn_implementation == WAY
+    flash.load_state_dict(eager.state_dict())
+    ids = token_ids(2, 9)
+    mask = torch.ones_like(ids)
+    if side != "none":
+        mask[1, slice(0, 4) if side == "left" else slice(5, 9)] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    weights = torch.randn(2, 9, 97) * mask[..., None]
+    logits, grads = [], []
+    for model in (eager, flash):
+        logits.append(model(input_ids=ids, attention_mask=mask, position_ids=positions).logits * mask[..., None])
+        (logits[-1] * weights).sum().backward()
+        grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    assert calls() == flash.config.num_hidden_layers
+    assert relative_error(logits[1], logits[0]) < 1e-5
+    assert grads[0].keys() == grads[1].keys()
+    for key, grad in grads[0].items():
+        assert float((grads[1][key] - grad).abs().max()) < 1e-5 * max(1.0, float(grad.abs().max())), key
+
+
+@has_fa4
+@pytest.mark.usefixtures("served_as_fa4")
+def test_flash_attention_4_generates_eagers_tokens_from_left_padded_prompts(calls: Any) -> None:
+    ids = token_ids(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    options = dict(attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0)
+    expected, got = (build_fa4("MistralForCausalLM", way).generate(ids, **options) for way in ("eager", WAY))
+    assert calls() >= 10 and torch.equal(got, expected)
+
+
+@has_fa4
+@pytest.mark.usefixtures("served_as_fa4")
+def test_a_model_on_a_cpu_can_be_switched_to_it() -> None:
+    model = build_fa4("LlamaForCausalLM", "eager")
+    ids = token_ids(1, 5)
+    expected = model(ids).logits
+    model.set_attn_implementation(WAY)
+    assert relative_error(model(ids).logits, expected) < 1e-5
+
+
+@has_fa4
+def test_the_check_is_transformers_own_again_after_the_block() -> None:
+    original = utils.is_flash_attn_4_available
+    with flash_attn_compat.patched(interfaces=("fa4",)):
+        assert utils.is_flash_attn_4_available() and utils.is_flash_attn_4_available is not original
+    assert utils.is_flash_attn_4_available is transformers.utils.is_flash_attn_4_available is original
+
+
+# -------------------------------------------------- code downloaded at run time, with unguarded imports from flash_attn
+
+MODELING = '''
+import torch
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn.layers.rotary import apply_rotary_emb
+from transformers import PreTrainedModel
+
+from .configuration_tiny import TinyConfig
+
+
+class TinyModel(PreTrainedModel):
+    config_class = TinyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.qkv = torch.nn.Linear(config.width, 3 * config.width)
+        self.post_init()
+
+    def forward(self, states, mask):
+        """Causal attention over padded rows, heads of 8, rotary on queries and keys."""
+        batch, seqlen, width = states.shape
+        angles = torch.arange(seqlen)[:, None] * 0.1 * torch.arange(1, 5)
+        q, k, v = self.qkv(states).view(batch, seqlen, 3, -1, 8).unbind(2)
+        q, k = (apply_rotary_emb(x.contiguous(), angles.cos(), angles.sin()) for x in (q, k))
+        (q, indices, cu_seqlens, longest, _), (k, *_), (v, *_) = (unpad_input(x, mask) for x in (q, k, v))
+        out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+        return pad_input(out, indices, batch, seqlen)
+'''
+CONFIGURATION = """
+from transformers import PretrainedConfig
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "tiny"
+
+    def __init__(self, width=16, **options):
+        self.width = width
+        super().__init__(**options)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    directory = tmp_path / "tiny_remote"
+    directory.mkdir()
+    (directory / "modeling_tiny.py").write_text(MODELING)
+    (directory / "configuration_tiny.py").write_text(CONFIGURATION)
+    (directory / "config.json").write_text('{"model_type": "tiny"}')
+    return directory
+
+
+def load(directory):
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module("modeling_tiny.TinyModel", str(directory))
+
+
+def test_it_is_refused_without_the_name_and_loads_with_it(repository, calls):
+    with pytest.raises(ImportError, match="flash_attn"):
+        load(repository)
+    with flash_attn_compat.patched():
+        model_class = load(repository)
+        model = model_class(model_class.config_class()).eval()
+        states, mask = torch.randn(2, 6, 16), torch.ones(2, 6, dtype=torch.bool)
+        mask[1, 4:] = False
+        out = model(states, mask)
+        assert calls() == 1
+        alone = model(states[1:, :4], mask[1:, :4])
+    assert torch.equal(out[1, 4:], torch.zeros_like(out[1, 4:]))
+    torch.testing.assert_close(out[1:, :4], alone)
+
+
+# ---------- PyTorch's operators in a decoding step, layer by layer, besides the one launch, which computes nothing here
+
+LAYERS = 2
+LOOKS = "resolve_neg"  # gives back what it is given, unless that is a negated view
+
+
+def operator(event: FunctionEvent) -> str:
+    return event.name.removeprefix("aten::")
+
+
+class OfOurs:
+    """The operators of each call of our functions, as PyTorch's profiler saw them: under a mode a call is one."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def watch(self, module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        original: Callable[..., Any] = getattr(module, name)
+        self.names.append(name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with record_function(name):
+                return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+
+    def calls(self, profiler: profile) -> list[tuple[str, list[str]]]:
+        ours = [event for event in profiler.events() if event.name in self.names]
+        ours.sort(key=lambda event: event.time_range.start)
+        return [(event.name, [name for name in map(operator, event.cpu_children) if name != LOOKS]) for event in ours]
+
+
+@pytest.fixture
+def under_the_name() -> Iterator[None]:
+    """For one test: code downloaded at run time is refused without the name."""
+    with flash_attn_compat.patched():
+        yield
+
+
+@pytest.fixture
+def step(under_the_name, monkeypatch):
+    """Calls of the last decoding step of a greedy generation."""
+    from transformers import modeling_flash_attention_utils as utilities  # not while tests are collected: it takes long
+
+    fused_on_cpu.record(monkeypatch, number=75)
+    monkeypatch.setattr(nvrtc.driver(), "launch", lambda *what: None)
+    model = build("llama", "flash_attention_2", torch.float16)
+    model.generation_config.eos_token_id = None
+    if not hasattr(utilities, "_flash_varlen_fn"):
+        pytest.skip("this transformers keeps flash-attn's functions elsewhere")
+    watching = OfOurs()
+    model(token_ids(1, 4))  # loads flash-attn's functions
+    for name in ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn"):
+        watching.watch(utilities, name, monkeypatch)
+
+    def run(ids, mask):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        return watching.calls(profiler)
+
+    return run
+
+
+def test_one_sequence_takes_a_launch_and_no_operator(step):
+    calls = step(token_ids(1, 9), torch.ones(1, 9, dtype=torch.long))
+    assert calls[-LAYERS:] == [("_flash_fn", [])] * LAYERS
+
+
+def test_a_left_padded_batch_takes_a_launch_and_its_padding(step):
+    mask = torch.ones(4, 9, dtype=torch.long)
+    mask[0, :3] = mask[2, :5] = 0
+    calls = step(token_ids(4, 9), mask)
+    # A CPU looks whether the lengths are equal; a GPU would have to be waited for, and is not asked. The key asks, and
+    # for a new length, which the first layer prepares, the checked call and the plan.
+    prepares, hits = (("_flash_varlen_fn", ["equal"] * looks) for looks in (3, 1))
+    pads = ("_pad_fn", ["zeros", "index_put_", "view"])
+    assert calls[-2 * LAYERS :] == [prepares, pads] + [hits, pads] * (LAYERS - 1)

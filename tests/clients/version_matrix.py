@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TESTS = [f"tests/clients/test_{name}.py" for name in ("transformers", "transformers_patching", "remote_code")]
+TESTS = [f"tests/clients/test_{name}.py" for name in ("transformers", "transformers_patching")]
 
 
 def main() -> int:

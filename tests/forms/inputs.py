@@ -61,7 +61,7 @@ def heads_first(*shape: int, dtype: torch.dtype = torch.float16, **sizes: int) -
     return [x.transpose(1, 2).contiguous().requires_grad_() for x in made]
 
 
-def ints(*values: int) -> Tensor:
+def ints(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 

@@ -5,6 +5,7 @@ test_derivatives.py holds the eager derivatives against the formula.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +23,13 @@ from flash_attn_compat import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
     use_backend,
 )
 from flash_attn_compat.flash_attn_interface import _flash_attn_forward
 from tests.forms.inputs import cumulative, ints, randn
+from tests.forms.kinds import Operators
 from tests.forms.plain import pairwise, some_of
 
 Function = Callable[..., Any]
@@ -277,7 +280,7 @@ def test_a_transform_of_a_graph_is_refused_by_name(graph: str, derive: Function)
         derive(make(graph, flat(dense), x), x, tangent)
 
 
-@pytest.mark.parametrize(("graph", "derive"), some_of(pairwise((*COMPILERS, BREAKING), TRANSFORMS), 3), ids=name_of)
+@pytest.mark.parametrize(("graph", "derive"), some_of(pairwise((*COMPILERS, BREAKING), TRANSFORMS), 5), ids=name_of)
 @pytest.mark.parametrize("is_within", [False, True], ids=["around", "within"])
 def test_a_transform_that_meets_a_compiler_is_right_or_raises(graph: str, derive: Function, is_within: bool) -> None:
     """Dynamo leaves some of them to Python, and refuses others in words of its own."""
@@ -409,3 +412,54 @@ def test_a_traced_graph_of_gradients_is_not_differentiated_again(derive: Functio
     joint = make_fx(lambda x: torch.autograd.grad(flat(dense)(x).sin().sum(), x)[0])(x.clone().requires_grad_())
     with pytest.raises(RuntimeError, match=words):
         derive(joint, x, x.cos())
+
+
+# ------------------------------ slopes, which the operator differentiates inside, where PyTorch has turned autograd off
+
+TRAINED = torch.tensor([0.3, 0.1, 0.2, 0.0])
+OF_OPERATORS: dict[str, Callable[..., Any]] = {
+    "dense": lambda q, k, v, slopes: flash_attn_func(q[None], k[None], v[None], alibi_slopes=slopes),
+    "packed": lambda q, k, v, slopes: flash_attn_varlen_func(
+        q, k, v, cumulative(3, 4), cumulative(6, 5), 4, 6, alibi_slopes=slopes
+    ),
+    "packed, one sequence": lambda q, k, v, slopes: flash_attn_varlen_func(
+        q, k, v, cumulative(7), cumulative(11), 7, 11, causal=True, alibi_slopes=slopes
+    ),
+    "packed, equal lengths": lambda q, k, v, slopes: flash_attn_varlen_func(
+        q, k[:7], v[:7], cumulative(3, 4), cumulative(3, 4), 4, 4, alibi_slopes=slopes
+    ),
+    "packed, a length of 0": lambda q, k, v, slopes: flash_attn_varlen_func(
+        q, k, v, cumulative(3, 0, 4), cumulative(6, 0, 5), 4, 6, window_size=(2, 1), alibi_slopes=slopes
+    ),
+    "packed, tokens of no sequence": lambda q, k, v, slopes: flash_attn_varlen_func(
+        q, k, v, cumulative(3, 2), cumulative(6, 2), 3, 6, alibi_slopes=slopes
+    ),
+    "qkv in one": lambda q, k, v, slopes: flash_attn_varlen_qkvpacked_func(
+        torch.stack([k, k, v], 1), cumulative(6, 5), 6, alibi_slopes=slopes[:2]
+    ),
+    "pages": lambda q, k, v, slopes: flash_attn_varlen_func(
+        q, k[:8].view(2, 4, 2, 8), v[:8].view(2, 4, 2, 8), cumulative(3, 4), cumulative(4, 3), 4, 4,
+        alibi_slopes=slopes, block_table=torch.tensor([[1], [0]], dtype=torch.int32),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("by", "name"), [
+    *(("a dispatch mode", name) for name in OF_OPERATORS),
+    *some_of((("torch.compile", name) for name in OF_OPERATORS), 3),  # by which the same operator is called
+])  # fmt: skip
+def test_slopes_have_the_same_gradient_by_the_operator_as_by_an_eager_call(name: str, by: str) -> None:
+    """The operator differentiates inside, where PyTorch has turned autograd off."""
+    attend, (q, k, v) = OF_OPERATORS[name], (randn(n, h, 8, seed=h) for n, h in ((7, 4), (11, 2), (11, 2)))
+
+    def gradients(function: Callable[..., Any], around: Any) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, TRAINED)]
+        with around:
+            return torch.autograd.grad(function(*leaves).cos().sum(), leaves, allow_unused=True)
+
+    is_compiled, eagerly = by == "torch.compile", contextlib.nullcontext()
+    expected = gradients(attend, eagerly)
+    assert expected[3].any()
+    compiled = torch.compile(attend, backend="aot_eager") if is_compiled else attend
+    for ours, right_one in zip(gradients(compiled, eagerly if is_compiled else Operators()), expected, strict=True):
+        torch.testing.assert_close(ours, right_one, rtol=1e-5, atol=1e-5)

@@ -66,17 +66,17 @@ SHARES = {
     "dq": {48: 0.99, 128: 0.88, 160: 0.83, 256: 0.82, 512: 0.55},
 }
 OF_SHARES = [
-    Row(75, variants.MAKERS[entry](CAUSAL._replace(head_dim=D)), share)
+    Row(75, variants.MAKERS[entry](CAUSAL.replace(head_dim=D)), share)
     for entry, shares in SHARES.items()
     for D, share in shares.items()
 ]
 OTHERS = [
     *OF_SHARES[1::2],
-    Row(75, variants.dkdv(CAUSAL._replace(head_dim=112))),
-    *(Row(75, variants.dq(CAUSAL._replace(head_dim=D))) for D in (80, 192)),
+    Row(75, variants.dkdv(CAUSAL.replace(head_dim=112))),
+    *(Row(75, variants.dq(CAUSAL.replace(head_dim=D))) for D in (80, 192)),
 ]
 # Bounded for what others of its size need, so that one more would fit.
-SPARE = variants.decode(full(75, FP16, 64, vec=1)._replace(paged=True))
+SPARE = variants.decode(full(75, FP16, 64, vec=1).replace(paged=True))
 ORDERED = variants.dkdv(Kind(80, BF16, Sizes(64)))
 # Each entry; the sizes and types that need most registers, each type and head dim once or more. Of newer GPUs those
 # that split, with tiles of which they hold two and with those of which they hold one.
@@ -86,24 +86,24 @@ KERNELS = [
         Row(75, variant)
         for variant in (
             variants.forward(Kind(75, FP16, Sizes(64))),
-            variants.forward(CAUSAL._replace(head_dim=16)),
+            variants.forward(CAUSAL.replace(head_dim=16)),
             variants.forward(full(75, BF16_AS_FP16, 128)),
             variants.dkdv(full(75, BF16_AS_FP16, 128)),
             variants.dq(Kind(75, BF16_AS_FP16, Sizes(256))),
             variants.dkdv(Kind(75, BF16_AS_FP16, Sizes(192, head_dim_v=128))),
             *(variants.MAKERS[entry](full(75, BF16_AS_FP16, 512)) for entry in ("forward", "dkdv")),
             variants.decode_append(Kind(75, BF16_AS_FP16, Sizes(512))),
-            variants.dq(CAUSAL._replace(head_dim=128, few_rows=True)),
+            variants.dq(CAUSAL.replace(head_dim=128, few_rows=True)),
             variants.forward(Kind(75, FP16, Sizes(64), hints=Hints(few_rows=True, short=64))),
             variants.forward(Kind(75, FP16, Sizes(192), hints=Hints(few_rows=True))),
-            variants.dkdv(CAUSAL._replace(head_dim=64, few_rows=True, few_keys=64)),
+            variants.dkdv(CAUSAL.replace(head_dim=64, few_rows=True, few_keys=64)),
             variants.dkdv(Kind(75, FP16, Sizes(64), hints=Hints(few_keys=128))),
             variants.decode(Kind(75, FP16, Sizes(64))),
             SPARE,
             variants.decode_append(Kind(75, FP16, Sizes(128))),
             variants.decode(Kind(75, FP16, Sizes(128), Features(cache=E4M3))),
             variants.decode_append(Kind(75, BF16_AS_FP16, Sizes(128), Features(paged=True, cache=E4M3))),
-            variants.decode(full(75, FP16, 64)._replace(dropout=False, paged=True, cache=E5M2)),
+            variants.decode(full(75, FP16, 64).replace(dropout=False, paged=True, cache=E5M2)),
             variants.decode(Kind(75, BF16_AS_FP16, Sizes(256), Features(cache=E4M3))),
             variants.forward(Kind(75, FP16, Sizes(128), Features(paged=True, cache=E4M3))),
             variants.append(Kind(75, BF16_AS_FP16, Sizes(64), Features(cache=E5M2))),
@@ -134,8 +134,8 @@ EVERYWHERE = [Row(80, ORDERED), Row(90, variants.forward(full(90, FP16, 64)))]
 # For each run of the suite: each source, and tiles that take their registers to the limit.
 EVERY_RUN = {
     variants.forward(Kind(75, FP16, Sizes(64))),
-    variants.dkdv(CAUSAL._replace(head_dim=192)),
-    variants.dq(CAUSAL._replace(head_dim=48)),
+    variants.dkdv(CAUSAL.replace(head_dim=192)),
+    variants.dq(CAUSAL.replace(head_dim=48)),
     variants.decode(Kind(75, FP16, Sizes(64))),
     variants.append(Kind(75, BF16_AS_FP16, Sizes(32, vec=1))),
     variants.absmax(Kind(75, BF16_AS_FP16, Sizes(128))),

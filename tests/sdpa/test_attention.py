@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn_compat import explain, reset_backend_counts, use_backend
 from tests.forms.inputs import randn
+from tests.forms.plain import some, some_of
 from tests.kernels.fused_on_cpu import LaunchRecord
 from tests.sdpa import fuzz, originals
 from tests.sdpa.originals import counted
@@ -35,7 +37,7 @@ class Case(NamedTuple):
     scale: float | None = None
 
 
-def qkv(case: Case) -> list[Tensor]:
+def leaves_of(case: Case) -> list[Tensor]:
     (rows, keys), (heads, heads_k) = case.lengths, case.heads
     shapes = (2, heads, rows), (2, heads_k, keys), (2, heads_k, keys)
     made = [randn(*shape, case.head_dim, seed=seed, dtype=case.dtype) for seed, shape in enumerate(shapes)]
@@ -74,7 +76,7 @@ def mask(rows: int = 40, keys: int = 40) -> Tensor:
 
 @pytest.mark.parametrize("widths", [(20, 20), (32, 32), (32, 24)])
 def test_outputs_have_the_strides_of_pytorchs_fused_kernels(widths: tuple[int, int], served: LaunchRecord) -> None:
-    q, k, v = qkv(Case(head_dim=widths[0]))
+    q, k, v = leaves_of(Case(head_dim=widths[0]))
     inputs = q, k, v[..., : widths[1]]
     meta = torch.ops.aten._scaled_dot_product_efficient_attention(*(x.to("meta") for x in inputs), None, False)
     out = sdpa(*inputs)
@@ -82,7 +84,7 @@ def test_outputs_have_the_strides_of_pytorchs_fused_kernels(widths: tuple[int, i
 
 
 def test_few_rows_go_to_the_decode_kernel(served: LaunchRecord) -> None:
-    q, k, v = qkv(Case(lengths=(1, 50), heads=(4, 2)))
+    q, k, v = leaves_of(Case(lengths=(1, 50), heads=(4, 2)))
     with torch.no_grad():
         sdpa(q, k, v, enable_gqa=True)
     assert served.entries == ["decode"]
@@ -90,7 +92,7 @@ def test_few_rows_go_to_the_decode_kernel(served: LaunchRecord) -> None:
 
 @pytest.mark.parametrize("bias", [None, mask()], ids=["plain", "masked"])
 def test_dropout_is_one_mask_for_both_directions(bias: Tensor | None, served: LaunchRecord) -> None:
-    q, k, v = qkv(Case())
+    q, k, v = leaves_of(Case())
     attend = functools.partial(sdpa, attn_mask=bias, dropout_p=0.5)
     torch.manual_seed(1)
     out = attend(q, k, v.detach().fill_(1.0))
@@ -101,9 +103,9 @@ def test_dropout_is_one_mask_for_both_directions(bias: Tensor | None, served: La
     assert torch.equal(attend(q, k, v.detach().fill_(1.0)), out)
 
 
-@pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("dropout_p", some((0.001, 0.1, 0.9, 0.95, 0.999), 2))
 def test_dropout_leaves_the_mean_as_it_was(dropout_p: float, served: LaunchRecord) -> None:
-    q, k, _ = (x.detach() for x in qkv(Case(lengths=(64, 512))))
+    q, k, _ = (x.detach() for x in leaves_of(Case(lengths=(64, 512))))
     torch.manual_seed(1)
     mean = float(sdpa(q, k, torch.ones_like(k), dropout_p=dropout_p).mean())
     assert abs(mean - 1) < 0.1 and counted() == {"fused" if dropout_p <= 0.9 else "pytorch": 1}
@@ -113,15 +115,15 @@ def test_dropout_leaves_the_mean_as_it_was(dropout_p: float, served: LaunchRecor
 
 
 LEFT: dict[str, Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
-    "a mask that wants a gradient": lambda: (tuple(qkv(Case())), {"attn_mask": mask().half().requires_grad_()}),
-    "fp32": lambda: (tuple(qkv(Case(torch.float32))), {}),
-    "three axes": lambda: (tuple(x[0] for x in qkv(Case())), {}),
-    "five axes": lambda: (tuple(x[None] for x in qkv(Case())), {}),
-    "groups of two sizes": lambda: ((lambda q, k, v: (q, k[:, :2], v))(*qkv(Case())), {"enable_gqa": True}),
-    "wide heads": lambda: (tuple(qkv(Case(head_dim=520, lengths=(8, 8)))), {}),
-    "values of no width": lambda: ((lambda q, k, v: (q, k, v[..., :0]))(*qkv(Case())), {}),
-    "no keys": lambda: (tuple(qkv(Case(lengths=(8, 0)))), {}),
-    "no rows": lambda: (tuple(qkv(Case(lengths=(0, 8)))), {}),
+    "a mask that wants a gradient": lambda: (tuple(leaves_of(Case())), {"attn_mask": mask().half().requires_grad_()}),
+    "fp32": lambda: (tuple(leaves_of(Case(torch.float32))), {}),
+    "three axes": lambda: (tuple(x[0] for x in leaves_of(Case())), {}),
+    "five axes": lambda: (tuple(x[None] for x in leaves_of(Case())), {}),
+    "groups of two sizes": lambda: ((lambda q, k, v: (q, k[:, :2], v))(*leaves_of(Case())), {"enable_gqa": True}),
+    "wide heads": lambda: (tuple(leaves_of(Case(head_dim=520, lengths=(8, 8)))), {}),
+    "values of no width": lambda: ((lambda q, k, v: (q, k, v[..., :0]))(*leaves_of(Case())), {}),
+    "no keys": lambda: (tuple(leaves_of(Case(lengths=(8, 0)))), {}),
+    "no rows": lambda: (tuple(leaves_of(Case(lengths=(0, 8)))), {}),
 }
 
 
@@ -145,7 +147,7 @@ def test_declined_calls_match_pytorch_bit_for_bit(name: str, monkeypatch: pytest
     ],
 )
 def test_bad_input_gets_the_same_error(bad: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = qkv(Case())
+    inputs = leaves_of(Case())
     with pytest.raises(RuntimeError) as before:
         bad(*inputs)
     with originals.served(monkeypatch), pytest.raises(RuntimeError) as after:
@@ -154,7 +156,7 @@ def test_bad_input_gets_the_same_error(bad: Callable[..., Tensor], monkeypatch: 
 
 
 def test_an_error_in_a_declined_call_does_not_decline_the_next(served: LaunchRecord) -> None:
-    q, k, v = qkv(Case())
+    q, k, v = leaves_of(Case())
     with pytest.raises(RuntimeError):
         sdpa(q.float(), k, v)
     sdpa(q, k, v)
@@ -162,7 +164,7 @@ def test_an_error_in_a_declined_call_does_not_decline_the_next(served: LaunchRec
 
 
 def test_a_call_that_allows_the_formula_alone_is_declined(served: LaunchRecord) -> None:
-    q, k, v = qkv(Case())
+    q, k, v = leaves_of(Case())
     with sdpa_kernel(SDPBackend.MATH):
         sdpa(q, k, v)
     assert counted() == {"pytorch": 1}
@@ -170,7 +172,7 @@ def test_a_call_that_allows_the_formula_alone_is_declined(served: LaunchRecord) 
 
 def test_a_call_under_another_named_backend_is_declined(served: LaunchRecord) -> None:
     with use_backend("chunked"):
-        sdpa(*qkv(Case()))
+        sdpa(*leaves_of(Case()))
     assert counted() == {"pytorch": 1}
 
 
@@ -185,15 +187,15 @@ def test_a_call_with_biases_must_be_larger(mask: str, who: str, monkeypatch: pyt
 
 def test_small_calls_are_declined_unless_pytorch_takes_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**30)):
-        sdpa(*qkv(Case()))
+        sdpa(*leaves_of(Case()))
         assert counted() == {"pytorch": 1}
-        sdpa(*qkv(Case(heads=(4, 2))), enable_gqa=True)
-        sdpa(*qkv(Case(torch.bfloat16)))
+        sdpa(*leaves_of(Case(heads=(4, 2))), enable_gqa=True)
+        sdpa(*leaves_of(Case(torch.bfloat16)))
         assert counted() == {"pytorch": 1, "fused": 2}
 
 
 def test_a_call_with_gradients_must_be_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = qkv(Case())
+    q, k, v = leaves_of(Case())
     products = q.numel() * k.shape[2]
     with originals.served(monkeypatch, originals.POLICY._replace(least_products=products)):
         for wants, wanted in ((False, "fused"), (True, "pytorch")):
@@ -243,7 +245,7 @@ def test_one_row_is_served_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> No
     with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**30, least_keys=64)):
         for keys, wanted in ((50, "pytorch"), (80, "fused")):
             reset_backend_counts()
-            sdpa(*qkv(Case(lengths=(1, keys))))
+            sdpa(*leaves_of(Case(lengths=(1, keys))))
             assert counted() == {wanted: 1}
 
 
@@ -251,32 +253,32 @@ def test_one_row_is_served_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_explain_names_the_backend_and_the_reasons(served: LaunchRecord) -> None:
-    q, k, v = qkv(Case())
+    q, k, v = leaves_of(Case())
     assert str(explain(sdpa, q, k, v)) == "fused    serves the call\npytorch  could serve it too"
     left = explain(sdpa, q, k, v, attn_mask=mask().half().requires_grad_())
     assert left.backend == "pytorch" and left.reasons == {"fused": ["its mask requires a gradient"], "pytorch": []}
-    wide = explain(sdpa, *qkv(Case(head_dim=520, lengths=(8, 8))))
+    wide = explain(sdpa, *leaves_of(Case(head_dim=520, lengths=(8, 8))))
     assert wide.reasons["fused"] == ["head_dim is at most 512, got 520"]
     assert counted() == {} and not served.seen
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode: Any, served: LaunchRecord) -> None:
-    q, k, v = qkv(Case())
+    q, k, v = leaves_of(Case())
     with mode():
         out = sdpa(q, k, v)
     assert counted() == {"fused": 1} and not out.requires_grad
 
 
 def test_autocast_casts_before_the_fused_kernel(served: LaunchRecord) -> None:
-    q, k, v = (x.float() for x in qkv(Case()))
+    q, k, v = (x.float() for x in leaves_of(Case()))
     with torch.autocast("cpu", torch.bfloat16):
         out = sdpa(q, k, v)
     assert out.dtype == torch.bfloat16 and counted() == {"fused": 1}
 
 
 def test_checkpointing(served: LaunchRecord) -> None:
-    q, k, v = qkv(Case())
+    q, k, v = leaves_of(Case())
     right = torch.autograd.grad(sdpa(q, k, v).sum(), q)
     found = torch.autograd.grad(checkpoint(sdpa, q, k, v, use_reentrant=False).sum(), q)
     assert torch.equal(found[0], right[0])
@@ -284,7 +286,7 @@ def test_checkpointing(served: LaunchRecord) -> None:
 
 @pytest.mark.parametrize("bias", [None, randn(4, 4, seed=3)], ids=["plain", "masked"])
 def test_second_derivatives(bias: Tensor | None, served: LaunchRecord) -> None:
-    q, k, v = (x[:1, :1, :4].detach().requires_grad_() for x in qkv(Case()))
+    q, k, v = (x[:1, :1, :4].detach().requires_grad_() for x in leaves_of(Case()))
 
     def twice(attend: Callable[..., Tensor]) -> Tensor:
         (dq,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
@@ -298,7 +300,7 @@ def test_second_derivatives(bias: Tensor | None, served: LaunchRecord) -> None:
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6).tril() > 0}], ids=str)
 def test_many_gradients_at_once(options: dict[str, Any], served: LaunchRecord) -> None:
     """torch.autograd.functional.jacobian(vectorize=True) and torch.func.vmap ask for such gradients."""
-    inputs = qkv(Case(lengths=(6, 6)))
+    inputs = leaves_of(Case(lengths=(6, 6)))
     out = sdpa(*inputs, **options)
 
     def gradients(dout: Tensor, **named: Any) -> tuple[Tensor, ...]:
@@ -317,7 +319,7 @@ def test_many_gradients_at_once(options: dict[str, Any], served: LaunchRecord) -
 def test_the_formula_first_is_the_formula(order: str, served: LaunchRecord) -> None:
     if "set_priority" not in inspect.signature(sdpa_kernel).parameters:
         pytest.skip("PyTorch 2.6 brought it")
-    backends, inputs = [getattr(SDPBackend, name) for name in order.split()], qkv(Case())
+    backends, inputs = [getattr(SDPBackend, name) for name in order.split()], leaves_of(Case())
     with sdpa_kernel(backends, set_priority=True):
         sdpa(*inputs)
         assert counted() == {"pytorch": 1} and "plain formula" in explain(sdpa, *inputs).reasons["fused"][0]
@@ -340,8 +342,10 @@ BROADCAST: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int], bo
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": mask(33, 40)}], ids=["", "causal", "mask"])
-@pytest.mark.parametrize("name", BROADCAST)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    some_of(itertools.product(BROADCAST, ({}, {"is_causal": True}, {"attn_mask": mask(33, 40)})), 2),
+)
 def test_batches_and_heads_of_one_are_broadcast(name: str, options: dict[str, Any], served: LaunchRecord) -> None:
     *shapes, is_grouped = BROADCAST[name]
     lengths = zip(shapes, (33, 40, 40))
@@ -375,7 +379,7 @@ def test_broadcast_calls_are_served_at_any_size(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
 def test_transforms_see_pytorchs_operators(transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (x.detach() for x in qkv(Case(torch.float32, lengths=(6, 6))))
+    q, k, v = (x.detach() for x in leaves_of(Case(torch.float32, lengths=(6, 6))))
 
     def transformed() -> Any:
         if transform == "vmap":
@@ -394,7 +398,7 @@ def test_transforms_see_pytorchs_operators(transform: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("lengths", [(30, 50), (50, 30)])
 def test_causal_biases(variant: Any, lengths: tuple[int, int], served: LaunchRecord) -> None:
     """Their class sends plain top-left masks to the operator, and makes a mask of the others on a CPU."""
-    q, k, v = (x.detach() for x in qkv(Case(lengths=lengths)))
+    q, k, v = (x.detach() for x in leaves_of(Case(lengths=lengths)))
     seen = variant(*lengths)._materialize(q.device)
     sees = seen.any(-1)
     right = (q @ k.mT * 32**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v

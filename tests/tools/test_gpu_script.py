@@ -259,7 +259,7 @@ ACTING = (
             "doctor_reports_missing_tensor_cores_and_the_measured_speed",
         )
     ),
-    "tests/observers/test_exits.py::test_a_device_is_waited_for_once_and_a_cpu_never",
+    "tests/observers/test_caller_state.py::test_a_device_is_waited_for_once_and_a_cpu_never",
     "tests/answers/test_others_kernels.py::test_a_flash_attn_that_is_switched_off_or_runs_on_ours_is_not_asked",
     "tests/answers/test_others_kernels.py::test_slopes_are_read_through_their_strides",
 )
