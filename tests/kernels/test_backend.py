@@ -28,7 +28,7 @@ from flash_attn_compat.core.inputs import DenseInputs
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests.forms import inputs
 from tests.forms.inputs import randn
-from tests.forms.plain import some, some_of
+from tests.forms.plain import in_turns, some, some_of
 from tests.forms.support import close
 from tests.kernels import fused_on_cpu
 from verify.examination import Examination
@@ -81,9 +81,7 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- answers
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "small"), [(20, 0), (20, layouts.MAX_SCALAR_LOADS), (32, 0), (32, layouts.MAX_SCALAR_LOADS)]
-)
+@pytest.mark.parametrize(("head_dim", "small"), in_turns((20, 32), (0, layouts.MAX_SCALAR_LOADS)))
 def test_gradients_arrive_where_the_caller_wants_them(
     head_dim: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

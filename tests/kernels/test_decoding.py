@@ -104,9 +104,7 @@ def test_a_few_rows_over_many_keys_are_right(turing: LaunchRecord, name: str) ->
     assert turing.entries == ["decode"]
 
 
-@pytest.mark.parametrize(
-    "name", all_but_thorough(APPENDS, ["one key", "head_dim 256", "cache_batch_idx", "pages", "converted"])
-)
+@pytest.mark.parametrize("name", all_but_thorough(APPENDS, ["one key", "head_dim 256", "pages", "converted"]))
 def test_a_step_appends_rotates_and_attends_in_one_launch(turing: LaunchRecord, name: str) -> None:
     check(APPENDS[name])
     assert turing.entries == ["decode"] and ("APPEND", 1) in turing.last.variant.macros

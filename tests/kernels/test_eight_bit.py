@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP16, BF16 = torch.float16, torch.bfloat16
-both_dtypes = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 STEP = Step()
@@ -155,8 +154,7 @@ def every_byte(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(*shape).view(dtype)
 
 
-@both_dtypes
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize(("rows", "dtype"), in_turns((1, 20), (E4M3, E5M2)))
 def test_every_byte_of_values_comes_out_as_its_number(turing: LaunchRecord, rows: int, dtype: torch.dtype) -> None:
     q, k = torch.zeros(1, rows, 4, 64).to(BF16 if rows == 1 else FP16), torch.zeros(1, 1, 4, 64).to(dtype)
     out = flash_attn_with_kvcache(q, k, every_byte(dtype, 1, 1, 4, 64), cache_seqlens=1)
@@ -165,8 +163,7 @@ def test_every_byte_of_values_comes_out_as_its_number(turing: LaunchRecord, rows
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@both_dtypes
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize(("rows", "dtype"), in_turns((1, 20), (E4M3, E5M2)))
 def test_every_byte_of_keys_comes_out_as_its_number(turing: LaunchRecord, rows: int, dtype: torch.dtype) -> None:
     """A row takes one channel: its LSE is the key's number there. Infinite scores, and NaN, make rows of NaN."""
     q = torch.eye(64).repeat(4, 1).view(1, 1, 256, 64).expand(1, rows, -1, -1).half()
@@ -176,8 +173,7 @@ def test_every_byte_of_keys_comes_out_as_its_number(turing: LaunchRecord, rows: 
     torch.testing.assert_close(lse, k.float().view(1, 256, 1).expand(1, 256, rows), rtol=1e-6, atol=0)
 
 
-@both_dtypes
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize(("rows", "dtype"), in_turns((1, 20), (E4M3, E5M2)))
 def test_nan_in_a_key_reaches_the_rows_of_its_head_that_see_it(
     turing: LaunchRecord, rows: int, dtype: torch.dtype
 ) -> None:

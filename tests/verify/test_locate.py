@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.forms.plain import in_turns
 from tests.verify import mutants
 from verify.cli import main
 from verify.diagnosis import Setting, which
@@ -64,19 +65,18 @@ def test_a_running_maximum_stored_at_the_wrong_index_is_named(planted, said, row
     assert data["growth"] == {"A": [False, True, True]}
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("mistake", "part"),
-    [
-        ("maximum at next tile", "the running maximum m"),
-        ("maximum without tile offset", "the running maximum m"),
-        ("row sum not rescaled", "the row sum l is not rescaled to the new maximum"),
-        ("output not rescaled", "the output O is not rescaled to the new maximum"),
-    ],
-)
-def test_state_carried_wrongly_between_key_tiles_is_named_from_outside(mistake, part, causal):
+CARRIED = {
+    "maximum at next tile": "the running maximum m",
+    "maximum without tile offset": "the running maximum m",
+    "row sum not rescaled": "the row sum l is not rescaled to the new maximum",
+    "output not rescaled": "the output O is not rescaled to the new maximum",
+}
+
+
+@pytest.mark.parametrize(("mistake", "causal"), in_turns(CARRIED, (False, True)))
+def test_state_carried_wrongly_between_key_tiles_is_named_from_outside(mistake, causal):
     kernel = partial(planted(mistake), block_rows=24, block_columns=40)
-    assert part in named(located(kernel, n=100, causal=causal, tile=40))
+    assert CARRIED[mistake] in named(located(kernel, n=100, causal=causal, tile=40))
 
 
 # ---- other mistakes -------------------------------------------------------------------------------------------------
@@ -138,17 +138,17 @@ def test_a_compiled_function_that_tells_no_parameters_is_asked_too(capsys):
 # ---- right, but in lower precision -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("kernel", "said"),
-    [
-        (half_inputs, "rounded to fp16 somewhere (its inputs, and nothing else"),
-        (half_output, "rounded to fp16 somewhere (its output holds no other numbers"),
-        (half_weights, "rounded to fp16 somewhere (TF32 has as many digits)"),
-        (bfloat16_throughout, "rounded to bf16 somewhere (its output holds no other numbers)"),
-    ],
-)
-def test_a_right_kernel_of_lower_precision_is_told_that_it_rounds_and_nothing_else(kernel, said, causal):
+ROUNDING = {
+    half_inputs: "rounded to fp16 somewhere (its inputs, and nothing else",
+    half_output: "rounded to fp16 somewhere (its output holds no other numbers",
+    half_weights: "rounded to fp16 somewhere (TF32 has as many digits)",
+    bfloat16_throughout: "rounded to bf16 somewhere (its output holds no other numbers)",
+}
+
+
+@pytest.mark.parametrize(("kernel", "causal"), in_turns(ROUNDING, (False, True)))
+def test_a_right_kernel_of_lower_precision_is_told_that_it_rounds_and_nothing_else(kernel, causal):
+    said = ROUNDING[kernel]
     found = located(kernel, causal=causal)
     assert said in named(found) and "no other mistake" in named(found)
     headings = [line for line in report(found, {}).conclusion if line.startswith("A (mine) is ")]

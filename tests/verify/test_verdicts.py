@@ -262,7 +262,7 @@ def test_the_worst_mistake_is_no_digit_that_fp64_lacks(tmp_path, capsys) -> None
 
 
 def test_a_kernel_with_scores_in_fp16_is_told_how_often_that_explains_it(tmp_path, capsys) -> None:
-    judged = judge("fp16_scores", tmp_path, capsys, "func causal gqa fp32,large logits,sizes gqa fp32")
+    judged = judge("fp16_scores", tmp_path, capsys, "func causal gqa fp32,func large logits fp32,sizes gqa fp32")
     assert "wrong in fp32, but 2 of 3 times as near as fp16 comes: it computes in half precision" in judged.told
 
 
