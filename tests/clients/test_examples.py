@@ -35,8 +35,8 @@ from verify import cli as verify_cli
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "distributed"
 NEEDS = {
-    "data_parallel": (),
     "gathered_keys": (),
+    "data_parallel": (),
     "ring": ("ring_flash_attn", "yunchang"),
     "ulysses": ("deepspeed",),
 }
@@ -63,7 +63,7 @@ def test_every_script_is_run_or_needs_a_gpu() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*NEEDS, "common", "torch_context_parallel"}
 
 
-@pytest.mark.parametrize("name", some(NEEDS, 2))
+@pytest.mark.parametrize("name", some(NEEDS, 2))  # FSDP2 and DDP are in tests/observers/test_distributed_tensors.py
 def test_two_processes_find_the_answer_of_one(name: str) -> None:
     for package in NEEDS[name]:
         if importlib.util.find_spec(package) is None:

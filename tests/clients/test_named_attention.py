@@ -13,6 +13,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.dropin import named_attention
 from flash_attn_compat.dropin.install import install
 from tests.dropin.environment import Environment
+from tests.forms.plain import pairwise, some
 from tests.tools.interpreters import WITHOUT_TORCH, forked, forked_child
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -51,9 +52,7 @@ def build(name: str, implementation: str) -> tuple[Any, Any]:
     return pair(getattr(transformers, name), MODELS[name], implementation, 3.0)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 9, 12])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "side", "rows"), pairwise(MODELS, SIDES, (1, 5, 9, 12)))
 def test_encoder_decoders_equal_eager_at_every_row(name: str, side: str, rows: int, calls: Any) -> None:
     """Fewer decoder rows than the encoder has, as many, more."""
     with flash_attn_compat.patched(transformers=True), warnings.catch_warnings():
@@ -256,7 +255,7 @@ def test_packed_sequences_equal_each_by_itself(name: str) -> None:
 
 
 @of_5
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", some(DECODERS, 2))
 def test_models_compile_as_one_graph(name: str) -> None:
     eager, other = build_decoder(name)
     ids = token_ids(2, 9)

@@ -23,13 +23,14 @@ from tests.clients.models import DECODER, MODELS, NAMED, WINDOW, build, relative
 version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
 
-def each(*kinds: str, dtypes: bool = True) -> pytest.MarkDecorator:
-    """Of the models of these kinds in each way, and in bf16 in the first."""
+def each(*kinds: str, dtypes: bool = False) -> pytest.MarkDecorator:
+    """Of the models of these kinds in each way; with dtypes in bf16 in the first, else a third way is thorough."""
     cases = []
     for name, model in MODELS.items():
         for index, way in enumerate(model.ways if model.kind in kinds else ()):
             for dtype in (torch.float32, torch.bfloat16) if dtypes and index == 0 else (torch.float32,):
-                cases.append(pytest.param(name, way, dtype, id=f"{name}, {way}, {dtype}"))
+                marks = [pytest.mark.thorough] * (index > 1 and not dtypes)
+                cases.append(pytest.param(name, way, dtype, id=f"{name}, {way}, {dtype}", marks=marks))
     return pytest.mark.parametrize(("name", "way", "dtype"), cases)
 
 
@@ -83,7 +84,7 @@ def check(flash, got, eager, expected, limit, kept=...):
 
 
 @in_its_way
-@each("decoder", "encoder", "other")
+@each("decoder", "encoder", "other", dtypes=True)
 def test_outputs_and_gradients_without_padding_equal_eager(name, way, dtype, calls):
     eager, flash = pair(name, dtype, way)
     inputs = models.inputs_of(name, eager.config)
@@ -96,7 +97,7 @@ def test_outputs_and_gradients_without_padding_equal_eager(name, way, dtype, cal
 
 @in_its_way
 @pytest.mark.parametrize("side", ["left", "right"])
-@each("decoder", "encoder", dtypes=False)
+@each("decoder", "encoder")
 def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, way, dtype, side, calls):
     eager, flash = pair(name, dtype, way)
     ids, mask = padded(side)
@@ -122,7 +123,7 @@ def test_packed_sequences_equal_eager_on_each_by_itself(name, way, dtype, calls)
 
 
 @in_its_way
-@each("decoder", dtypes=False)
+@each("decoder")
 def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, way, dtype, calls):
     eager, flash = pair(name, dtype, way)
     ids, mask = padded("left")

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.utils.checkpoint import checkpoint
 
 from flash_attn_compat import explain, reset_backend_counts, use_backend
 from tests.forms.inputs import randn
@@ -275,13 +274,6 @@ def test_autocast_casts_before_the_fused_kernel(served: LaunchRecord) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = sdpa(q, k, v)
     assert out.dtype == torch.bfloat16 and counted() == {"fused": 1}
-
-
-def test_checkpointing(served: LaunchRecord) -> None:
-    q, k, v = leaves_of(Case())
-    right = torch.autograd.grad(sdpa(q, k, v).sum(), q)
-    found = torch.autograd.grad(checkpoint(sdpa, q, k, v, use_reentrant=False).sum(), q)
-    assert torch.equal(found[0], right[0])
 
 
 @pytest.mark.parametrize("bias", [None, randn(4, 4, seed=3)], ids=["plain", "masked"])
