@@ -112,12 +112,12 @@ bwd, varlen_bwd = (functools.partial(extension_backward, name) for name in ("bwd
 def flash_forward(pads_lse: bool, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
     given = as_flash_reads(given_to("_flash_attention_forward", arguments, keywords))
     out, lse, state = forward(given)
-    return out, padded(lse, given) if pads_lse else lse, state, None, None
+    return out, padded_lse(lse, given) if pads_lse else lse, state, None, None
 
 
 def flash_backward(pads_lse: bool, *arguments: Any, **keywords: Any) -> Gradients:
     given = as_flash_reads(given_to("_flash_attention_backward", arguments, keywords))
-    return backward(given._replace(lse=packed(given.lse, given)) if pads_lse else given)
+    return backward(given._replace(lse=packed_lse(given.lse, given)) if pads_lse else given)
 
 
 def as_flash_reads(given: Launch) -> Launch:
@@ -145,7 +145,7 @@ def efficient_forward(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
     given = as_efficient_reads(given_to("_efficient_attention_forward", arguments, keywords))
     out, lse, state = forward(given)
     leave_unwritten(given, out, lse.t() if given.cu_q is not None else None)
-    out, lse = (out, lse) if given.cu_q is None else (out[None], padded(lse, given))
+    out, lse = (out, lse) if given.cu_q is None else (out[None], padded_lse(lse, given))
     return out, F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), state, None, None, None
 
 
@@ -155,7 +155,7 @@ def efficient_backward(*arguments: Any, **keywords: Any) -> tuple[Tensor | None,
     assert given.out.is_contiguous() and lse.is_contiguous() and lse.shape[-1] % 32 == 0
     if given.cu_q is None:
         return *backward(given._replace(lse=lse[:, :, : given.q.shape[1]].contiguous())), None
-    given = given._replace(dout=given.dout[0], out=given.out[0], lse=packed(lse, given))
+    given = given._replace(dout=given.dout[0], out=given.out[0], lse=packed_lse(lse, given))
     dq, dk, dv = backward(given)
     leave_unwritten(given, dq)
     leave_unwritten(given._replace(cu_q=given.cu_k, cu_k=given.cu_q), dk, dv)
@@ -239,7 +239,7 @@ def leave(value: float, tensor: Tensor, starts: Tensor | None, longest: int) -> 
             tensor[min(start + longest, stop) : stop] = value
 
 
-def padded(lse: Tensor, given: Launch) -> Tensor:
+def padded_lse(lse: Tensor, given: Launch) -> Tensor:
     """(heads, total) as (batch, heads, max_q), +inf behind the end of a sequence; of dense rows as it is."""
     if given.cu_q is None:
         return lse
@@ -250,7 +250,7 @@ def padded(lse: Tensor, given: Launch) -> Tensor:
     return found
 
 
-def packed(lse: Tensor, given: Launch) -> Tensor:
+def packed_lse(lse: Tensor, given: Launch) -> Tensor:
     """The way back."""
     if given.cu_q is None:
         return lse

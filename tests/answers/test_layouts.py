@@ -38,7 +38,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The first sequence of each tensor as two packed ones; the last key belongs to none."""
     starts_q, starts_k = cumulative(2, 3), cumulative(2, 4)
     return flash_attn_varlen_func(q[0], k[0], v[0], starts_q, starts_k, 3, 4, causal=True)[None]
@@ -47,7 +47,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 CALLS: dict[str, Callable[..., Tensor]] = {
     "full": dense,
     "causal": lambda *qkv: dense(*qkv, causal=True),
-    "packed": packed,
+    "packed": attend_packed,
     "one row": lambda q, k, v: dense(q[:, :1], k, v),
     "one head": lambda q, k, v: dense(q[:, :, :1], k[:, :, :1], v[:, :, :1], causal=True),
     "window": lambda *qkv: dense(*qkv, window_size=(2, 1)),

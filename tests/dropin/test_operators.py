@@ -150,7 +150,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
     return ours.flash_attn_func(q, k, v, dropout_p, causal=True, window_size=(3, 0))  # type: ignore[return-value]
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
     q, k, v = (x.flatten(0, 1)[:7] for x in (q, k, v))
     starts = CU_SEQLENS, CU_SEQLENS, 4, 4
     return ours.flash_attn_varlen_func(q, k, v, *starts, dropout_p, causal=True)  # type: ignore[return-value]
@@ -161,7 +161,7 @@ def together(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
 
 
 WAYS = "forward", "backward"
-PUBLIC = {"dense": (dense, ""), "packed": (packed, "varlen_"), "together": (together, "")}
+PUBLIC = {"dense": (dense, ""), "packed": (attend_packed, "varlen_"), "together": (together, "")}
 
 
 def gradients_of(function: Any, *options: Any) -> tuple[Tensor, ...]:

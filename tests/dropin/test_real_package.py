@@ -85,7 +85,7 @@ def fake(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def served(function) -> bool:
+def is_served(function) -> bool:
     """Whether a call through `function` gives attention and is counted as ours."""
     q = torch.randn(1, 6, 2, 16)
     flash_attn_compat.reset_backend_counts()
@@ -101,11 +101,11 @@ def test_a_package_with_an_unusable_extension_runs_on_our_functions_until_unpatc
     import flash_attn
 
     assert Path(flash_attn.__file__).parent == fake.package
-    assert served(flash_attn.flash_attn_func)
+    assert is_served(flash_attn.flash_attn_func)
     unpatch()
     assert "flash_attn" not in sys.modules and "flash_attn_2_cuda" not in sys.modules
     with pytest.raises((ImportError, OSError, RuntimeError)):
-        served(importlib.import_module("flash_attn").flash_attn_func)
+        is_served(importlib.import_module("flash_attn").flash_attn_func)
 
 
 def test_a_flash_attn_imported_before_patch_is_served_while_patched(fake):
@@ -114,11 +114,11 @@ def test_a_flash_attn_imported_before_patch_is_served_while_patched(fake):
 
     before = dict(vars(flash_attn_2_cuda))
     patch()
-    assert served(flash_attn_func)
+    assert is_served(flash_attn_func)
     assert flash_attn_2_cuda.varlen_bwd is importlib.import_module("flash_attn_compat.flash_attn_2_cuda").varlen_bwd
     unpatch()
     with pytest.raises(RuntimeError, match="Ampere"):
-        served(flash_attn_func)
+        is_served(flash_attn_func)
     assert {name: value for name, value in vars(flash_attn_2_cuda).items() if name in before} == before
 
 
@@ -129,7 +129,7 @@ def test_a_package_with_a_broken_extension_is_replaced_by_ours(fake, package):
     import flash_attn
 
     assert "flash_attn_compat" in flash_attn.__file__
-    assert served(flash_attn.flash_attn_func)
+    assert is_served(flash_attn.flash_attn_func)
     assert importlib.metadata.version("flash-attn") == flash_attn.__version__ == "2.8.3"
 
 

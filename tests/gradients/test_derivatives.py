@@ -20,7 +20,7 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.dispatch.autograd import gradient_of_lse
-from tests.forms.inputs import cumulative, qkv, randn
+from tests.forms.inputs import cumulative, lengths_of, qkv, randn
 from tests.forms.plain import attention_and_lse, check_function, pairwise, some
 from tests.forms.support import GENERAL, Serve, close, on_backend
 
@@ -102,10 +102,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **option
     return flash_attn_func(q, k, v, **options, return_attn_probs=True, s_aux=sinks)  # type: ignore[return-value]
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
     seed(**options)
-    lengths = cumulative(*LENGTHS_Q), cumulative(*LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K)
-    return flash_attn_varlen_func(q, k, v, *lengths, **options, return_attn_probs=True, s_aux=sinks)  # type: ignore[return-value]
+    return flash_attn_varlen_func(
+        q, k, v, *lengths_of(LENGTHS_Q, LENGTHS_K), **options, return_attn_probs=True, s_aux=sinks
+    )  # type: ignore[return-value]
 
 
 def pairs(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -115,7 +116,7 @@ def pairs(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]
 
 def one(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
     """One packed sequence."""
-    lengths = cumulative(q.shape[1]), cumulative(k.shape[1]), q.shape[1], k.shape[1]
+    lengths = lengths_of((q.shape[1],), (k.shape[1],))
     out, lse, s_dmask = flash_attn_varlen_func(
         q[0], k[0], v[0], *lengths, **options, return_attn_probs=True, s_aux=sinks
     )  # fmt: skip
@@ -123,7 +124,7 @@ def one(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options:
 
 
 ATTENTION: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "dense": (dense, right), "packed": (packed, right_of_each), "pairs": (pairs, right)
+    "dense": (dense, right), "packed": (attend_packed, right_of_each), "pairs": (pairs, right)
 }  # fmt: skip
 EMPTY = {"no rows": (0, 4), "no keys": (3, 0), "neither": (0, 0)}
 SIZES = EMPTY | {"more rows": (11, 7)}

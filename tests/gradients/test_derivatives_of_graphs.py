@@ -62,7 +62,7 @@ def qkv(x: Tensor) -> Any:
     return flash_attn_qkvpacked_func(x, causal=True)
 
 
-def packed(q: Tensor) -> Any:
+def attend_packed(q: Tensor) -> Any:
     """One sequence has no rows, one token belongs to none."""
     options: dict[str, Any] = dict(causal=True, alibi_slopes=SLOPES, return_attn_probs=True)
     return flash_attn_varlen_func(q, PACKED_K, PACKED_V, STARTS_Q, STARTS_K, 5, 8, **options)[:2]
@@ -89,7 +89,7 @@ def dropped(q: Tensor) -> Any:
 
 DENSE = 1, 5, 4, 8
 SHAPES = {dense: DENSE, slopes: (1, 5, 4, 10), sinks: DENSE, qkv: (1, 5, 3, 2, 8)}
-SHAPES |= {packed: (9, 4, 8), packed_keys: (14, 2, 8), paged: (8, 4, 8)}
+SHAPES |= {attend_packed: (9, 4, 8), packed_keys: (14, 2, 8), paged: (8, 4, 8)}
 
 
 def flat(call: Function) -> Function:
@@ -296,8 +296,8 @@ def test_a_transform_that_meets_a_compiler_is_right_or_raises(graph: str, derive
 
 
 @pytest.mark.parametrize(("graph", "derive", "call"), [
-    *some_of(pairwise(TRACERS, TRANSFORMS, (dense, packed)), 2),
-    *some_of(pairwise(COMPILERS, TRANSFORMS, (dense, packed)), 2),
+    *some_of(pairwise(TRACERS, TRANSFORMS, (dense, attend_packed)), 2),
+    *some_of(pairwise(COMPILERS, TRANSFORMS, (dense, attend_packed)), 2),
 ], ids=name_of)  # fmt: skip
 def test_a_transform_within_a_graph_is_refused_by_name(graph: str, derive: Function, call: Function) -> None:
     version = TorchVersion(torch.__version__)
@@ -320,10 +320,10 @@ def test_fake_tensors_have_derivatives_of_dense_calls(derive: Function) -> None:
 
 @pytest.mark.parametrize("derive", [*TRANSFORMS, twice], ids=name_of)
 def test_fake_lengths_are_named_where_derivatives_need_them(derive: Function) -> None:
-    x, tangent = doubles(*SHAPES[packed]), doubles(*SHAPES[packed], seed=5)
-    derive(flat(packed), x, tangent)
+    x, tangent = doubles(*SHAPES[attend_packed]), doubles(*SHAPES[attend_packed], seed=5)
+    derive(flat(attend_packed), x, tangent)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(RuntimeError, match=HIDDEN):
-        derive(flat(packed), mode.from_tensor(x), mode.from_tensor(tangent))
+        derive(flat(attend_packed), mode.from_tensor(x), mode.from_tensor(tangent))
 
 
 # ---------------------------------------------------------------- lengths that nobody can read

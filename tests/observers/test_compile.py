@@ -30,7 +30,7 @@ from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.ops import activations as act
 from flash_attn_compat.ops.rms_norm import rms_norm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
-from tests.forms.inputs import cumulative, ints, qkv, randn
+from tests.forms.inputs import cumulative, ints, packed, qkv, randn
 from tests.forms.support import RecordingReference, close
 from verify.drawing import random_problem
 from verify.examination import Examination
@@ -52,11 +52,6 @@ def both(function: Callable[..., Any], inputs: list[Tensor], *args: Any, **kwarg
     return [out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)]
 
 
-def packed() -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
-    inputs = [randn(8, 2, 16, seed=1), randn(11, 2, 16, seed=2), randn(11, 2, 16, seed=3)]
-    return inputs, (cumulative(3, 5), cumulative(4, 7), 5, 7)
-
-
 def of_a_mask(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """Attend as models do that derive the lengths from a mask."""
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -69,7 +64,7 @@ def norms(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     return y + h + rms_norm(x, weight, 1e-5)
 
 
-DENSE = list(qkv(sq=5, sk=9))
+DENSE, PACKED = list(qkv(sq=5, sk=9)), packed((3, 5), (4, 7))
 TABLES = {"cos": randn(9, 5).cos(), "sin": randn(9, 5).sin(), "seqlen_offsets": torch.tensor([1, 3])}
 ROTARY, LOSS = RotaryEmbedding(8), CrossEntropyLoss(label_smoothing=0.1)
 Case = tuple[Callable[..., Any], list[Tensor], tuple[Any, ...], dict[str, Any]]
@@ -79,7 +74,7 @@ CALLS: dict[str, Case] = {
     "attention sinks": (
         lambda q, k, v, sinks: flash_attn_func(q, k, v, causal=True, s_aux=sinks), [*DENSE, randn(2)], (), {}
     ),
-    "varlen window": (flash_attn_varlen_func, *packed(), dict(window_size=(3, 1), deterministic=True)),
+    "varlen window": (flash_attn_varlen_func, *PACKED, dict(window_size=(3, 1), deterministic=True)),
     "varlen, lengths of a mask": (of_a_mask, [randn(8, 2, 16, seed=s) for s in range(3)], (torch.tensor([3, 5]),), {}),
     "dropout": (flash_attn_func, DENSE, (), dict(dropout_p=0.4)),
     "qkv": (flash_attn_varlen_qkvpacked_func, [randn(8, 3, 2, 16)], (cumulative(3, 5), 5), dict(causal=True)),
@@ -118,7 +113,7 @@ def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longe
         pytest.skip(
             "before 2.6, PyTorch compiles shapes that a tensor decides with capture_dynamic_output_shape_ops only"
         )
-    (q, k, v), (cu_q, cu_k, *_) = packed()
+    (q, k, v), (cu_q, cu_k, *_) = PACKED
 
     def probabilities(*lengths: Any) -> tuple[Tensor, int]:
         s_dmask = flash_attn_varlen_func(

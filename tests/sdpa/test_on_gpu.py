@@ -47,7 +47,7 @@ def override_on() -> Any:
     return originals.override_on(Policy(least_products=0))
 
 
-def served() -> int:
+def served_calls() -> int:
     return backend_counts().get("fused", 0)
 
 
@@ -75,14 +75,14 @@ def test_random_problems(dtype: str, first: int) -> None:
         for seed in range(first, first + 15):
             problem = fuzz.draw(seed, dtype, mixes=50)
             assert not fuzz.examine(problem, "cuda"), problem
-    assert served() > 3
+    assert served_calls() > 3
 
 
 @pytest.mark.parametrize("name", fuzz.NAMED)
 def test_named_problems(name: str) -> None:
     with override_on():
         assert not fuzz.examine(fuzz.NAMED[name], "cuda")
-    assert served() == 1
+    assert served_calls() == 1
 
 
 SHAPES = [(100, 100, False), (128, 64, True), (64, 128, True), (1, 300, False), (257, 257, True)]
@@ -109,7 +109,7 @@ def test_results_are_laid_out_as_pytorchs(rows: int, keys: int, causal: bool) ->
     theirs = forward()
     with override_on():
         found = forward()
-        assert served() == 1
+        assert served_calls() == 1
         mixed = [backward(*theirs), backward(*found)]
     for got, right in zip(found, theirs):
         for fact in (Tensor.size, Tensor.stride, lambda x: x.dtype, lambda x: x.device):
@@ -133,7 +133,7 @@ def test_no_score_matrix_is_made(dtype: torch.dtype, heads_k: int) -> None:
         before = torch.cuda.memory_allocated()
         sdpa(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
         peak = torch.cuda.max_memory_allocated() - before
-    assert served() == 2 and peak < 16 * q.nbytes < 2 * 4 * 4096 * 4096 * 2
+    assert served_calls() == 2 and peak < 16 * q.nbytes < 2 * 4 * 4096 * 4096 * 2
 
 
 @pytest.mark.parametrize("name", ["a mask that wants a gradient", "fp32", "three axes"])
@@ -173,7 +173,7 @@ def test_compiled_graphs(mode: str, heads_k: int) -> None:
             torch.compiler.cudagraph_mark_step_begin()
             out = compiled(q, k, v)
             found = [x.clone() for x in torch.autograd.grad(out.float().square().sum(), (q, k, v))]
-    assert served() >= 1
+    assert served_calls() >= 1
     for got, wanted in zip(found, right):
         close(got, wanted, 1e-2)
 
@@ -189,7 +189,7 @@ def test_captured_in_a_cuda_graph() -> None:
             q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
             graph.replay()
             close(out, sdpa(q, k, v, enable_gqa=True), 0.0)
-    assert served() == 5
+    assert served_calls() == 5
 
 
 # ---- dense masks
@@ -215,7 +215,7 @@ def test_keys_beyond_the_last_have_no_weight(keys: int) -> None:
     q, k, v = qkv(200, keys, dim=32)
     with override_on():
         close(sdpa(q, k, v, attn_mask=torch.ones(200, keys, dtype=torch.bool, device="cuda")), sdpa(q, k, v))
-    assert served() == 2
+    assert served_calls() == 2
 
 
 def test_a_dense_mask_in_a_cuda_graph_may_change() -> None:
@@ -248,7 +248,7 @@ def test_dense_masks_in_compiled_graphs(mode: str) -> None:
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
             found = [x.clone() for x in torch.autograd.grad(compiled(q, k, v).float().square().sum(), (q, k, v))]
-    assert served() >= 1
+    assert served_calls() >= 1
     for got, wanted in zip(found, right):
         close(got, wanted, 1e-2)
 
@@ -268,7 +268,7 @@ def test_left_padded_generation(dtype: torch.dtype) -> None:
     right = model.generate(tokens, **options)
     with override_on():
         found = model.generate(tokens, **options)
-    assert served() >= 12
+    assert served_calls() >= 12
     close(found.logits[0], right.logits[0], 2e-2)
     assert (found.sequences == right.sequences).float().mean() > 0.95
 
@@ -281,7 +281,7 @@ def test_causal_biases(variant: Any, lengths: tuple[int, int]) -> None:
     with override_on():
         found = sdpa(q, k, v, variant(*lengths))
     close(found, sdpa(q, k, v, seen))
-    assert served() == 1
+    assert served_calls() == 1
 
 
 def test_nested_tensors() -> None:
@@ -295,7 +295,7 @@ def test_nested_tensors() -> None:
     with override_on():
         for got, wanted in zip(attend(), right):
             close(got, wanted)
-    assert served() == 1
+    assert served_calls() == 1
 
 
 def test_a_transformer_layer_in_inference_and_training() -> None:
@@ -307,7 +307,7 @@ def test_a_transformer_layer_in_inference_and_training() -> None:
             right = layer(x)
             with override_on():
                 close(layer(x), right, 1e-2)
-    assert served() >= 1
+    assert served_calls() >= 1
 
 
 @pytest.mark.skipif(not hasattr(checkpoints, "CheckpointPolicy"), reason="PyTorch has policies from 2.5 on")
@@ -328,7 +328,7 @@ def test_selective_checkpointing_knows_pytorchs_operator() -> None:
     right = gradients()
     with override_on():
         found = gradients()
-    assert served() == 1
+    assert served_calls() == 1
     for got, wanted in zip(found, right):
         close(got, wanted, 1e-2)
 
@@ -369,7 +369,7 @@ def test_xformers(name: str) -> None:
     right = both()
     with override_on():
         found = both()
-    assert served() == 1
+    assert served_calls() == 1
     for got, wanted in zip(found, right):
         close(got, wanted, 1e-2)
 
