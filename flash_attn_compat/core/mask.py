@@ -144,3 +144,15 @@ _FULL, _CAUSAL = Mask(), Mask(None, 0)
 
 def _ones(rows: Range, keys: Range, device: torch.device) -> Tensor:
     return torch.ones(rows.size, keys.size, dtype=torch.bool, device=device)
+
+
+def align_with_last_key(q: Tensor, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor, bool, int]:
+    """Express a causal mask aligned with the first key in flash-attn's terms, which align it with the last key.
+
+    Returns k and v without the keys that no row sees, causal, and window_size_right. axis: the index of the axis of
+    rows in q and of keys in k and v
+    """
+    rows, keys = q.shape[axis], k.shape[axis]
+    if rows < keys:
+        k, v = k.narrow(axis, 0, rows), v.narrow(axis, 0, rows)
+    return (k, v, False, rows - keys) if rows > keys else (k, v, True, -1)

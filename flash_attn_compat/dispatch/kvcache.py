@@ -82,6 +82,7 @@ def attend_into(out: Tensor, x: CacheInputs, options: Options) -> Tensor | None:
 
     Nothing is recorded for autograd.
     """
-    checks.is_tensor("out", out)
+    if not isinstance(out, Tensor):
+        checks.is_tensor("out", out)  # raises
     result = compute(x, options, out=out)[1]
     return result.lse if options.use & _LSE else None

@@ -75,8 +75,10 @@ def forward_into(out: Tensor, x: Inputs, options: Options) -> Tensor | None:
     The kernel itself writes to a contiguous ``out``. No input may share its memory. Tokens outside of all packed
     sequences get 0, or keep what ``out`` holds.
     """
-    checks.is_tensor("out", out)
-    x = with_page_lengths(x)
+    if not isinstance(out, Tensor):
+        checks.is_tensor("out", out)  # raises
+    if x.seqused_k is None:
+        x = with_page_lengths(x)
     _, result = compute(x, options, out=out)
     return result.lse if options.use & Feature.LSE else None
 

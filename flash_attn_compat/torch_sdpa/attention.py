@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.inputs import DenseInputs, Options
+from flash_attn_compat.core.mask import align_with_last_key
 from flash_attn_compat.core.torch_state import DECIDED, count_modes, is_jit_traced, transforms_are_on
 from flash_attn_compat.dispatch.choice import served
 from flash_attn_compat.settings import is_explaining
@@ -25,8 +26,7 @@ from flash_attn_compat.torch_sdpa.policy import (
     Override,
     Policy,
     check_mask,
-    check_size,
-    check_tensors,
+    check_plain,
     dtype_reason,
     has_flash,
 )
@@ -118,16 +118,13 @@ def decline_reason(policy: Policy, call: SdpaCall) -> str | None:
     drops = dropout_p != 0.0
     is_recorded = drops or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
     size = (rows, keys), batch * heads * width
-    reason = check_size(policy, q, *size, attn_mask, is_causal, is_recorded, is_always_faster)
+    reason = check_plain(policy, q, k, v, *size, attn_mask, is_causal, is_recorded, is_always_faster)
     if reason is not None:
         return reason
     if attn_mask is not None and is_causal:
         return "it has both attn_mask and is_causal"
     if not 0.0 <= dropout_p <= MOST_DROPOUT:
         return f"dropout_p must be from 0 to {MOST_DROPOUT}: our kernels round the probability to keep a score to 1/256"
-    reason = check_tensors(policy, q, k, v)
-    if reason is not None:
-        return reason
     batch_v, heads_v, keys_v, width_v = v.shape
     if keys != keys_v or width != width_k or not width_v:
         return "the shapes of q, k and v do not fit, or v has no channels"
@@ -188,7 +185,7 @@ def _as_flash(call: SdpaCall) -> tuple[DenseInputs, Options]:
     bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
     right = -1
     if is_causal:
-        k, v, is_causal, right = bridge.align_with_last_key(q, k, v, 2)
+        k, v, is_causal, right = align_with_last_key(q, k, v, 2)
     x = DenseInputs(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias=bias)
     return x, Options(dropout_p, scale, is_causal, -1, right, 0.0, _is_deterministic())
 

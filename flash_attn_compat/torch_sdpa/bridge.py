@@ -77,15 +77,3 @@ def explain(reasons: list[str]) -> NoReturn:
     """Raise Explained, which ends ``explain``. reasons: our kernels' to decline the call; none if they serve it"""
     computed_by = PYTORCH if reasons else KERNELS
     raise choice.Explained(choice.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
-
-
-def align_with_last_key(q: Tensor, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor, bool, int]:
-    """Express a causal mask aligned with the first key in flash-attn's terms, which align it with the last key.
-
-    Returns k and v without the keys that no row sees, causal, and window_size_right. axis: the index of the axis of
-    rows in q and of keys in k and v
-    """
-    rows, keys = q.shape[axis], k.shape[axis]
-    if rows < keys:
-        k, v = k.narrow(axis, 0, rows), v.narrow(axis, 0, rows)
-    return (k, v, False, rows - keys) if rows > keys else (k, v, True, -1)

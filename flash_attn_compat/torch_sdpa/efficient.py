@@ -20,6 +20,7 @@ from flash_attn_compat.core import cuda_capture
 from flash_attn_compat.core.call import BackwardInputs, Gradients
 from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.inputs import DenseInputs, Inputs, Options, PackedInputs
+from flash_attn_compat.core.mask import align_with_last_key
 from flash_attn_compat.core.torch_state import DECIDED
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.torch_sdpa import bridge
@@ -228,7 +229,7 @@ def _as_flash(problem: Problem) -> tuple[Inputs, Options]:
     if problem.window_size is not None:
         left, right = problem.window_size - 1, 0
     elif problem.custom_mask_type == TOP_LEFT and not problem.is_packed:
-        k, v, is_causal, right = bridge.align_with_last_key(q, k, v, 1)
+        k, v, is_causal, right = align_with_last_key(q, k, v, 1)
     options = Options(
         0.0, problem.scale, is_causal, left, right, deterministic=torch._C._get_deterministic_algorithms()
     )

@@ -53,6 +53,15 @@ class Override:
         self.policy: Policy | None = policy
 
 
+def check_plain(
+    policy: Policy, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, int], channels: int, mask: Tensor | None,
+    is_causal: bool, is_recorded: bool, is_always_faster: bool,
+) -> str | None:  # fmt: skip
+    """Return the reason to decline a call for its size, dtypes or devices, or None. Arguments as in ``check_size``."""
+    reason = check_size(policy, q, lengths, channels, mask, is_causal, is_recorded, is_always_faster)
+    return reason or check_tensors(policy, q, k, v)
+
+
 def check_tensors(policy: Policy, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return the reason to decline plain (batch, ..., head_dim) tensors, or None. q's dtype is in HALF."""
     dtype, device = q.dtype, q.device

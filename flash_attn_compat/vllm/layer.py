@@ -263,8 +263,8 @@ def _surroundings(q: Tensor) -> contextlib.AbstractContextManager[object]:
     """
     if not q.is_cuda:
         return _NONE
-    is_newer = settings.capability(q.device) >= (8, 0) and settings.forced_backend() is None
     is_captured = cuda_capture.is_capturing(q.get_device())
+    is_newer = settings.capability(q.device) >= (8, 0) and settings.forced_backend() is None
     if not (is_newer or is_captured):
         return _NONE
     found = contextlib.ExitStack()
