@@ -30,17 +30,17 @@ def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 # out, softmax_lse, S_dmask. Any, because an output is None exactly where the call does not ask for it.
-Outputs = tuple[Any, Any, Any]
+_Outputs = tuple[Any, Any, Any]
 
 
-def attend(inputs: tuple[Tensor, ...], x: Inputs, options: Options) -> Outputs:
+def attend(inputs: tuple[Tensor, ...], x: Inputs, options: Options) -> _Outputs:
     """Return (out, softmax_lse, S_dmask) of a call over views of ``inputs``, recorded if the call needs gradients.
 
     softmax_lse and S_dmask may be None where the call does not ask for them. x, options: as ``find`` takes them
     """
     if options.use & _BACKWARD:
         slopes = unwrapped(x.alibi_slopes) if options.use & SLOPES_GRADIENT else None
-        outputs: Outputs = _record(x, options, None, slopes, *map(unwrapped, inputs))
+        outputs: _Outputs = _record(x, options, None, slopes, *map(unwrapped, inputs))
         return outputs
     entry, result = compute(x, options)
     return _outputs(result) if entry.call.use & LSE else (result.out, None, None)
@@ -55,7 +55,7 @@ def record_heads_first(name: str, x: DenseInputs, options: Options) -> Tensor | 
     return out
 
 
-def _outputs(result: Result) -> Outputs:
+def _outputs(result: Result) -> _Outputs:
     return result.out, result.lse.contiguous(), result.probabilities
 
 
@@ -68,7 +68,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Inputs, options: Options, heads_first_by: str | None, slopes: Tensor | None, *inputs: Tensor
-    ) -> Outputs:  # fmt: skip
+    ) -> _Outputs:  # fmt: skip
         """heads_first_by: None, or the only backend that may serve a call of ``record_heads_first``"""
         found = compute(x, options) if heads_first_by is None else compute_by(heads_first_by, x, options)
         if found is None:

@@ -28,8 +28,8 @@ _FORWARD = Feature.LSE | Feature.SHARED_DROPOUT_MASK
 _FORWARD_WITH_DMASK = _FORWARD | DMASK
 BACKWARD = Feature.GIVEN_LSE | Feature.SHARED_DROPOUT_MASK
 
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
-Written = tuple[Tensor | None, Tensor | None, Tensor | None]
+_Results = tuple[Tensor, Tensor, Tensor, Tensor]
+_Written = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def forward_use(return_softmax: bool) -> int:
     return _FORWARD_WITH_DMASK if return_softmax else _FORWARD
 
 
-def forward(x: Inputs, options: Options) -> Results:
+def forward(x: Inputs, options: Options) -> _Results:
     """Return (out, softmax_lse, S_dmask, rng_state). options.use: as ``forward_use`` returns it"""
     q, k, v, slopes = x.q, x.k, x.v, x.alibi_slopes
     if options.use & DMASK and checks.dropout(options.dropout_p) <= 0.0:
@@ -53,11 +53,11 @@ def forward(x: Inputs, options: Options) -> Results:
     if not (recorded_use((q, k, v), slopes) if use is None else use):
         return run_outside_autograd(x, options)
     compute = functools.partial(run_outside_autograd, x, options)
-    results: Results = _WithoutFormula.apply(compute, q, k, v, slopes)
+    results: _Results = _WithoutFormula.apply(compute, q, k, v, slopes)
     return results
 
 
-def varlen_forward(x: Inputs, options: Options, zero_tensors: bool, num_splits: int) -> Results:
+def varlen_forward(x: Inputs, options: Options, zero_tensors: bool, num_splits: int) -> _Results:
     """As ``forward`` of a packed call. zero_tensors, num_splits: as in _flash_attn_varlen_forward"""
     q, starts_q = x.q, x.cu_seqlens_q
     checks.is_given("cu_seqlens_q", starts_q)
@@ -98,7 +98,7 @@ class _WithoutFormula(torch.autograd.Function):
     """Raises in its backward, as an operator without a registered autograd formula does."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Results], *inputs: object) -> Results:
+    def forward(ctx: Any, run: Callable[[], _Results], *inputs: object) -> _Results:
         return run()
 
     @staticmethod
@@ -112,7 +112,7 @@ class _WithoutFormula(torch.autograd.Function):
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def backward(x: Inputs, options: Options, upstream: BackwardInputs, written: Written) -> Tensor:
+def backward(x: Inputs, options: Options, upstream: BackwardInputs, written: _Written) -> Tensor:
     """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do.
 
     options.use: BACKWARD
@@ -147,7 +147,7 @@ def backward(x: Inputs, options: Options, upstream: BackwardInputs, written: Wri
     return torch.constant_pad_nd(delta, (0, behind)) if behind else delta.contiguous()
 
 
-def _backward(x: Inputs, options: Options, upstream: BackwardInputs, written: Written) -> Tensor | None:
+def _backward(x: Inputs, options: Options, upstream: BackwardInputs, written: _Written) -> Tensor | None:
     """Write dq, dk and dv; return delta if the backend computed it, else None."""
     entry = find(x, options)
     checks.upstream_memory(upstream, *written)
@@ -168,7 +168,7 @@ def _backward(x: Inputs, options: Options, upstream: BackwardInputs, written: Wr
     return found.delta
 
 
-def _write(found: Gradients, targets: Written) -> None:
+def _write(found: Gradients, targets: _Written) -> None:
     for target, value in zip(targets, found):
         if target is not None:
             target.copy_(value)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Given = dict[str, Any]
+_Given = dict[str, Any]
 
 
 def register_if_needed() -> None:
@@ -35,22 +35,22 @@ def register_if_needed() -> None:
         getattr(getattr(mode, "counter", mode), "flop_registry", {}).update(found)
 
 
-def _count(operator: Any, formula: Callable[[Given], int], *arguments: Any, out_val: Any = None) -> int:
+def _count(operator: Any, formula: Callable[[_Given], int], *arguments: Any, out_val: Any = None) -> int:
     names = [argument.name for argument in operator.default._schema.arguments]
     given = dict(zip(names, arguments))  # fewer, where the last ones are defaults
     return formula(given) if "k" in given else 0  # else somebody's own, of flash-attn's name
 
 
-def _forward(given: Given) -> int:
+def _forward(given: _Given) -> int:
     return 2 * _pairs(given) * int(given["q"].shape[-1] + given["v"].shape[-1])
 
 
-def _backward(given: Given) -> int:
+def _backward(given: _Given) -> int:
     """Scores once more, the gradients of probabilities and values, and those of queries and keys."""
     return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
 
 
-def _over_a_cache(given: Given) -> int:
+def _over_a_cache(given: _Given) -> int:
     q, cache, table = given["q"], given["k_cache"], given["block_table"]
     capacity = cache.shape[1] if table is None else cache.shape[1] * table.shape[1]
     new = 0 if given["k"] is None else given["k"].shape[1]
@@ -60,7 +60,7 @@ def _over_a_cache(given: Given) -> int:
     return int(2 * total * q.shape[1] * q.shape[2] * (q.shape[-1] + given["v_cache"].shape[-1]))
 
 
-def _pairs(given: Given) -> int:
+def _pairs(given: _Given) -> int:
     """Rows times keys, of all heads and sequences."""
     q, k, starts_q = given["q"], given["k"], given.get("cu_seqlens_q")
     if starts_q is None:

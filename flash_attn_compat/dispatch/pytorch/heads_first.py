@@ -16,7 +16,7 @@ from flash_attn_compat.core.entry import Entry
 from flash_attn_compat.core.inputs import Inputs
 
 
-class Watch(NamedTuple):
+class _Watch(NamedTuple):
     """Tells after a forward whether the caller has written to its ``out`` or to its mask of booleans.
 
     out, mask: tensors without elements that have the versions of these, mask None without such a mask
@@ -33,18 +33,18 @@ def as_own(out: Tensor) -> Tensor:
     return out.contiguous().transpose(1, 2).data
 
 
-def make_own(out: Tensor, x: Any) -> tuple[Tensor, Watch, Inputs]:
+def make_own(out: Tensor, x: Any) -> tuple[Tensor, _Watch, Inputs]:
     """Return ``out`` as a tensor of its own, its watch, and inputs whose mask of booleans may be saved and written to.
 
     The tensor shares the memory of ``out`` and has another version: writing to it does not end the graph.
     """
     own, mask = as_own(out), x.bias
     if mask is None or mask.dtype is not torch.bool:
-        return own, Watch(_version(own), None, 0), x
-    return own, Watch(_version(own), _version(mask), mask._version), x._replace(bias=mask.data)
+        return own, _Watch(_version(own), None, 0), x
+    return own, _Watch(_version(own), _version(mask), mask._version), x._replace(bias=mask.data)
 
 
-def with_mask_of_forward(watch: Watch, entry: Entry, x: Any, saved: tuple[Any, ...]) -> Inputs:
+def with_mask_of_forward(watch: _Watch, entry: Entry, x: Any, saved: tuple[Any, ...]) -> Inputs:
     """Return the inputs with the mask of booleans as it was in the forward, even if the caller has written to it."""
     is_written = watch.mask is not None and watch.mask._version != watch.mask_version
     found: Inputs = x._replace(bias=_kept_mask(entry, x.bias, saved)) if is_written else x
