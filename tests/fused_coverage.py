@@ -20,7 +20,7 @@ import torch
 
 from flash_attn_compat import backend_counts, use_backend
 from flash_attn_compat.backends.fused.building import aot, nvrtc
-from flash_attn_compat.backends.fused.choosing import enumeration
+from flash_attn_compat.backends.fused.choosing import enumeration, tiles
 from flash_attn_compat.backends.fused.choosing.kinds import (
     BF16,
     BF16_AS_FP16,
@@ -39,6 +39,7 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     Sizes,
 )
 from flash_attn_compat.backends.fused.launching import masks
+from flash_attn_compat.backends.fused.tuning import candidates
 from flash_attn_compat.torch_sdpa.policy import Policy
 from tests.kernels import eight_bit_steps
 from tests.sdpa import fuzz, originals
@@ -67,7 +68,7 @@ def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]
     for kind in kinds(number):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind.features, name))
         names += " narrow" * kind.is_narrow + " few rows" * kind.hints.few_rows
-        names += f" at most {kind.hints.short}" * (kind.hints.short > 0)
+        names += f" at most {kind.hints.short}" * (kind.hints.short > 0) + " long" * kind.hints.long
         names += f" {kind.hints.few_keys} keys" * (kind.hints.few_keys > 0)
         label = f"d{kind.D}/{kind.DV} type {kind.type} vec {kind.sizes.vec}{names}"
         for entry, problem in problems(kind).items():
@@ -101,6 +102,8 @@ def kinds(number: int) -> Iterator[Kind]:
             yield plain.replace(local=True, alibi=True, softcap=True, dropout=True, window=104)
             if type == BF16_AS_FP16:
                 yield plain.replace(copied=True)
+            if number < 80 and any(tiles.LONG in tiles.TURING[entry][D] for entry in candidates.ENTRIES):
+                yield plain.replace(copied=type == BF16_AS_FP16, long=True)
             if D == 192:
                 yield plain.replace(head_dim_v=128)
             if D not in _USUAL:
@@ -209,6 +212,8 @@ def problems(kind: Kind) -> dict[str, Problem]:
         rows = keys = 19, kind.hints.short - 2
     if kind.features.copied:  # which takes many
         rows, keys = (900, 700), (1700, 1500)
+    if kind.hints.long:
+        rows, keys = (2080, 2020), (2050, 2060)
     asked = kind.features
     common = Problem(
         "varlen", rows, keys, nheads_k, group,
@@ -224,7 +229,7 @@ def problems(kind: Kind) -> dict[str, Problem]:
         found["forward"] = replace(common, kind="paged", backward=False)
     else:
         found["forward and backward"] = replace(common, gap=(0, 3))
-    if not kind.features.dropout and not kind.features.copied:
+    if not kind.features.dropout and not kind.features.copied and not kind.hints.long:
         found["decode"] = replace(common, **few)
         rotary = common.head_dim // 2 // 16 * 16
         found["decode_append"] = replace(common, **few, new_keys=2, rotary_dim=rotary)

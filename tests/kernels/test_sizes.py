@@ -425,6 +425,37 @@ def test_small_tiles_take_few_rows_of_which_a_tall_one_would_waste_more(
     assert grids.takes_small_tiles(rows, head_dim, local) == small
 
 
+BOTH = {"forward", "dkdv"}
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "dtype", "causal", "staged"),
+    [
+        (2048, 64, "float16", False, BOTH), (2048, 64, "bfloat16", False, BOTH),
+        (2048, 40, "float16", False, {"forward"}), (2047, 64, "float16", False, set()),
+        (2048, 64, "float16", True, set()), (2048, 32, "float16", False, set()),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("packed", [False, True])
+def test_long_calls_without_a_mask_take_tiles_of_three_stages_at_48_and_64(
+    length: int,
+    head_dim: int,
+    dtype: str,
+    causal: bool,
+    staged: set[str],
+    packed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches = fused_on_cpu.record(monkeypatch)
+    q = torch.zeros(2, length, 1, head_dim, dtype=getattr(torch, dtype), requires_grad=True)
+    starts = torch.tensor([0, 2 * length - 1000, 2 * length], dtype=torch.int32)  # the mean length counts
+    rows, others = (q.flatten(0, 1), (starts, starts, 2 * length, 2 * length)) if packed else (q, ())
+    attend = flash_attn_compat.flash_attn_varlen_func if packed else flash_attn_compat.flash_attn_func
+    with flash_attn_compat.use_backend("fused"):
+        attend(rows, rows, rows, *others, causal=causal).sum().backward()
+    assert {one.variant.entry for one in launches.seen if dict(one.variant.macros).get("STAGES")} == staged
+
+
 def test_sequences_share_a_grid_unasked_where_one_of_many_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, 75)
     lengths = (1, 0, 0, 2) * 30 + (300,)

@@ -197,7 +197,7 @@ def test_a_kept_tile_that_is_none_of_the_candidates_is_not_taken(launches: Launc
     assert [one.variant.threads for one in launches.seen] == [128, 256, 128, 128]
 
 
-@pytest.mark.parametrize("name", ["softcap", "dropout", "few_rows", "window"])
+@pytest.mark.parametrize("name", ["softcap", "dropout", "few_rows", "window", "head_dim_v"])
 def test_tuned_tiles_serve_kinds_like_the_timed_ones(name: str) -> None:
     kind = Kind(
         75,
@@ -208,7 +208,7 @@ def test_tuned_tiles_serve_kinds_like_the_timed_ones(name: str) -> None:
     )
     for make in (variants.forward, variants.dkdv, variants.dq):
         assert make(kind).threads == make(kind.replace(alibi=True)).threads == 256
-        other = kind.replace(**{name: 34 if name == "window" else True})
+        other = kind.replace(**{name: 34 if name in ("window", "head_dim_v") else True})
         assert make(other) == make(other.replace(tiles=()))
 
 

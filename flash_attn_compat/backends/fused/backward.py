@@ -85,7 +85,7 @@ def _choose_kind(call: AttentionCall, vec: int) -> Kind:
         processors = calls.count_multiprocessors(call.q.get_device())
         sizes = calls.max_rows(call), calls.max_keys(call), kind.size
         few_keys = grids.choose_one_tile(*sizes, call.batch * call.nheads_k, processors)
-    return calls.enable_copies(call, kind.replace(few_keys=few_keys), True)
+    return calls.mark_long(call, calls.enable_copies(call, kind.replace(few_keys=few_keys), True))
 
 
 def _launch(plan: Plan, tensors: Inputs | AttentionCall, upstream: BackwardInputs, targets: Gradients) -> Tensor:

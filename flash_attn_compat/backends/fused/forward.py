@@ -70,7 +70,9 @@ def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run
     if call.use & Feature.BACKWARD and call.q.is_cuda:
         backward.load_ahead(call, vec)
     kind = calls.choose_kind(call, vec, decodes=few and not call.dropout_p)
-    forward = Forward(call, kind if few or is_over_cache else calls.enable_copies(call, kind, False), new)
+    if not (few or is_over_cache):
+        kind = calls.mark_long(call, calls.enable_copies(call, kind, False))
+    forward = Forward(call, kind, new)
     forward.run_self_test()
     if new is not None and forward.appends_first:
         self_test_append(call, new)

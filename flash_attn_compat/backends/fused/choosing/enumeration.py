@@ -52,6 +52,8 @@ def every_kind(number: int) -> Iterator[Kind]:
             may_be_copied = type == BF16_AS_FP16 and vec == 8 and window is None and not paged
             if may_be_copied:
                 yield kind.replace(copied=True)
+            if kind.replace(copied=may_be_copied).may_be_long:
+                yield kind.replace(copied=may_be_copied, long=True)
             if not (local or alibi or softcap or paged):
                 for bias, copied in itertools.product((BOOLEANS, HALF_BIAS, FLOAT_BIAS), {False, may_be_copied}):
                     yield from (kind.replace(bias=bias, copied=copied, bias_words=words) for words in BIAS_WORDS)

@@ -20,6 +20,8 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of at most so many keys leave most of a tall tile masked; sequences of so few rows leave half of it empty.
 NARROW = 255
 FEW_ROWS = 64
+# Rows and keys from which half a turn of lag, at the start and the end of each block, costs less than it saves.
+LONG = 2048
 # Rows and keys that leave half of a small tile empty.
 SHORT = 32
 # The most keys of sequences for which one tile holds all keys, and the sizes of heads that have room for it.
@@ -83,12 +85,14 @@ class Hints(NamedTuple):
     few_rows: tall tiles would leave half of a tile empty, or multiprocessors idle (grids.takes_small_tiles)
     short: SHORT or FEW_ROWS if no sequence has more rows or keys, else 0
     few_keys: one of ONE_TILE if no sequence has more keys: one kernel then finds all gradients. Else 0
+    long: sequences have at least LONG rows and keys; only of calls that may be (``Kind.may_be_long``)
     tiles: the fastest tiles on this GPU by entry, from ``tune``
     """
 
     few_rows: bool = False
     short: int = 0
     few_keys: int = 0
+    long: bool = False
     tiles: tuple[tuple[str, Tile], ...] = ()
 
 
@@ -132,6 +136,15 @@ class Kind(NamedTuple):
         """Whether a window leaves most of a tall tile masked."""
         return self.sizes.window is not None and self.sizes.window <= NARROW
 
+    @property
+    def may_be_long(self) -> bool:
+        """Whether long calls have tiles of their own: dense attention in fp16 or over copies, of rows on 16 bytes."""
+        dense = Features(copied=self.type == BF16_AS_FP16)
+        is_small = self.hints.few_rows or self.hints.few_keys > 0
+        return (
+            self.number < 80 and self.features == dense and self.sizes.vec == 8 and self.D == self.DV and not is_small
+        )
+
     def macros(self, *names: str, D: int = 0) -> list[tuple[str, int]]:
         """Return macros with their values: head dims, TYPE, VEC, and those of ``names`` that the call asks for.
 
@@ -170,6 +183,7 @@ def conditions(kind: Kind) -> list[str]:
         tiles.UNALIGNED: kind.sizes.vec != 8,
         tiles.CONVERTED: kind.type == BF16_AS_FP16 and not kind.features.copied,
         tiles.LOCAL: kind.features.local,
+        tiles.LONG: kind.hints.long,
         tiles.LESS_SHARED: kind.number not in (80, 90),
         tiles.USUAL: True,
     }
@@ -178,8 +192,7 @@ def conditions(kind: Kind) -> list[str]:
 
 def choose_tile(entry: str, kind: Kind) -> Tile:
     """Return the tile that ``tune`` found, for kinds like the timed ones; else the table's."""
-    is_timed = not (
-        kind.is_narrow or kind.hints.few_rows or kind.features.softcap or kind.features.dropout or kind.hints.few_keys
-    )
+    is_small = kind.is_narrow or kind.hints.few_rows or kind.hints.few_keys
+    is_timed = not (is_small or kind.features.softcap or kind.features.dropout or kind.D != kind.DV)
     found = dict(kind.hints.tiles).get(entry) if is_timed else None
     return found or tiles.find_tile(kind.number, entry, kind.size, conditions(kind))

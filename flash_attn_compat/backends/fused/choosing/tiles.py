@@ -42,11 +42,12 @@ class Tile(NamedTuple):
 # empty, or multiprocessors idle. With few rows blocks mostly wait for their first loads: FEW_ROWS_AND_KEYS,
 # FEW_LOCAL_ROWS and FEW_FREE_ROWS are those for which the kernel has registers to load V with K. UNLIKE: q and v have
 # different head dims; CONVERTED: each tile converts bf16; LESS_SHARED: a multiprocessor has less shared memory than an
-# A100's or H100's.
+# A100's or H100's; LONG: many rows and keys, and nothing changes or hides scores.
 SHORT_SEQUENCES, NARROW_WINDOW, SOFTCAP, DROPOUT = "short sequences", "narrow window", "softcap", "dropout"
 FEW_ROWS_AND_KEYS, FEW_LOCAL_ROWS, FEW_FREE_ROWS = "few rows and keys", "few local rows", "few free rows"
 FEW_ROWS, UNLIKE, BIASES, DENSE_MASK = "few rows", "unlike head dims", "biases", "dense mask"
 UNALIGNED, CONVERTED, LOCAL, LESS_SHARED, USUAL = "unaligned", "converted", "local", "less shared memory", "usual"
+LONG = "long"
 
 Row = dict[str, Tile]
 
@@ -92,8 +93,8 @@ TURING: dict[str, dict[int, Row]] = {
     "forward": {
         16: _narrow_forward(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), converted=Tile(64, 4, 2, 2)),
         32: _narrow_forward(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), converted=Tile(64, 4, 2, 2)),
-        48: _narrow_forward(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
-        64: _narrow_forward(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
+        48: _narrow_forward(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), long=Tile(64, 8, 2, 1, stages=3)),
+        64: _narrow_forward(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), long=Tile(64, 8, 2, 1, stages=3)),
         80: _forward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), biases=Tile(64, 4, 1, 2)),
         96: _forward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), biases=Tile(64, 4, 1, 2)),
         112: _forward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
@@ -113,7 +114,9 @@ TURING: dict[str, dict[int, Row]] = {
             **dict.fromkeys((few_keys(96), few_keys(128)), Tile(32, 4, 2, 2, qk_in_regs=False)),
         },
         48: _backward(Tile(64, 4, 1, 2), Tile(64, 4, 1, 2), short_sequences=Tile(32, 2, 1, 4)),
-        64: _backward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), short_sequences=Tile(32, 2, 1, 4))
+        64: _backward(
+            Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), short_sequences=Tile(32, 2, 1, 4), long=Tile(32, 8, 1, 1, stages=3)
+        )
         | {
             few_keys(32): Tile(32, 2, 1, 2, qk_in_regs=False),
             few_keys(64): Tile(64, 4, 1, 2, qk_in_regs=False, ds_over_q=True),

@@ -14,6 +14,7 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     BF16_AS_FP16,
     FEW_ROWS,
     FP16,
+    LONG,
     SHORT,
     Features,
     Hints,
@@ -194,3 +195,14 @@ def enable_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
     rows = stationary.shape[1] if starts is None else stationary.shape[0] / max(call.batch, 1)
     group = 1 if backward else call.nheads // call.nheads_k
     return kind.replace(copied=variants.pays_to_copy(kind, variant, rows, group))
+
+
+def mark_long(call: AttentionCall, kind: Kind) -> Kind:
+    """Return ``kind`` with the hint ``long`` for calls of at least LONG rows and keys; of packed ones on average."""
+    if not kind.may_be_long:
+        return kind
+    rows, keys = (
+        x.shape[1] if starts is None else x.shape[0] / max(call.batch, 1)
+        for x, starts in ((call.q, call.cu_seqlens_q), (call.k, call.cu_seqlens_k))
+    )
+    return kind.replace(long=min(rows, keys) >= LONG)

@@ -5,13 +5,13 @@ Each tile fits its architectures. Tuning results may name only these tiles.
 
 from __future__ import annotations
 
-from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.choosing.tiles import ROLES, SPLIT_K_2, SPLIT_N, Tile
 
 ENTRIES = ("forward", "dkdv", "dq")
 
 _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
-        32: (Tile(32, 4, 2, 3), Tile(64, 4, 2, 2), Tile(128, 4, 1, 3)),
+        32: (Tile(32, 4, 2, 3), Tile(64, 8, 1, 2, stages=3), Tile(64, 4, 2, 2), Tile(128, 4, 1, 3)),
         48: (Tile(64, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 8, 2, 1, stages=3)),
         64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2), Tile(64, 8, 2, 1, stages=3)),
         80: (Tile(32, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
@@ -31,8 +31,8 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         96: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         128: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, qk_in_regs=False), Tile(16, 4, 1, 2), Tile(32, 8, 1, 1, stages=3)),
-        160: (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),
-        192: (Tile(32, 8, 1, 1, split_n=1), Tile(16, 8, 1, 1, split_k=1)),
+        160: (ROLES, SPLIT_N, SPLIT_K_2),
+        192: (ROLES, SPLIT_N, SPLIT_K_2),
     },
     "dq": {
         32: (Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
