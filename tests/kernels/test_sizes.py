@@ -205,6 +205,12 @@ def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int)
         assert found // 40 == offline.blocks(variant), "what the registers are bounded for"
 
 
+@pytest.mark.parametrize(("tiles", "splits"), [(9, 29), (8, 32), (7, 37), (6, 44)])
+def test_decode_takes_no_splits_that_barely_exceed_the_lanes_that_merge_them(tiles: int, splits: int) -> None:
+    variant = variants.decode(Kind(90, FP16, Sizes(128)))
+    assert grids.count_splits(variant, tiles, 2**20, grids.Gpu(processors=132, number=90)) == splits
+
+
 @pytest.mark.parametrize(
     ("rows", "nheads", "nheads_k", "entry"),
     [

@@ -24,6 +24,8 @@ _MAX_SPLITS = 256
 # Splits of a decoding step that are merged in the time of one step over _SPLIT_KEYS keys: on an H100 0.12 us each, and
 # 1.1 us for the step. More splits than sqrt(_MERGED_PER_STEP * steps) cost more than they save.
 _MERGED_PER_STEP = 9
+# Lanes of a warp take a split each when it merges; so few more splits cost a second turn, and save less.
+_LANES, _LITTLE_MORE = 32, 36
 # The fewest query rows worth a split of dkdv: they cost as much as storing its gradients and adding them up.
 _SPLIT_ROWS = 512
 # Rows of Turing's tall tiles; the fewest and the most rows, and the most keys, of calls for which they may be too few.
@@ -132,7 +134,8 @@ def count_splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
     most = min(steps, _MAX_SPLITS)
     if variant.entry == "decode":
         most = min(most, round(math.sqrt(_MERGED_PER_STEP * steps)))
-    return max(1, min(gpu.resident_blocks(variant) // tiles, most))
+    found = max(1, min(gpu.resident_blocks(variant) // tiles, most))
+    return _LANES if variant.entry == "decode" and _LANES < found <= _LITTLE_MORE else found
 
 
 def count_head_splits(variant: Variant, blocks: int, group: int, rows: int, gpu: Gpu) -> int:
