@@ -187,7 +187,7 @@ class Trial(NamedTuple):
     def variants(self) -> list[variants.Variant]:
         """Return every kernel that full and causal calls of any length launch."""
         copied = {"copied": True} if self.dtype == "bfloat16" and nvrtc.target(0).number < 80 else {}
-        flags = [local | more for local in ({}, {"local": True}) for more in ({}, copied)]
+        flags = [*(local | more for local in ({}, {"local": True}) for more in ({}, copied)), copied | {"long": True}]
         others = "forward", "delta", "dkdv", "dq", "absmax", "to_half"
         made = tile_variants(self.entry, self.tiles, self.head_dim, DTYPES[self.dtype], flags)
         for entry in others[: 1 if self.entry == "forward" else None] + others[4:] * bool(copied):
