@@ -24,7 +24,7 @@ from tests.forms.inputs import PROBLEMS, TOGETHER, cumulative, qkv, randn
 from tests.forms.plain import some, some_of
 from tests.forms.support import GENERAL, close, on_backend, on_general_backends
 from tests.fuzz import must_serve
-from tests.kernels import emulate, fused_on_cpu, magnitudes, truncation
+from tests.kernels import accuracy, emulate, fused_on_cpu
 from verify import oracle
 from verify.cases import Case
 from verify.drawing import random_problem
@@ -355,18 +355,15 @@ emulated = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_r
 
 
 @emulated
-@pytest.mark.parametrize("sizes", magnitudes.MAGNITUDES[::5], ids=str)
+@pytest.mark.parametrize("sizes", accuracy.MAGNITUDES[::5], ids=str)
 def test_errors_are_at_most_twice_those_of_plain_bf16(sizes: Sequence[float]) -> None:
-    assert max(magnitudes.error_ratios(sizes, tokens=40)) <= 2
-
-
-emulated = pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
+    assert max(accuracy.error_ratios(sizes, tokens=40)) <= 2
 
 
 @emulated
 @pytest.mark.parametrize("decodes", [False, True])
 def test_a_rows_sum_drifts_by_no_factor_from_one_tile_of_keys_to_the_next(decodes: bool) -> None:
-    found = truncation.errors(truncation.problem(2**14, "float16", 0.0), False, decodes)
+    found = accuracy.errors(accuracy.problem(2**14, "float16", 0.0), False, decodes)
     assert found["softmax_lse"].error < 3e-6
 
 
@@ -374,7 +371,7 @@ def test_a_rows_sum_drifts_by_no_factor_from_one_tile_of_keys_to_the_next(decode
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_truncation_losses_of_one_sided_values_are_within_the_bound(dtype: str) -> None:
     rounding, truncating = (
-        truncation.errors(truncation.problem(2**14, dtype, 1.0), truncates) for truncates in (False, True)
+        accuracy.errors(accuracy.problem(2**14, dtype, 1.0), truncates) for truncates in (False, True)
     )
     assert rounding["out"].error < truncating["out"].error < truncating["out"].bound / 2
 
@@ -383,7 +380,7 @@ def test_truncation_losses_of_one_sided_values_are_within_the_bound(dtype: str) 
 def test_the_command_prints_the_errors_of_rounding_and_truncation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["truncation", "--keys", "100"])
-    assert truncation.main() == 0
+    monkeypatch.setattr("sys.argv", ["accuracy", "truncation", "--keys", "100"])
+    assert accuracy.main() == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert "rounding, truncating, allowed" in head and len(rows) == 4
