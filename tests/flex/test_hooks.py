@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.nn.attention.flex_attention import flex_attention
+from torch.torch_version import TorchVersion
 
 from flash_attn_compat import backend_counts, explain, reset_backend_counts
 from flash_attn_compat.backends.fused.building import nvrtc
@@ -59,6 +60,8 @@ def test_the_public_function_returns_lse_in_natural_units(served: LaunchRecord) 
 
 @pytest.mark.parametrize("order", some([(0, 1, 3, 2), (0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)], 4))
 def test_out_and_gradients_have_pytorchs_strides(order: tuple[int, ...], served: LaunchRecord) -> None:
+    if order[-1] != 3 and TorchVersion(torch.__version__) < "2.9":
+        pytest.skip("PyTorch 2.6 and 2.8 return channels that lie apart, as they lie in q; ours and 2.11 side by side")
     inverse = torch.argsort(torch.tensor(order)).tolist()
     qkv = [x.permute(order).contiguous().permute(inverse) for x in tensors(heads=2)]
     found, right = calls.call(qkv), calls.in_fp32(qkv)
@@ -226,6 +229,7 @@ def test_off_again_everything_is_as_before(served: LaunchRecord) -> None:
     override.acquire(policy)
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.7", reason="inductor of PyTorch 2.6 refuses fp16 on CPUs")
 @pytest.mark.usefixtures("inductor_cache")
 def test_a_compiled_function_follows_the_switch(served: LaunchRecord) -> None:
     policy = override.active_policy()
@@ -281,6 +285,7 @@ def test_an_old_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert override.active_policy() is None
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.7", reason="inductor of PyTorch 2.6 refuses fp16 on CPUs")
 @pytest.mark.usefixtures("inductor_cache")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_kernel_that_does_not_compile_leaves_the_call_to_pytorch_with_a_warning(
