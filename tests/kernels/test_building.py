@@ -61,7 +61,7 @@ def test_a_gpu_finds_kernels_compiled_ahead(
 ) -> None:
     architecture = "compute_75" if forced else f"sm_{real[0]}{real[1]}"
     assert cli.main(["compile", "--for", architecture, *ONLY]) == 0
-    monkeypatch.setattr(nvrtc, "real_capability", lambda device: real)
+    paper_gpu.build_for(monkeypatch, real, (12, 9), (70, 75, 90))
     if forced:
         monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
     target = nvrtc.target(0)

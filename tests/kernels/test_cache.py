@@ -280,7 +280,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_kernels_are_made_for_the_gpu_or_the_forced_capability(
     real: tuple[int, int], forced: str | None, expected: Target, gpu: pytest.MonkeyPatch
 ) -> None:
-    gpu.setattr(nvrtc, "real_capability", lambda device: real)
+    paper_gpu.build_for(gpu, real)
     if forced:
         gpu.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
     assert nvrtc.target(0) == expected

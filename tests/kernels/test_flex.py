@@ -203,14 +203,14 @@ def test_functions_match_their_formula(
     check(CASES[name], size=size)
 
 
-@pytest.mark.parametrize("name", plain_tests.some(["documents", "scores times three, hidden where far", "softcap"], 2))
+@pytest.mark.parametrize("name", plain_tests.some(["documents", "scores times three, hidden where far", "softcap"], 3))
 def test_functions_match_their_formula_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.emulate(monkeypatch)
     check(CASES[name], dtype=torch.bfloat16)
 
 
 SHAPES = {
-    "64": Shape(1, 4, 290, 310, 64), "64 of values": Shape(1, 2, 70, 150, 64, 64, 1, None, True),
+    "64": Shape(1, 4, 200, 210, 64), "64 of values": Shape(1, 2, 70, 150, 64, 64, 1, None, True),
     "96": Shape(1, 2, 140, 160, 96), "128": Shape(1, 2, 140, 290, 128), "160": Shape(1, 2, 70, 140, 160),
     "192 and 128": Shape(1, 2, 70, 140, 192, 128), "256": Shape(1, 2, 70, 140, 256),
     "unaligned": Shape(2, 4, 77, 201, 36), "unaligned rows first": Shape(1, 2, 77, 140, 36, 20, 2, None, True),
@@ -244,7 +244,7 @@ def test_one_row_over_many_keys_is_split_and_matches_the_formula(monkeypatch: py
 
 def test_a_newer_gpu_matches_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.emulate(monkeypatch, number=90)
-    check(BOTH, Shape(1, 4, 290, 310, 64))
+    check(BOTH, Shape(1, 4, 200, 210, 64))
 
 
 def test_a_scale_below_zero_matches_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:

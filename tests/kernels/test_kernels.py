@@ -325,7 +325,7 @@ ONE_TILE = {
 }
 
 
-@pytest.mark.parametrize("name", some(ONE_TILE, 4))
+@pytest.mark.parametrize("name", some(ONE_TILE, 6))
 def test_one_kernel_finds_all_gradients_of_few_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, one_tile=True)
     with flash_attn_compat.use_backend("fused"):

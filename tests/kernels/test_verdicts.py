@@ -454,8 +454,7 @@ def test_chunked_multiplies_in_fp32_on_a_card_without_tensor_cores(
 
 @on_gtx
 def test_doctor_reports_missing_tensor_cores_and_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "compiler", lambda: SimpleNamespace(version=(13, 0)))
-    monkeypatch.setattr(nvrtc, "real_capability", lambda device: (7, 5))
+    paper_gpu.build_for(monkeypatch)
     first, *others = doctor.describe_kernels(torch.device("cuda", 0))
     assert "for sm_75 by NVRTC 13.0" in first
     assert "no tensor cores: use float32" in others[0] and "not tuned" in others[1] and len(others) == 2
