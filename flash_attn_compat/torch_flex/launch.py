@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flash_attn_compat.backends.base import KernelsFailed
-from flash_attn_compat.backends.fused import flex
+from flash_attn_compat.backends.fused import flex, small_blocks
 from flash_attn_compat.backends.fused.flex import FlexInputs, FlexUpstream
 from flash_attn_compat.dispatch import call_cache
 from flash_attn_compat.torch_flex.functions import Functions
@@ -20,7 +20,7 @@ _runs: dict[Any, Any] = {}
 def find_forward(functions: Functions, inputs: FlexInputs, scale: float) -> flex.ForwardRun | str:
     """Return the run of a forward, or the reason to decline it. Raises ValueError for lists that do not fit."""
     found: flex.ForwardRun | str
-    found = _find(functions, inputs, scale, None, lambda: flex.prepare(functions.mods, inputs, scale))
+    found = _find(functions, inputs, scale, None, lambda: small_blocks.prepare(functions.mods, inputs, scale))
     return found
 
 
@@ -28,15 +28,15 @@ def find_backward(
     functions: Functions, inputs: FlexInputs, scale: float, upstream: FlexUpstream
 ) -> flex.BackwardRun | str:
     """Return the run of a backward, or the reason why no kernel serves it. Raises as ``find_forward``."""
-    prepare = lambda: flex.prepare_backward(functions.mods, inputs, scale, upstream)  # noqa: E731
+    prepare = lambda: small_blocks.prepare_backward(functions.mods, inputs, scale, upstream)  # noqa: E731
     found: flex.BackwardRun | str = _find(functions, inputs, scale, upstream, prepare)
     return found
 
 
 def find_reason(functions: Functions, inputs: FlexInputs, backward: bool) -> str | None:
     """Return the kernels' reason to decline such calls, or None. Compiles them; inputs may be fake."""
-    reason = flex.decline_reason(functions.mods, inputs, backward)
-    return reason or _try(lambda: flex.load(functions.mods, inputs, backward))
+    reason = small_blocks.decline_reason(functions.mods, inputs, backward)
+    return reason or _try(lambda: small_blocks.load(functions.mods, inputs, backward))
 
 
 def _find(
@@ -53,7 +53,7 @@ def _find(
     )  # fmt: skip
     found = _runs.get(key)
     if found is None:
-        found = flex.decline_reason(functions.mods, inputs, upstream is not None) or _try(prepare)
+        found = small_blocks.decline_reason(functions.mods, inputs, upstream is not None) or _try(prepare)
         call_cache.keep(_runs, key, found, _MOST)
     return found
 

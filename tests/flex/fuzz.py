@@ -30,7 +30,7 @@ from tests.flex.random_mods import Maker, Sizes
 from tests.kernels import fused_on_cpu
 
 DIMS = (64, 64, 64, 128, 32, 96, 80, 40, 36, 256)
-BLOCKS = (128, 128, 64, (128, 64), (256, 128))
+BLOCKS = (128, 128, 64, (128, 64), (256, 128), 16, (48, 80))
 
 
 class Problem(NamedTuple):

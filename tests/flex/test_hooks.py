@@ -79,6 +79,16 @@ def test_values_of_another_head_dim_and_keys_of_one_batch(served: LaunchRecord) 
     calls.assert_close(found, calls.in_fp32(qkv, calls.identity, mask), HALF)
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.usefixtures("inductor_cache")
+def test_blocks_of_16_rows_and_48_keys_are_served(backend: str, served: LaunchRecord) -> None:
+    qkv = tensors(dim=32)
+    mask = make_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 50), *qkv[:2], block=(16, 48))
+    found = calls.call(qkv, softcap, mask, backend=backend)
+    assert served.entries == BACKWARD
+    calls.assert_close(found, calls.in_fp32(qkv, softcap, mask), HALF)
+
+
 def test_rows_without_keys_are_zero_and_their_lse_is_minus_infinity(served: LaunchRecord) -> None:
     qkv = tensors()
     mask = make_mask(lambda b, h, q, kv: (q >= 40) & (kv < 50), *qkv[:2])

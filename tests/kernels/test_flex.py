@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import flex
+from flash_attn_compat.backends.fused import flex, small_blocks
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing.kinds import Kind, Sizes
 from flash_attn_compat.backends.fused.flex import BlockLists, Blocks, FlexInputs, FlexUpstream, Mods
@@ -166,15 +166,15 @@ def check(
     inputs = make_inputs(case, shape, dtype)
     if size is not None:
         inputs = inputs._replace(blocks=blocks_of(case, inputs.captured, shape.scores, size))
-    assert flex.decline_reason(case.mods, inputs, True) is None
-    out, lse = flex.prepare(case.mods, inputs, scale)(inputs)
+    assert small_blocks.decline_reason(case.mods, inputs, True) is None
+    out, lse = small_blocks.prepare(case.mods, inputs, scale)(inputs)
     assert out.shape == (*shape[:3], inputs.v.shape[-1]) and out.dtype == dtype
     assert (out.transpose(1, 2) if shape.rows_first else out).is_contiguous()
     upstream = FlexUpstream(out, lse, torch.randn(out.shape).to(dtype), torch.where(lse == -math.inf, 0.0, lse.sin()))
     exact, exact_lse, exact_gradients = differentiated(case, inputs, scale, upstream, torch.float64)
     rough, _, rough_gradients = differentiated(case, inputs, scale, upstream, dtype)
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-3, rtol=1e-3)
-    gradients = flex.prepare_backward(case.mods, inputs, scale, upstream)(inputs, upstream)
+    gradients = small_blocks.prepare_backward(case.mods, inputs, scale, upstream)(inputs, upstream)
     judged = ("out", "dq", "dk", "dv"), (out, *gradients), (rough, *rough_gradients), (exact, *exact_gradients)
     for name, found, rough_one, exact_one in zip(*judged, strict=True):
         assert found.shape == exact_one.shape and found.dtype == dtype
@@ -229,11 +229,17 @@ def test_shapes_match_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "size", plain_tests.some([(64, 64), (256, 64), (32, 32), (192, 128), (64, 512), (128, 1 << 30)], 3)
+    "size", plain_tests.some([(64, 64), (256, 64), (32, 32), (192, 128), (64, 512), (128, 1 << 30), (48, 80)], 3)
 )
 def test_block_sizes_match_the_formula(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.emulate(monkeypatch)
     check(BOTH, size=size)
+
+
+def test_small_blocks_in_no_list_stay_hidden_without_a_mask_mod(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch)
+    checkered = Case(mask_mod=lambda captured, b, h, q, kv: (q // 16 + kv.div(48, rounding_mode="floor") + h) % 3 != 0)
+    check(checkered, size=(16, 48))
 
 
 def test_one_row_over_many_keys_is_split_and_matches_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,22 +264,25 @@ def test_a_large_copied_unaligned_call_matches_the_formula(monkeypatch: pytest.M
     check(BOTH, SHAPES["unaligned"])
 
 
-def test_garbage_in_lists_and_captured_tensors_reaches_no_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [128, 16])
+def test_garbage_in_lists_and_captured_tensors_reaches_no_other_memory(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The emulator allows no access outside of the call's tensors."""
     fused_on_cpu.emulate(monkeypatch)
     wild = "flex_within((int)(flex_i64(f, 0, (i64)q * f.stride[0][1])), f.size[0][1])"
     case = BOTH._replace(mask=f"flex_i64(f, 0, (i64){wild} * f.stride[0][1]) == kv")
     inputs = make_inputs(case, USUAL, torch.float16)
-    blocks = blocks_of(BOTH, inputs.captured, USUAL.scores, (128, 128))
+    blocks = blocks_of(BOTH, inputs.captured, USUAL.scores, (size, size))
     for lists_of in (blocks.of_rows, blocks.of_keys or blocks.of_rows):
         for i, x in enumerate(lists_of):
             assert x is not None
             x.copy_(torch.randint(-(2**31), 2**31, x.shape).int() if i % 2 else torch.randint(-9, 9, x.shape))
     inputs.captured[0].random_(-(2**40), 2**40)
     inputs = inputs._replace(blocks=blocks)
-    out, lse = flex.prepare(case.mods, inputs, 0.3)(inputs)
+    out, lse = small_blocks.prepare(case.mods, inputs, 0.3)(inputs)
     upstream = FlexUpstream(out, lse, torch.ones_like(out))
-    assert flex.prepare_backward(case.mods, inputs, 0.3, upstream)(inputs, upstream)[0].shape == inputs.q.shape
+    assert small_blocks.prepare_backward(case.mods, inputs, 0.3, upstream)(inputs, upstream)[0].shape == inputs.q.shape
 
 
 @pytest.mark.parametrize("broken", ["dtype", "rows", "batch", "half", "dims"])
@@ -288,7 +297,7 @@ def test_lists_that_do_not_fit_are_refused(broken: str, monkeypatch: pytest.Monk
         "half": BlockLists(num, indices, full[0], None), "dims": BlockLists(num[0], indices, *full),
     }[broken]  # fmt: skip
     with pytest.raises(ValueError, match="BlockMask"):
-        flex.prepare(BOTH.mods, inputs._replace(blocks=blocks._replace(of_rows=of_rows)), 0.3)
+        small_blocks.prepare(BOTH.mods, inputs._replace(blocks=blocks._replace(of_rows=of_rows)), 0.3)
 
 
 def test_calls_that_no_kernel_serves_are_declined_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +305,12 @@ def test_calls_that_no_kernel_serves_are_declined_with_a_reason(monkeypatch: pyt
     inputs = make_inputs(BOTH, USUAL, torch.float16)
     blocks = blocks_of(BOTH, inputs.captured, USUAL.scores, (16, 16))
     for reason, changed in {
-        "all be fp16": inputs._replace(q=inputs.q.float()), "blocks of 16": inputs._replace(blocks=blocks),
+        "all be fp16": inputs._replace(q=inputs.q.float()),
+        "multiples of 16": inputs._replace(blocks=blocks._replace(rows=24)),
         "captured tensor of torch.float64": inputs._replace(captured=(torch.ones(2).double(),)),
         "more than 16": inputs._replace(captured=(torch.ones(2),) * 17),
     }.items():  # fmt: skip
-        assert reason in (flex.decline_reason(BOTH.mods, changed, False) or "")
+        assert reason in (small_blocks.decline_reason(BOTH.mods, changed, False) or "")
 
 
 FITTING = [(75, 0, 128, "dkdv"), (75, 0, 64, "forward"), (75, 2, 128, "dkdv"), (75, 2, 128, "dq"), (90, 1, 64, "dq")]

@@ -152,12 +152,19 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
         return f"more than {MOST_INDEX:,} queries or keys"
     if len(mods.gradients) > params.GRADIENTS:
         return f"gradients of more than {params.GRADIENTS} captured tensors"
-    kind = calls.choose_kind(_call_of(inputs, 1.0), 8)
-    for entry in ("forward", "dkdv", "dq") if backward else ("forward",):
-        if _fit_tile(entry, kind, mods, inputs.blocks) is None:
-            blocks = inputs.blocks
-            return f"blocks of {blocks and blocks.rows} queries and {blocks and blocks.keys} keys: tiles are larger"
+    if not has_tiles(mods, inputs, backward):
+        blocks = inputs.blocks
+        return f"blocks of {blocks and blocks.rows} queries and {blocks and blocks.keys} keys: tiles are larger"
     return None
+
+
+def has_tiles(mods: Mods, inputs: FlexInputs, backward: bool) -> bool:
+    """Return whether tiles of the kernels lie within the blocks. backward: those of a backward, with its forward's"""
+    if inputs.blocks is None or not (inputs.q.numel() and inputs.k.numel() and inputs.v.numel()):
+        return True
+    kind = calls.choose_kind(_call_of(inputs, 1.0), 8)
+    entries = ("forward", "dkdv", "dq") if backward else ("forward",)
+    return all(_fit_tile(entry, kind, mods, inputs.blocks) is not None for entry in entries)
 
 
 def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:
@@ -180,7 +187,7 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
     torch.ops.higher_order.flex_attention: (batch, heads, rows) fp32 in units of log2, -inf for a row without keys.
     Raises ValueError for block lists that do not fit q and k, KernelError where a kernel fails.
     """
-    _check_blocks(inputs)
+    check_blocks(inputs)
     given = _call_of(inputs, scale)
     vec = layouts.vector_size((given.q, given.k, given.v), in_place=False)
     call = (
@@ -216,7 +223,7 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
     It returns dq, dk and dv in the shapes and dtypes of q, k and v, then the gradients of ``mods.gradients``. The LSE
     and its gradient are as ``prepare`` returns the LSE. Raises as ``prepare``.
     """
-    _check_blocks(inputs)
+    check_blocks(inputs)
     if inputs.blocks is not None and inputs.blocks.of_keys is None:
         raise ValueError("a backward needs the lists of a BlockMask by keys (q_num_blocks and q_indices); got None")
     given = _call_of(inputs, scale)
@@ -385,7 +392,7 @@ def _flex_fields(inputs: FlexInputs) -> dict[str, params.Value]:
     return fields
 
 
-def _check_blocks(inputs: FlexInputs) -> None:
+def check_blocks(inputs: FlexInputs) -> None:
     """Raise ValueError unless every list of a BlockMask fits the call: its dtype, batch, heads, rows, and strides."""
     blocks, (batch, heads, rows, _), keys = inputs.blocks, inputs.q.shape, inputs.k.shape[2]
     if blocks is None:
