@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
-from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
+from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
@@ -370,3 +371,46 @@ def test_a_trial_forgives_each_row_of_a_gradient_the_rounding_of_a_loud_one(shap
 
 
 _check = self_test.check_kernels
+
+
+# ---- the way of a call
+
+
+def files_entered(call: Callable[[], object]) -> list[str]:
+    """Return the package's files in the order of entering them from another one, the second time that a call runs."""
+    call()
+    root, before, within, entered = str(Path(flash_attn_compat.__file__).parent), sys.getprofile(), [""], []
+
+    def watch(frame: Any, event: str, argument: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call":
+            if name.startswith(root) and name != within[-1] and not frame.f_code.co_name.startswith("<"):
+                entered.append(name)
+            within.append(name)
+        elif event == "return" and len(within) > 1:
+            within.pop()
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return entered
+
+
+CU = torch.tensor([0, 40, 80], dtype=torch.int32)
+WAYS: dict[str, tuple[int, Callable[[Tensor], object]]] = {
+    "dense": (8, lambda q: flash_attn_func(q, q, q, causal=True)),
+    "packed": (8, lambda q: flash_attn_varlen_func(*(q.flatten(0, 1),) * 3, CU, CU, 40, 40, causal=True)),
+    "packed, recorded": (9, lambda q: flash_attn_varlen_func(*(q.flatten(0, 1).requires_grad_(),) * 3, CU, CU, 40, 40)),
+    "over a cache": (9, lambda q: flash_attn_with_kvcache(q[:, :1], q, q, cache_seqlens=CU[1:], causal=True)),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_known_call_enters_each_file_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.record(monkeypatch)
+    most, call = WAYS[name]
+    with use_backend("fused"):
+        entered = files_entered(lambda: call(inputs.qkv(2, 40, 40, h=4, hk=4, d=64, dtype=HALF)[0]))
+    assert len(entered) == len({*entered}) <= most, entered
