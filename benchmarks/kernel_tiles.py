@@ -134,7 +134,7 @@ def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> 
 
 def tile_variants(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype, flags: Flags) -> list[variants.Variant]:
     """Return the kernels of ``tiles``, for calls with each set of ``flags`` of a Kind."""
-    number = nvrtc.target(0).number
+    number = nvrtc.target_number(0)
     converted = BF16 if number >= 80 else BF16_AS_FP16
     kind = Kind(number, FP16 if dtype == torch.float16 else converted, Sizes(head_dim))
     compiled: list[variants.Variant] = []
@@ -146,7 +146,7 @@ def tile_variants(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype, f
 
 def compile_together(wanted: Iterable[variants.Variant]) -> None:
     """Compile in processes, then load in threads. A tile that does not fit fails later, when it is timed."""
-    chosen, architecture = sorted(set(wanted)), nvrtc.target(0).architecture
+    chosen, architecture = sorted(set(wanted)), nvrtc.target(0)
     pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
     _, errors = aot.compile_all([(variant, architecture) for variant in chosen], pool=pool)
     print(*errors, sep="\n", end="\n" * bool(errors))
@@ -164,7 +164,7 @@ def split_jobs(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
 
 def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> Iterator[Contest]:
     for entry, head_dim in itertools.product(candidates.ENTRIES, head_dims):
-        tiles: Tiles = (None, *candidates.candidate_tiles(entry, nvrtc.target(0).number, head_dim))
+        tiles: Tiles = (None, *candidates.candidate_tiles(entry, nvrtc.target_number(0), head_dim))
         batch, seqlen, heads = SHAPES[head_dim]
         for mask in () if entry not in kernels else MASKS if entry == "forward" else BACKWARD:
             problem = workload(f"{entry} d{head_dim} {mask}", (seqlen,) * batch, heads, head_dim, **MASKS[mask])
@@ -186,7 +186,7 @@ class Trial(NamedTuple):
 
     def variants(self) -> list[variants.Variant]:
         """Return every kernel that full and causal calls of any length launch."""
-        copied = {"copied": True} if self.dtype == "bfloat16" and nvrtc.target(0).number < 80 else {}
+        copied = {"copied": True} if self.dtype == "bfloat16" and nvrtc.target_number(0) < 80 else {}
         flags = [*(local | more for local in ({}, {"local": True}) for more in ({}, copied)), copied | {"long": True}]
         others = "forward", "delta", "dkdv", "dq", "absmax", "to_half"
         made = tile_variants(self.entry, self.tiles, self.head_dim, DTYPES[self.dtype], flags)
@@ -197,7 +197,7 @@ class Trial(NamedTuple):
 
 def make_trials(kernels: list[str], head_dims: list[int], dtypes: list[str], text: str) -> Iterator[Trial]:
     """Yield the trials of tune's candidates whose name has ``text``, beside the present tile."""
-    number = nvrtc.target(0).number
+    number = nvrtc.target_number(0)
     for entry, head_dim, dtype in itertools.product(candidates.ENTRIES, head_dims, dtypes):
         present = variants.choose_tile(entry, Kind(number, FP16, Sizes(head_dim)))
         others = [tile for tile in candidates.candidate_tiles(entry, number, head_dim) if text in format_tile(tile)]

@@ -181,7 +181,7 @@ def variants_of(shape: Shape, number: int) -> set[variants.Variant]:
 
 
 def compile_all(shapes: list[Shape]) -> None:
-    number = nvrtc.target(0).number
+    number = nvrtc.target_number(0)
     compile_together(itertools.chain.from_iterable(variants_of(shape, number) for shape in shapes))
 
 
@@ -240,7 +240,7 @@ def sweep(shape: Shape) -> list[dict[str, object]]:
     today = time_calls(ours, qkv, {})
     report("today", today)
     best: dict[str, Tile] = {}
-    for entry, tiles in shape.entries(nvrtc.target(0).number).items():
+    for entry, tiles in shape.entries(nvrtc.target_number(0)).items():
         measured = {tile: time_calls(ours, qkv, {entry: tile}) for tile in tiles}
         for tile, found in measured.items():
             report(f"{entry} {format_tile(tile)}", found)

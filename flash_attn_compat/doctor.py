@@ -288,7 +288,7 @@ def describe_kernels(device: torch.device) -> list[str]:
         return [f"none: {reason}"]
     index = torch.cuda.current_device() if device.index is None else device.index
     version, driver = (".".join(map(str, each)) for each in (nvrtc.compiler().version, nvrtc.driver().version))
-    compiler = f"for {nvrtc.target(index).architecture} by NVRTC {version}, driver for CUDA {driver}"
+    compiler = f"for {nvrtc.target(index)} by NVRTC {version}, driver for CUDA {driver}"
     gpu = str(settings.gpu(device))
     advice = ["this GPU has no tensor cores: use float32 there"] if lacks_tensor_cores(gpu) else []
     return [f"{compiler}, kept in {kernel_files.describe_folder()}", *advice, *tuned.summarize(gpu)]

@@ -24,7 +24,7 @@ from flash_attn_compat.backends.fused.choosing import variants
 from flash_attn_compat.backends.fused.choosing.kinds import BF16, BF16_AS_FP16, FP16, Kind, Sizes, choose_tile, size_of
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.tuning import candidates, tuned
-from flash_attn_compat.backends.fused.tuning.tuned import Card, TileChoice, Times
+from flash_attn_compat.backends.fused.tuning.tuned import Card
 from flash_attn_compat.card import Limits, count_flops, measure_limits
 from flash_attn_compat.core.features import dtype_name, lacks_tensor_cores
 from flash_attn_compat.dispatch import call_cache
@@ -92,7 +92,7 @@ class Tuning:
 
     @property
     def _architecture(self) -> int:
-        return nvrtc.target(self._index).number
+        return nvrtc.target_number(self._index)
 
     def run_all(self) -> None:
         """Run every step, show the progress, and add the GPU's state meanwhile to the card."""
@@ -146,9 +146,7 @@ class Tuning:
     def _card_with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:
         if tile is None:
             return self.card
-        return self.card.merge(
-            self.card._replace(tiles=(TileChoice(entry, shape.size, dtype_name(shape.dtype), tile),))
-        )
+        return self.card.merge(self.card._replace(tiles={(entry, shape.size, dtype_name(shape.dtype)): tile}))
 
     def _compile(self, shape: Shape) -> None:
         """Compile all candidates in parallel: each takes a second."""
@@ -185,9 +183,9 @@ class Tuning:
         before = len(self.monitor.readings)
         times = self._time(f"{case}, {shape}", run, contexts)
         if "fused" in times and len(times) > 1:
-            state = self.monitor.median(before) or (None, None)
-            result = Times(case, shape.size, dtype_name(shape.dtype), training, times, *state)
-            self.card = self.card.merge(self.card._replace(times=(result,)))
+            key, clock = (case, shape.size, dtype_name(shape.dtype), training), self.monitor.median(before)
+            clocks = {} if clock is None else {key: (clock.clock_mhz, clock.power_w)}
+            self.card = self.card.merge(self.card._replace(times={key: times}, clocks=clocks))
 
     def _time(self, label: str, run: Run, contexts: Mapping[Any, Context]) -> dict[Any, float]:
         """Return the fastest of some readings in each context, taken in turns; a context that fails is left out."""

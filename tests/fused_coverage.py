@@ -51,7 +51,7 @@ _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 
 def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]]:
     """Yield a name, a kind of call, and a check that raises AssertionError if verify's judge finds a fault."""
-    number = nvrtc.target(place.index).number
+    number = nvrtc.target_number(place.index)
     for kind in masked_kinds(number):
         label = (
             f"d{kind.D} type {kind.type} vec {kind.sizes.vec} bias {kind.features.bias}"
@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--for", dest="architecture", help="sm_90, say; the GPU's by default")
     parser.add_argument("--only", action="store_true", help="for this architecture alone")
     options = parser.parse_args()
-    architecture = options.architecture or nvrtc.target(torch.cuda.current_device()).architecture
+    architecture = options.architecture or nvrtc.target(torch.cuda.current_device())
     wanted = [
         (variant, name)
         for name in dict.fromkeys((architecture,) if options.only else (architecture, "compute_75"))

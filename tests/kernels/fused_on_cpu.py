@@ -26,7 +26,7 @@ from torch import Tensor
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import Fused, backward
 from flash_attn_compat.backends.fused.building import kernel_files, nvrtc
-from flash_attn_compat.backends.fused.building.nvrtc import Kernel, Target
+from flash_attn_compat.backends.fused.building.nvrtc import Kernel
 from flash_attn_compat.backends.fused.choosing.kinds import FEW_ROWS
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.judging import faults, self_test
@@ -127,7 +127,7 @@ def record(
     monkeypatch.setattr(nvrtc, "kernel", kernel)
     monkeypatch.setattr(nvrtc, "load_all", lambda *what: None)
     monkeypatch.setattr(nvrtc, "_kernels", {})
-    monkeypatch.setattr(nvrtc, "target", lambda device: Target(f"sm_{number}", number))
+    monkeypatch.setattr(nvrtc, "target", lambda device: f"sm_{number}")
     monkeypatch.setattr(nvrtc, "real_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "device_name", lambda device: "CPU")
     monkeypatch.setattr(nvrtc, "cache_name", lambda variant, architecture: repr(variant))

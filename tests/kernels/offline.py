@@ -22,7 +22,7 @@ from typing import NamedTuple
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import Compiler
 from flash_attn_compat.backends.fused.choosing.variants import Variant
-from flash_attn_compat.backends.fused.launching.grids import Gpu
+from flash_attn_compat.backends.fused.launching import grids
 
 FOLDERS = "NVRTC_FOLDERS"
 REGISTERS = 65536  # of a multiprocessor
@@ -212,7 +212,10 @@ def complaints(variant: Variant, found: Compiled, number: int) -> Iterator[str]:
     ):  # a multiprocessor has no more than one block may take
         yield f"{shared} bytes of shared memory times {blocks(variant)} blocks"
     if variant.entry in SPLITTING:
-        held, assumed = MULTIPROCESSORS[number].resident_blocks(variant, found), Gpu(1, number).resident_blocks(variant)
+        held, assumed = (
+            MULTIPROCESSORS[number].resident_blocks(variant, found),
+            grids.resident_blocks(variant, 1, number),
+        )
         if held < assumed:
             yield f"a multiprocessor holds {held} blocks, splits count on {assumed}"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_attn_compat import cli, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import flex
 from flash_attn_compat.backends.fused.building import aot, kernel_files, nvrtc
-from flash_attn_compat.backends.fused.building.nvrtc import KernelError, Target
+from flash_attn_compat.backends.fused.building.nvrtc import KernelError
 from flash_attn_compat.backends.fused.choosing import enumeration, variants
 from flash_attn_compat.backends.fused.choosing.kinds import (
     BF16_AS_FP16,
@@ -64,10 +64,9 @@ def test_a_gpu_finds_kernels_compiled_ahead(
     paper_gpu.build_for(monkeypatch, real, (12, 9), (70, 75, 90))
     if forced:
         monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
-    target = nvrtc.target(0)
     for flags in ({}, {"local": True}, {"local": True, "softcap": True}, {"dropout": True}):
-        for variant in enumeration.made_for([Kind(target.number, FP16, Sizes(64)).replace(**flags)]):
-            kept = kernel_files.read(nvrtc.cache_name(variant, target.architecture))
+        for variant in enumeration.made_for([Kind(nvrtc.target_number(0), FP16, Sizes(64)).replace(**flags)]):
+            kept = kernel_files.read(nvrtc.cache_name(variant, nvrtc.target(0)))
             assert kept == f"{variant.entry} for {architecture}".encode()
 
 
@@ -310,7 +309,7 @@ def other_option(patch: pytest.MonkeyPatch) -> None:
 COMPILED: dict[str, Change] = {
     "compiler": other(nvrtc, "compiler", compiler(12, 9)),
     "option": other_option,
-    "architecture": other(nvrtc, "target", lambda device: Target("compute_75", 75)),
+    "architecture": other(nvrtc, "target", lambda device: "compute_75"),
 }
 OF_A_GPU: dict[str, Change] = {
     "GPU": other(nvrtc, "device_name", lambda device: "Tesla T4x"),
@@ -325,7 +324,7 @@ EMULATOR = {f"kernels/{path.name}" for path in emulate.HERE.glob("*.h")} | {"ker
 BACKWARD = tuple(make(KIND) for make in (variants.delta, variants.dkdv, variants.dq))
 CACHES = {
     "kernel": Cache(
-        lambda copies: nvrtc.cache_name(variants.forward(KIND), nvrtc.target(0).architecture),
+        lambda copies: nvrtc.cache_name(variants.forward(KIND), nvrtc.target(0)),
         {"cuda/forward.cu", *HEADERS},
         COMPILED,
     ),
@@ -374,7 +373,7 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(emulate, "HERE", tmp_path / "kernels")
     monkeypatch.setattr(emulate, "ENGINE", tmp_path / "kernels/engine.cpp")
     monkeypatch.setattr(nvrtc, "compiler", compiler(12, 8))
-    monkeypatch.setattr(nvrtc, "target", lambda device: Target("sm_75", 75))
+    monkeypatch.setattr(nvrtc, "target", lambda device: "sm_75")
     monkeypatch.setattr(nvrtc, "device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(nvrtc, "driver", lambda: SimpleNamespace(version=(12, 4)))
     forget()

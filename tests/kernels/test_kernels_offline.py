@@ -179,8 +179,8 @@ def test_a_kernel_fits_its_gpu_and_splits_count_on_the_blocks_that_it_holds(row:
     found = offline.compiled(compiler_of(version), variant, f"sm_{number}")
     assert list(offline.complaints(variant, found, number)) == []
     if variant.entry in offline.SPLITTING and variant != SPARE and version == VERSIONS[-1]:
-        assert offline.MULTIPROCESSORS[number].resident_blocks(variant, found) == grids.Gpu(1, number).resident_blocks(
-            variant
+        assert offline.MULTIPROCESSORS[number].resident_blocks(variant, found) == grids.resident_blocks(
+            variant, 1, number
         )
     if number == 75:
         assert found.spilled <= offline.allowed_spills(variant), f"{found.spilled} bytes spilled, stack {found.stack}"

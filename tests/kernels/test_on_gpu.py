@@ -138,7 +138,7 @@ def test_blocks_that_share_keys_are_right_and_give_the_same_bits_in_fifty_repeat
     )  # fmt: skip
     verdict = Examination(problem, torch.device("cuda", torch.cuda.current_device())).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
-    splits_its_keys = head_dim <= 192 or nvrtc.target(torch.cuda.current_device()).number >= 80
+    splits_its_keys = head_dim <= 192 or nvrtc.target_number(torch.cuda.current_device()) >= 80
     assert (max(counts) > 1) == splits_its_keys
     call = problem.build("cuda")
     first = by("fused", lambda: flash_attn_with_kvcache(**call.args)[0])

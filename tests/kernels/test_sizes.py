@@ -192,7 +192,7 @@ def test_a_head_dim_takes_the_next_size_and_no_larger_one() -> None:
 
 # ---------------------------------------------------------------- how a call is dealt out to blocks
 
-T4 = grids.Gpu(processors=40, number=75)
+PROCESSORS = 40  # of a T4
 GROUPED = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=5, head_dim=32, dtype="float16")
 
 
@@ -200,7 +200,7 @@ GROUPED = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=5, head_di
 def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int) -> None:
     for type, vec in itertools.product((FP16, BF16_AS_FP16), (8, 1)):
         variant = variants.decode(Kind(75, type, Sizes(D, vec=vec)))
-        found = grids.count_splits(variant, 1, 2**20, T4)
+        found = grids.count_splits(variant, 1, 2**20, grids.resident_blocks(variant, PROCESSORS, 75))
         assert found % 40 == 0 and found // 40 * variant.shared <= offline.SHARED_MEMORY[75]
         assert found // 40 == offline.blocks(variant), "what the registers are bounded for"
 
@@ -208,7 +208,7 @@ def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int)
 @pytest.mark.parametrize(("tiles", "splits"), [(9, 29), (8, 32), (7, 37), (6, 44)])
 def test_decode_takes_no_splits_that_barely_exceed_the_lanes_that_merge_them(tiles: int, splits: int) -> None:
     variant = variants.decode(Kind(90, FP16, Sizes(128)))
-    assert grids.count_splits(variant, tiles, 2**20, grids.Gpu(processors=132, number=90)) == splits
+    assert grids.count_splits(variant, tiles, 2**20, grids.resident_blocks(variant, 132, 90)) == splits
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_dense_calls_with_fewer_tall_tiles_than_multiprocessors_take_small_tiles
 def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
     for group, local, blocks in itertools.product((2, 5, 32, 71), (False, True), (1, 7, 32, 64, 500)):
         variant = variants.dkdv(Kind(75, FP16, Sizes(D), Features(local=local)))
-        splits = grids.count_head_splits(variant, blocks, group, 2048, T4)
+        splits = grids.count_head_splits(variant, blocks, group, 2048, grids.resident_blocks(variant, PROCESSORS, 75))
         each = -(-group // splits)
         assert 0 < group - (splits - 1) * each <= each
         assert splits == 1 or splits * blocks <= 40 * offline.blocks(variant) * (1 + local)
@@ -265,9 +265,11 @@ def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
 def test_one_key_head_for_all_queries_fills_a_small_gpu() -> None:
     variant = variants.dkdv(Kind(75, FP16, Sizes(64)))
     tiles = 2048 // variant.rows
-    assert grids.count_head_splits(variant, tiles, 16, 2048, T4) == 2
-    assert grids.count_head_splits(variant, tiles, 1, 2048, T4) == 1
-    assert grids.count_head_splits(variant, tiles, 16, 17, T4) == 1, "too few rows to be worth it"
+    assert grids.count_head_splits(variant, tiles, 16, 2048, grids.resident_blocks(variant, PROCESSORS, 75)) == 2
+    assert grids.count_head_splits(variant, tiles, 1, 2048, grids.resident_blocks(variant, PROCESSORS, 75)) == 1
+    assert grids.count_head_splits(variant, tiles, 16, 17, grids.resident_blocks(variant, PROCESSORS, 75)) == 1, (
+        "too few rows to be worth it"
+    )
 
 
 GROUPS = {
@@ -483,4 +485,4 @@ def test_under_a_mask_as_many_blocks_stand_together_as_the_gpu_holds(monkeypatch
     with flash_attn_compat.use_backend("fused"):
         flash_attn_compat.flash_attn_func(q, q, q, causal=True).sum().backward()
     held = {one.variant.entry: one.fields["resident"] for one in launches.seen if one.variant.entry != "delta"}
-    assert held == {"forward": 2 * T4.processors, "dkdv": T4.processors, "dq": 2 * T4.processors}
+    assert held == {"forward": 2 * PROCESSORS, "dkdv": PROCESSORS, "dq": 2 * PROCESSORS}

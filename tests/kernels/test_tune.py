@@ -21,7 +21,7 @@ from flash_attn_compat.backends.fused.choosing.kinds import FP16, HEAD_DIMS, Fea
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.tuning import candidates, tuned
-from flash_attn_compat.backends.fused.tuning.tuned import Card, TileChoice
+from flash_attn_compat.backends.fused.tuning.tuned import Card
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.card import NO_LIMITS, Limits
 from flash_attn_compat.dispatch import call_cache
@@ -102,8 +102,8 @@ def test_the_fastest_tile_and_backend_serve_all_later_calls(
     tell(monkeypatch, launches, by_warps)
     found = tune_here()
     assert not found.failures
-    assert found.card.tiles == (TileChoice("dkdv", 64, "float16", FOUR_WARPS),)
-    assert {(one.case, one.training): one.milliseconds for one in found.card.times} == {
+    assert found.card.tiles == {("dkdv", 64, "float16"): FOUR_WARPS}
+    assert {(case, training): times for (case, _, _, training), times in found.card.times.items()} == {
         (case, training): {"fused": 5.0 if training else 2.0, "torch_efficient": 3.0}
         for case in ("full", "causal")
         for training in (False, True)
@@ -126,10 +126,10 @@ def test_the_clock_and_power_while_timing_go_into_the_card_and_its_file(
     monkeypatch.setattr(Monitor, "read", lambda self: self.readings.append(GpuState(1200.0, 69.5)))
     found = tune_here()
     assert found.card.state == "clock 1,200 MHz (1,200 to 1,200), power 70 W (70 to 70)"
-    assert {(one.clock_mhz, one.power_w) for one in found.card.times} == {(1200.0, 69.5)}
+    assert set(found.card.clocks.values()) == {(1200.0, 69.5)} and found.card.clocks.keys() == found.card.times.keys()
     assert tuned.from_row(tuned.to_row(found.card)) == found.card
     assert found.card.state in found.summary()
-    assert str(found.card.times[0]).endswith(" at 1,200 MHz, 70 W")
+    assert tuned.format_lines(found.card)[0].endswith(" at 1,200 MHz, 70 W")
 
 
 def test_a_card_says_why_its_clock_and_power_are_unknown(
@@ -138,7 +138,7 @@ def test_a_card_says_why_its_clock_and_power_are_unknown(
     tell(monkeypatch, launches, by_warps)
     found = tune_here()
     assert found.card.state == "clock and power unknown: only NVIDIA GPUs have NVML"
-    assert {(one.clock_mhz, one.power_w) for one in found.card.times} == {(None, None)}
+    assert not found.card.clocks
     row = json.loads(tuned.to_row(found.card))
     del row["state"], row["times"][0]["clock_mhz"], row["times"][0]["power_w"]
     assert tuned.from_row(json.dumps(row)) == found.card._replace(state=""), "older files have none of the three"
@@ -184,15 +184,15 @@ def test_without_tensor_cores_every_kind_of_call_is_timed_beside_plain_pytorch(
 ) -> None:
     tell(monkeypatch, launches, lambda served, seen: 1.0)
     found = tune_here(all_cases=True)
-    assert {one.case for one in found.card.times} == set(tuned.CASES) and not found.failures
-    assert all("chunked" in one.milliseconds and "reference" not in one.milliseconds for one in found.card.times)
-    assert not any("chunked" in one.milliseconds for one in tune_here().card.times)
+    assert {case for case, *_ in found.card.times} == set(tuned.CASES) and not found.failures
+    assert all("chunked" in one and "reference" not in one for one in found.card.times.values())
+    assert not any("chunked" in one for one in tune_here().card.times.values())
 
 
 def test_a_kept_tile_that_is_none_of_the_candidates_is_not_taken(launches: LaunchRecord) -> None:
     """It may not fit, and then our kernels would not serve."""
-    tiles = [TileChoice("forward", 64, "float16", Tile(64, 8, 4, 4)), TileChoice("dkdv", 64, "float16", FOUR_WARPS)]
-    tuned.store_card(Card(GPU, "", (), (*tiles, TileChoice("dq", 128, "float16", Tile(32, 8, 1, 1)))))
+    tiles = {("forward", 64, "float16"): Tile(64, 8, 4, 4), ("dkdv", 64, "float16"): FOUR_WARPS}
+    tuned.store_card(Card(GPU, "", {}, {**tiles, ("dq", 128, "float16"): Tile(32, 8, 1, 1)}))
     train()
     assert [one.variant.threads for one in launches.seen] == [128, 256, 128, 128]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,7 @@ from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.tuning import tuned
-from flash_attn_compat.backends.fused.tuning.tuned import Card, TileChoice, Times
+from flash_attn_compat.backends.fused.tuning.tuned import Card
 from flash_attn_compat.core.features import Feature, Traits, lacks_tensor_cores
 from flash_attn_compat.dispatch import call_cache, choice
 from tests import paper_gpu
@@ -37,6 +39,7 @@ from tests.forms.inputs import randn
 from tests.kernels.fused_on_cpu import LaunchRecord
 
 GPU = "Tesla T4"
+Times = dict[tuple[str, int, str, bool], dict[str, float]]
 SLOW, FAST = {"fused": 2.0, "torch_efficient": 1.0}, {"fused": 1.0, "torch_efficient": 2.0}
 
 
@@ -45,12 +48,12 @@ pytestmark = pytest.mark.usefixtures("launches")
 
 
 def known(*times: Times, gpu: str = GPU) -> None:
-    assert tuned.store_card(Card(gpu, "torch 2", times))
+    assert tuned.store_card(Card(gpu, "torch 2", {key: each for one in times for key, each in one.items()}))
     call_cache.forget()
 
 
 def timed(case: str, milliseconds: dict[str, float], training: bool = False, head_dim: int = 64) -> Times:
-    return Times(case, head_dim, "float16", training, milliseconds)
+    return {(case, head_dim, "float16", training): milliseconds}
 
 
 def qkv(dim: int = 64, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +165,7 @@ def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
     steps(6)
     assert not decided and not forgotten and not launches.seen
     tuned._cards.clear()
-    tuned.store_card(Card(GPU, "", (timed("causal", FAST, training=True),)))
+    tuned.store_card(Card(GPU, "", timed("causal", FAST, training=True)))
     forget()
 
     raised: list[bool] = []
@@ -183,21 +186,25 @@ def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
 
 
 def card() -> Card:
-    tiles = (
-        TileChoice("forward", 128, "float16", Tile(64, 8, 1, 1)),
-        TileChoice("dkdv", 64, "float16", Tile(64, 4, 1, 2)),
-    )
-    return Card(GPU, "torch 2.11", (timed("causal", FAST), timed("full", SLOW, training=True)), tiles)
+    tiles = {("forward", 128, "float16"): Tile(64, 8, 1, 1), ("dkdv", 64, "float16"): Tile(64, 4, 1, 2)}
+    return Card(GPU, "torch 2.11", timed("causal", FAST) | timed("full", SLOW, training=True), tiles)
+
+
+def first(results: Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(itertools.islice(results.items(), 1))
 
 
 def test_later_processes_decide_alike(launches: LaunchRecord) -> None:
     assert tuned.store_card(card()) and len(launches.files) == 1
     tuned._cards.clear()
     assert tuned.find_card(GPU) == card()
-    tuned.store_card(Card(GPU, "torch 2.12", (timed("causal", SLOW),), card().tiles[:1]))
+    tuned.store_card(Card(GPU, "torch 2.12", timed("causal", SLOW), first(card().tiles)))
     tuned._cards.clear()
     both = tuned.find_card(GPU)
-    assert both is not None and {one.case: one.milliseconds for one in both.times} == {"causal": SLOW, "full": SLOW}
+    assert both is not None and {case: times for (case, *_), times in both.times.items()} == {
+        "causal": SLOW,
+        "full": SLOW,
+    }
     assert both.tiles == card().tiles
 
 
@@ -261,14 +268,14 @@ def test_a_row_keeps_a_tile_as_numbers_in_order_so_that_rows_of_earlier_versions
         split_n=1,
         split_k=0,
     )
-    assert tuned.from_row(json.dumps(row)).tiles == (TileChoice("dkdv", 160, "float16", tile),)
+    assert tuned.from_row(json.dumps(row)).tiles == {("dkdv", 160, "float16"): tile}
     row["tiles"] = [["dkdv", 160, "float16", [*numbers, False, 1, False, False]]]  # with the fields that came later
     row["state"] = "clock 1,200 MHz"
     assert json.loads(tuned.to_row(tuned.from_row(json.dumps(row)))) == row
 
 
 def test_the_row_that_the_broken_ones_are_made_of_is_a_verdict() -> None:
-    assert tuned.from_row(changed().decode()) == card()._replace(times=card().times[:1], tiles=card().tiles[:1])
+    assert tuned.from_row(changed().decode()) == card()._replace(times=first(card().times), tiles=first(card().tiles))
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -300,16 +307,16 @@ def test_every_shipped_row_is_a_card_and_adding_one_is_all_that_is_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = tuned._SHIPPED.read_text().splitlines()
-    timed_by = {name for row in tuned._read_shipped().values() for times in row.times for name in times.milliseconds}
+    timed_by = {name for row in tuned._read_shipped().values() for times in row.times.values() for name in times}
     assert timed_by <= {backend.name for backend in BACKENDS}
     assert [tuned.from_row(row).gpu for row in rows] == list(tuned._read_shipped())
     monkeypatch.setattr(tuned, "_SHIPPED", tmp_path / "cards.jsonl")
     tuned._SHIPPED.write_text("".join(f"{row}\n" for row in (*rows, tuned.to_row(card()))))
     monkeypatch.setattr(tuned, "_read_shipped", tuned._read_shipped.__wrapped__)
     assert tuned.find_card(GPU) == card()
-    tuned.store_card(Card(GPU, "torch 2.12", (timed("causal", SLOW),)))
+    tuned.store_card(Card(GPU, "torch 2.12", timed("causal", SLOW)))
     mine = tuned.find_card(GPU)
-    assert mine is not None and mine.times[0].milliseconds == SLOW and mine.tiles == card().tiles
+    assert mine is not None and next(iter(mine.times.values())) == SLOW and mine.tiles == card().tiles
 
 
 def test_nothing_is_timed_at_a_users_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +444,7 @@ def test_without_tensor_cores_chunked_goes_first_but_for_steps_over_a_cache(
 @on_gtx
 def test_tuning_results_come_before_the_estimate() -> None:
     found = {"fused": 2.0, "chunked": 3.0, "torch_efficient": 1.0, "sdpa": 4.0}
-    tuned.store_card(Card(GTX, "", (tuned.Times("causal", 64, "float16", False, found),)))
+    tuned.store_card(Card(GTX, "", timed("causal", found)))
     assert [name for name in find_order(GTX) if name in found] == ["torch_efficient", "fused", "chunked", "sdpa"]
 
 
@@ -458,8 +465,8 @@ def test_doctor_reports_missing_tensor_cores_and_the_measured_speed(monkeypatch:
     first, *others = doctor.describe_kernels(torch.device("cuda", 0))
     assert "for sm_75 by NVRTC 13.0" in first
     assert "no tensor cores: use float32" in others[0] and "not tuned" in others[1] and len(others) == 2
-    times = tuned.Times("causal", 64, "float16", True, {"fused": 2.0, "chunked": 1.0})
-    tuned.store_card(Card(GTX, "torch 2.11", (times,)))
+    times = timed("causal", {"fused": 2.0, "chunked": 1.0}, training=True)
+    tuned.store_card(Card(GTX, "torch 2.11", times))
     assert doctor.describe_kernels(torch.device("cuda", 0))[2:] == [
         "tuned with torch 2.11",
         "causal, head_dim 64, float16, training  chunked 1 ms, fused 2 ms",

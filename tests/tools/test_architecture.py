@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -171,11 +172,15 @@ def is_type_name(name: str) -> bool:
     return name[0].isupper() and not name.isupper()
 
 
-def test_the_table_of_18_notions_names_every_type_of_core_and_dispatch() -> None:
-    table = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("| notion of core and dispatch |")[2]
+@pytest.mark.parametrize(
+    ("head", "most", "folders"),
+    [("core and dispatch", 18, ("core.", "dispatch.")), ("`backends/fused`", 15, ("backends.fused.",))],
+)
+def test_a_table_of_notions_names_every_type_of_its_folders(head: str, most: int, folders: tuple[str, ...]) -> None:
+    table = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition(f"| notion of {head} |")[2]
     _, _, *rows = table.partition("\n\n")[0].splitlines()
-    assert 10 < len(rows) <= 18
-    modules = {name: path for name, path in MODULES.items() if name.startswith(("core.", "dispatch."))}
+    assert 10 < len(rows) <= most
+    modules = {name: path for name, path in MODULES.items() if name.startswith(folders)}
     types = {
         name
         for module, path in modules.items()
@@ -186,10 +191,10 @@ def test_the_table_of_18_notions_names_every_type_of_core_and_dispatch() -> None
     assert types and not {name for name in types if f"`{name}`" not in named}
 
 
-@pytest.mark.parametrize("folder", ["core", "dispatch"])
-def test_a_folder_of_the_core_and_dispatch_has_at_most_15_files(folder: str) -> None:
-    folders = {path.parent for path in (PACKAGE / folder).rglob("*.py")}
-    assert folders and not {path for path in folders if len([*path.glob("*.py")]) > 15}
+@pytest.mark.parametrize("folder", ["core", "dispatch", "backends/fused", "cuda"])
+def test_a_folder_of_the_core_dispatch_and_kernels_has_at_most_15_files(folder: str) -> None:
+    files = [path for path in (PACKAGE / folder).rglob("*") if path.suffix in {".py", ".cu", ".cuh"}]
+    assert files and max(Counter(path.parent for path in files).values()) <= 15
 
 
 # ---------------------------------------------------------------- Windows and macOS

@@ -133,7 +133,7 @@ def test_without_a_home_directory_the_doctor_says_where_kernels_could_be_kept(mo
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", "~nobody-of-this-name/kernels")
     monkeypatch.setattr(torch.version, "hip", None)
     compiler, driver = SimpleNamespace(version=(12, 9)), SimpleNamespace(version=(13, 0))
-    found = {"decline_reason": None, "compiler": compiler, "driver": driver, "target": nvrtc.Target("sm_75", 75)}
+    found = {"decline_reason": None, "compiler": compiler, "driver": driver, "target": "sm_75"}
     for name, value in found.items():
         monkeypatch.setattr(nvrtc, name, lambda *device, value=value: value)
     monkeypatch.setattr(settings, "gpu", lambda device: "Tesla T4")

@@ -51,8 +51,7 @@ class Fused(Backend):
         return -1 if max(traits.head_dim, traits.head_dim_v) <= 64 or features & Feature.WINDOW_LEFT else 0
 
     def measured_times(self, traits: Traits) -> Mapping[str, float] | None:
-        times = tuned.find_times(traits)
-        return tuned.estimate_times(traits) if times is None else times.milliseconds
+        return tuned.find_times(traits) or tuned.estimate_times(traits)
 
     def unavailable_reasons(self) -> list[str]:
         return [f"{settings.FUSED}=0 forbids it"] if settings.value_of(settings.FUSED) == "0" else []
@@ -79,8 +78,7 @@ class Fused(Backend):
         return forward.prepare(call, new, isinstance(x, CacheInputs)) or super().prepare(x, options, length)
 
     def run_into(self, run: Run) -> RunInto | None:
-        plan = getattr(run, "__self__", None)
-        return plan.run if isinstance(plan, forward.Forward) and plan.writes_given_out else None
+        return forward.run_into(run)
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)

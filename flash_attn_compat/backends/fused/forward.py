@@ -21,7 +21,7 @@ from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.core import dropout, kernel_layout
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall, Result
-from flash_attn_compat.core.entry import Run
+from flash_attn_compat.core.entry import Run, RunInto
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import Inputs, new_tuple
 from flash_attn_compat.core.torch_state import note_written
@@ -72,7 +72,7 @@ def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run
     kind = calls.choose_kind(call, vec, decodes=few and not call.dropout_p)
     if not (few or is_over_cache):
         kind = calls.mark_long(call, calls.enable_copies(call, kind, False))
-    forward = Forward(call, kind, new)
+    forward = _Forward(call, kind, new)
     forward.run_self_test()
     if new is not None and forward.appends_first:
         self_test_append(call, new)
@@ -84,6 +84,12 @@ def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run
         return result._replace(out=kernel_layout.narrowed(result.out, head_dim_v))
 
     return run
+
+
+def run_into(run: Run) -> RunInto | None:
+    """Return a run of ``prepare`` that takes an ``out`` to write to; None if it copies inputs, drops or saves some."""
+    plan = getattr(run, "__self__", None)
+    return plan.run if isinstance(plan, _Forward) and plan.writes_given_out else None
 
 
 def _apply_copies(tensors: Inputs, copies: _Copies) -> Inputs:
@@ -106,7 +112,7 @@ def self_test_append(call: AttentionCall, new: Append) -> None:
     self_test.check_kernels((variants.append(kind),), call.q.get_device(), find_error)
 
 
-class Forward:
+class _Forward:
     """The plan of a forward or decode kernel. The decode kernel appends a few ``new`` keys itself.
 
     A launch before it appends more new keys, or those of more rows.
@@ -154,7 +160,7 @@ class Forward:
         shared_grid = variants.has_shared_grid(plan.variants[-1])
 
         def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
-            forward = Forward(call, kind, new, splits=2, shared_grid=shared_grid)
+            forward = _Forward(call, kind, new, splits=2, shared_grid=shared_grid)
             result = forward.run(launcher.with_append(call, new))
             return {"out": result.out, "softmax_lse": result.lse}
 

@@ -217,13 +217,6 @@ class Driver:
         return context
 
 
-class Target(NamedTuple):
-    """The architecture that variants are compiled for. architecture: NVRTC's spelling, number: such as 75 or 90."""
-
-    architecture: str
-    number: int
-
-
 def stream(device: int) -> int:
     """Return the handle of PyTorch's current stream of ``device``."""
     current: int = torch._C._cuda_getCurrentRawStream(device)
@@ -239,18 +232,26 @@ def real_capability(device: int) -> tuple[int, int]:
     return settings.device_capability(torch.device("cuda", device))
 
 
-def target(device: int) -> Target:
-    """Return the GPU's architecture if NVRTC supports it; else, or if a lower one is forced, one of PTX."""
+def target_number(device: int) -> int:
+    """Return the number of ``target``, such as 75 or 90."""
+    return int(target(device).partition("_")[2])
+
+
+def target(device: int) -> str:
+    """Return the architecture that variants are compiled for, in NVRTC's spelling.
+
+    The GPU's own if NVRTC supports it; else, or if a lower one is forced, one of PTX.
+    """
     real, forced = real_capability(device), settings.forced_capability()
     if forced is not None and forced < (8, 0) <= real:
-        return Target("compute_75", 75)
+        return "compute_75"
     number, known = real[0] * 10 + real[1], compiler().architectures
     if number in known:
-        return Target(f"sm_{number}", number)
+        return f"sm_{number}"
     older = [one for one in known if one < number]
     if not older:
         raise KernelError(f"this NVRTC compiles for {known[0]} and newer, the GPU is {number}")
-    return Target(f"compute_{older[-1]}", older[-1])
+    return f"compute_{older[-1]}"
 
 
 _locks: dict[tuple[Variant, str, int], threading.Lock] = {}
@@ -258,7 +259,7 @@ _kernels: dict[tuple[Variant, str, int], Kernel | KernelError] = {}
 
 
 def _key(variant: Variant, device: int) -> tuple[Variant, str, int]:
-    return variant, target(device).architecture, device
+    return variant, target(device), device
 
 
 def kernel(variant: Variant, device: int) -> Kernel:

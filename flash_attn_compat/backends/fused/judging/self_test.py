@@ -58,7 +58,7 @@ def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callab
     Raises KernelError if they fail, now or before, or ended an earlier process; ContextLost if they break the GPU's
     context.
     """
-    architecture = nvrtc.target(device).architecture
+    architecture = nvrtc.target(device)
     key = variants, architecture, device
     if key in _passed or cuda_capture.is_capturing(device):
         return
@@ -88,7 +88,7 @@ def _reject_kernels(variants: tuple[Variant, ...], device: int, reason: str) -> 
 
 def _result_name(variants: tuple[Variant, ...], device: int) -> str:
     """Return the name of the result's file: another kernel, GPU model, driver or self-test needs a new test."""
-    kernels = [nvrtc.cache_name(variant, nvrtc.target(device).architecture) for variant in variants]
+    kernels = [nvrtc.cache_name(variant, nvrtc.target(device)) for variant in variants]
     return kernel_files.make_name(
         "tried", *kernels, nvrtc.device_name(device), str(nvrtc.driver().version), *_test_digests()
     )

@@ -36,7 +36,7 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     """Return a call's kind. decodes: for the decode kernel, which rejects sequences longer than max_rows."""
     left, right = call.mask.left, call.mask.right
     has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
-    device, number = call.q.device, nvrtc.target(call.q.get_device()).number
+    device, number = call.q.device, nvrtc.target_number(call.q.get_device())
     half = FP16 if call.q.dtype == torch.float16 else BF16
     cache = eight_bit.cache_macro(call.k)
     is_plain = half == FP16 and number < 80 and call.cu_seqlens_q is None
@@ -154,7 +154,7 @@ def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
     keys = max_keys(call)
     if left is not None and right is not None:
         keys = min(keys, left + min(max_rows(call), variant.rows) + right)
-    return grids.count_splits(variant, tiles, keys, find_gpu(call))
+    return grids.count_splits(variant, tiles, keys, count_resident(call, variant))
 
 
 def choose_head_splits(call: AttentionCall, variant: Variant, blocks: int) -> int:
@@ -162,12 +162,13 @@ def choose_head_splits(call: AttentionCall, variant: Variant, blocks: int) -> in
     if blocks > workspaces.COUNTERS:
         return 1
     group = call.nheads // call.nheads_k
-    return grids.count_head_splits(variant, blocks, group, max_rows(call), find_gpu(call))
+    return grids.count_head_splits(variant, blocks, group, max_rows(call), count_resident(call, variant))
 
 
-def find_gpu(call: AttentionCall) -> grids.Gpu:
+def count_resident(call: AttentionCall, variant: Variant) -> int:
+    """Return the blocks of a variant that run at once on the call's GPU."""
     device = call.q.get_device()
-    return grids.Gpu(count_multiprocessors(device), nvrtc.target(device).number)
+    return grids.resident_blocks(variant, count_multiprocessors(device), nvrtc.target_number(device))
 
 
 @functools.cache

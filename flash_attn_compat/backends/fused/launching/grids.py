@@ -106,25 +106,23 @@ def choose_one_tile(rows: int, keys: int, size: int, heads: int, processors: int
     return next((tile for tile, sizes in ONE_TILE.items() if keys <= tile and size in sizes), 0)
 
 
-class Gpu(NamedTuple):
-    """A GPU's multiprocessors, and its architecture's number, such as 75."""
+def resident_blocks(variant: Variant, processors: int, number: int) -> int:
+    """Return the blocks of a variant that run at once on ``processors`` multiprocessors of architecture ``number``.
 
-    processors: int
-    number: int
-
-    def resident_blocks(self, variant: Variant) -> int:
-        """Return the blocks of a variant that run at once: bounded by registers (or 8 warps) and shared memory."""
-        macros = dict(variant.macros)
-        used = variant.shared + 1024 * (self.number >= 80)  # CUDA reserves 1 KB of each block there
-        room = _SHARED.get(self.number, _MIN_SHARED) * 1024 // max(used, 1)
-        by_warps = 256 // variant.threads * macros.get("MMA_K16", 0)
-        return self.processors * max(1, min(room, max(macros["MIN_BLOCKS"], by_warps)))
+    Registers (or 8 warps) and shared memory bound them.
+    """
+    macros = dict(variant.macros)
+    used = variant.shared + 1024 * (number >= 80)  # CUDA reserves 1 KB of each block there
+    room = _SHARED.get(number, _MIN_SHARED) * 1024 // max(used, 1)
+    by_warps = 256 // variant.threads * macros.get("MMA_K16", 0)
+    return processors * max(1, min(room, max(macros["MIN_BLOCKS"], by_warps)))
 
 
-def count_splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
+def count_splits(variant: Variant, tiles: int, keys: int, resident: int) -> int:
     """Return the splits of one tile of rows: as many blocks as the GPU holds at once (benchmarks/kernel_tiles.py).
 
-    variant: of forward or decode; tiles: of the whole call; keys: the most that a tile sees, or the cache's capacity.
+    variant: of forward or decode; tiles: of the whole call; keys: the most that a tile sees, or the cache's capacity
+    resident: the GPU's resident blocks.
     The kernel uses fewer splits for a short sequence.
     """
     macros = dict(variant.macros)
@@ -134,17 +132,18 @@ def count_splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
     most = min(steps, _MAX_SPLITS)
     if variant.entry == "decode":
         most = min(most, round(math.sqrt(_MERGED_PER_STEP * steps)))
-    found = max(1, min(gpu.resident_blocks(variant) // tiles, most))
+    found = max(1, min(resident // tiles, most))
     return _LANES if variant.entry == "decode" and _LANES < found <= _LITTLE_MORE else found
 
 
-def count_head_splits(variant: Variant, blocks: int, group: int, rows: int, gpu: Gpu) -> int:
+def count_head_splits(variant: Variant, blocks: int, group: int, rows: int, resident: int) -> int:
     """Return the splits of one tile of keys by query heads. All splits have equally many heads, except the last.
 
     variant: of dkdv; blocks: of the whole call; group: query heads of a key head; rows: queries of each head
+    resident: the GPU's resident blocks
     """
     # Under a mask some blocks finish early: twice as many blocks keep the GPU busy.
-    room = gpu.resident_blocks(variant) * (1 + dict(variant.macros).get("LOCAL", 0))
+    room = resident * (1 + dict(variant.macros).get("LOCAL", 0))
     most = max(1, min(room // blocks, group, group * rows // _SPLIT_ROWS))
     return -(-group // -(-group // most))
 

@@ -59,21 +59,7 @@ _on_host: Allocate | None = getattr(torch._C._dynamo.guards, "_empty_strided_cpu
 _on_current_gpu: Allocate | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-class Output(NamedTuple):
-    """A result of a plan's launches: a new tensor of ``shape`` and ``dtype`` for each run.
-
-    name: of its address in struct Params; starts_as_zero: whether to zero it, for launches that add or take maxima
-    strides: of dense memory; None for contiguous tensors
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    starts_as_zero: bool = False
-    strides: tuple[int, ...] | None = None
-
-
-class Launch(NamedTuple):
+class _Launch(NamedTuple):
     """A launch of ``blocks`` blocks of a kernel.
 
     fields: of struct Params after the head, by name; absent ones are 0
@@ -98,19 +84,36 @@ class Plan:
     ) -> None:
         self.call, self.kind, self.fields = call, kind, fields
         self.redirects: dict[str, tuple[str, int]] = {}
-        self.outputs, self.launches = ([], []) if has_mask else _plan_mask(call, kind, fields)
+        self.outputs: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype]] = {}
+        self._zeroed: list[str] = []
+        self.launches: list[_Launch] = []
         self.workspace = 0
+        if call.bias is not None and not has_mask:
+            self._add_mask_pass(call.bias)
 
     def add_output(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, starts_as_zero: bool = False,
         strides: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        """Add an output, as Output describes it."""
-        self.outputs.append(Output(name, shape, dtype, starts_as_zero, strides))
+        """Add a result of the launches: a new tensor of ``shape`` and ``dtype`` for each run.
+
+        name: of its address in struct Params; starts_as_zero: whether to zero it, for launches that add or take maxima
+        strides: of dense memory; None for contiguous tensors
+        """
+        self.outputs[name] = shape, strides, dtype
+        self._zeroed += [name] * starts_as_zero
 
     def add_launch(self, variant: Variant, blocks: int, **fields: params.Value) -> None:
         """Add a launch. fields: in addition to those of every launch"""
-        self.launches.append(Launch(variant, blocks, {**self.fields, **fields}))
+        self.launches.append(_Launch(variant, blocks, {**self.fields, **fields}))
+
+    def _add_mask_pass(self, bias: Tensor) -> None:
+        """Add the pass over a dense mask, which finds the tiles that it hides."""
+        blocks, map_shape, rows_shape = masks.mask_pass_shapes(bias)
+        self.add_output("bias_map", map_shape, torch.int32)
+        is_boolean = self.kind.features.bias == BOOLEANS
+        self.add_output("bias_of_rows", rows_shape, torch.int32, starts_as_zero=not is_boolean)
+        self.add_launch(variants.mask(self.kind.replace(bias_words=masks.words_per_block(bias))), blocks)
 
     def add_append(self, new: Append) -> None:
         """Add a launch that writes ``new`` keys, and rotates q for later launches if the append rotates.
@@ -167,7 +170,7 @@ class Plan:
             self.workspace = workspaces.PARTS_OFFSET + tiles * splits * grids.split_bytes(variant)
         fields = {**self.fields, "tiles": grid.tiles, "splits": splits, "varlen_tiles": grid.varlen_tiles}
         if variant.entry != "delta":  # delta streams no operands
-            fields["resident"] = calls.find_gpu(call).resident_blocks(variant)
+            fields["resident"] = calls.count_resident(call, variant)
             if self.kind.features.copied:
                 self._add_pass(variants.to_half(self.kind), 2, converts_rows=int(of_keys))
                 rows, keys = {"q": call.q.shape, "dout": call.out_shape}, {"k": call.k.shape, "v": call.v.shape}
@@ -176,7 +179,7 @@ class Plan:
                     fields[f"{name}_s"] = layouts.contiguous_strides(shape)
                     redirects[name] = "copies", offset
                     offset += 2 * math.prod(shape)
-        self.launches.append(Launch(variant, splits * grid.tiles * heads * grid.groups, fields, redirects))
+        self.launches.append(_Launch(variant, splits * grid.tiles * heads * grid.groups, fields, redirects))
 
     def load(self, new: Append | None = None, others: Mapping[str, Any] | None = None) -> Plan:
         """Load the kernels, and check and order the inputs of runs; returns the plan, which lets the call's tensors go.
@@ -184,7 +187,7 @@ class Plan:
         others: further inputs, by their names in struct Params
         """
         call, launches, workspace = self.call, self.launches, self.workspace
-        outputs = sorted(self.outputs, key=lambda output: _HEAD_POSITIONS[output.name])
+        outputs = sorted(self.outputs, key=_HEAD_POSITIONS.__getitem__)
         most = max(launches, key=lambda launch: launch.blocks, default=None)
         if most is not None and most.blocks > _MAX_BLOCKS:
             raise nvrtc.TooManyBlocks(
@@ -219,10 +222,10 @@ class Plan:
         self._others = tuple(others)
         self._places: dict[type, list[tuple[int, int, int]]] = {}  # by the type of a run's tensors
         self._outputs = [
-            (x.name, tuple(x.shape), x.strides or layouts.dense_strides(x.shape), x.dtype) for x in outputs
+            (name, tuple(shape), strides or layouts.dense_strides(shape), dtype)
+            for name, (shape, strides, dtype) in ((name, self.outputs[name]) for name in outputs)
         ]
-        self._zeroed = [output.name for output in outputs if output.starts_as_zero]
-        names = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
+        names = [name for name, size in sizes.items() if size] + outputs
         self._names = [*names, "counters", "parts"] if workspace else names
         self._tail_size, head = len(tail), self._names[len(tail) :]
         self._head, self._tail = params.head_struct(head), params.tail_struct(tail)
@@ -329,18 +332,6 @@ class Plan:
                 f"offset {tensor.storage_offset()}"
             )
         return NegatedView(f"{name} must not be a lazily negated view")
-
-
-def _plan_mask(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[list[Output], list[Launch]]:
-    """Return the outputs and launches of the pass over a dense mask; none without such a mask."""
-    if call.bias is None:
-        return [], []
-    blocks, map_shape, rows_shape = masks.mask_pass_shapes(call.bias)
-    outputs = [
-        Output("bias_map", map_shape, torch.int32),
-        Output("bias_of_rows", rows_shape, torch.int32, starts_as_zero=kind.features.bias != BOOLEANS),
-    ]
-    return outputs, [Launch(variants.mask(kind.replace(bias_words=masks.words_per_block(call.bias))), blocks, fields)]
 
 
 def allocator(place: torch.device, device: int) -> Allocate:

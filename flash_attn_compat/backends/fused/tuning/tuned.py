@@ -35,65 +35,48 @@ _CASES = {
     "causal": Feature.CAUSAL,
 }
 CASES = ("full", *reversed(_CASES))
+_TIMES_FIELDS = "case", "head_dim", "dtype", "training", "milliseconds", "clock_mhz", "power_w"
 _OVER_CACHE = Feature.SEQUSED_K | Feature.APPEND | Feature.PAGED
 
 
-class Times(NamedTuple):
-    """Milliseconds of a usual problem by backend name, of every backend that serves it. training: with gradients
-
-    clock_mhz, power_w: medians of the GPU's clock and power while the problem was timed; None if unknown
-    """
-
-    case: str
-    head_dim: int
-    dtype: str
-    training: bool
-    milliseconds: dict[str, float]
-    clock_mhz: float | None = None
-    power_w: float | None = None
-
-    def __str__(self) -> str:
-        ordered = sorted(self.milliseconds.items(), key=lambda one: one[1])
-        listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
-        known = self.clock_mhz is not None and self.power_w is not None
-        state = f" at {self.clock_mhz:,.0f} MHz, {self.power_w:.0f} W" if known else ""
-        return f"{self.case}, head_dim {self.head_dim}, {self.dtype}{', training' * self.training}: {listed}{state}"
-
-
-class TileChoice(NamedTuple):
-    """The tile that a kernel uses instead of the table's."""
-
-    entry: str
-    head_dim: int
-    dtype: str
-    tile: Tile
-
-    def __str__(self) -> str:
-        tile = self.tile
-        rows, keys = (tile.streamed_rows, tile.rows) if self.entry == "dkdv" else (tile.rows, tile.streamed_rows)
-        return f"{self.entry} of head_dim {self.head_dim}, {self.dtype}: {rows} rows, {keys} keys, {tile.warps} warps"
+# Whose times: one of CASES, head_dim, dtype, whether with gradients. Whose tile: entry, head_dim, dtype.
+_TimesKey = tuple[str, int, str, bool]
+_TileKey = tuple[str, int, str]
 
 
 class Card(NamedTuple):
-    """Tuning results of one GPU model. made_with: versions; state: clock and power meanwhile; both for human readers"""
+    """Tuning results of one GPU model.
+
+    times: milliseconds of each usual problem by backend name, of every backend that serves it
+    tiles: the tiles that kernels use instead of the table's
+    made_with: versions; state: clock and power meanwhile; clocks: MHz and W, medians while a problem was timed, if
+        known. All three are for human readers
+    """
 
     gpu: str
     made_with: str
-    times: tuple[Times, ...] = ()
-    tiles: tuple[TileChoice, ...] = ()
+    times: Mapping[_TimesKey, Mapping[str, float]] = {}
+    tiles: Mapping[_TileKey, Tile] = {}
     state: str = ""
+    clocks: Mapping[_TimesKey, tuple[float, float]] = {}
 
     def merge(self, newer: Card) -> Card:
         """Return both cards' results; newer ones replace those of the same case."""
-        times = {one[:4]: one for one in (*self.times, *newer.times)}
-        tiles = {one[:3]: one for one in (*self.tiles, *newer.tiles)}
-        return newer._replace(times=tuple(times.values()), tiles=tuple(tiles.values()))
+        kept = {key: clock for key, clock in self.clocks.items() if key not in newer.times}
+        return newer._replace(
+            times={**self.times, **newer.times}, tiles={**self.tiles, **newer.tiles}, clocks={**kept, **newer.clocks}
+        )
 
 
 def to_row(card: Card) -> str:
     """Return a card as one line of cards.jsonl (JSON)."""
+    times = [
+        dict(zip(_TIMES_FIELDS, (*key, milliseconds, *card.clocks.get(key, (None, None)))))
+        for key, milliseconds in card.times.items()
+    ]
+    tiles = [[*key, tile] for key, tile in card.tiles.items()]
     return json.dumps(
-        {**card._asdict(), "times": [one._asdict() for one in card.times], "tiles": [list(one) for one in card.tiles]}
+        {"gpu": card.gpu, "made_with": card.made_with, "times": times, "tiles": tiles, "state": card.state}
     )
 
 
@@ -101,10 +84,12 @@ def from_row(row: str) -> Card:
     """Return the card of one line of JSON. Raises ValueError for any other text."""
     try:
         fields: dict[str, Any] = json.loads(row)
-        times = tuple(_parse_times(**one) for one in fields["times"])
-        tiles = tuple(_parse_choice(*one) for one in fields["tiles"])
+        times = [_parse_times(**one) for one in fields["times"]]
+        clocks = {key: (clock, power) for key, _, clock, power in times if clock is not None and power is not None}
+        tiles = dict(_parse_tile(*one) for one in fields["tiles"])
+        names = _check_text(fields["gpu"]), _check_text(fields["made_with"])
         state = _check_text(fields.get("state", ""))
-        return Card(_check_text(fields["gpu"]), _check_text(fields["made_with"]), times, tiles, state)
+        return Card(*names, {key: figures for key, figures, *_ in times}, tiles, state, clocks)
     # The JSON has another structure, is too deep for the parser, or has numbers beyond float's range.
     except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"no card: {type(error).__name__}: {error}") from error
@@ -118,17 +103,18 @@ def _parse_times(
     milliseconds: dict[str, float],
     clock_mhz: float | None = None,
     power_w: float | None = None,
-) -> Times:
+) -> tuple[_TimesKey, dict[str, float], float | None, float | None]:
     figures = {_check_text(name): float(_check(ms, int, float)) for name, ms in milliseconds.items()}
     if "fused" not in figures or not all(0 < ms < math.inf for ms in figures.values()):
         raise ValueError(f"no times: {milliseconds!r:.200}")
-    state = [None if value is None else float(_check(value, int, float)) for value in (clock_mhz, power_w)]
-    return Times(_check_text(case), _check_int(head_dim), _check_text(dtype), _check(training, bool), figures, *state)
+    clock, power = (None if value is None else float(_check(value, int, float)) for value in (clock_mhz, power_w))
+    key = _check_text(case), _check_int(head_dim), _check_text(dtype), _check(training, bool)
+    return key, figures, clock, power
 
 
-def _parse_choice(entry: str, head_dim: int, dtype: str, tile: list[int]) -> TileChoice:
+def _parse_tile(entry: str, head_dim: int, dtype: str, tile: list[int]) -> tuple[_TileKey, Tile]:
     parts: list[Any] = [part if isinstance(part, bool) else _check_int(part) for part in tile]
-    return TileChoice(_check_text(entry), _check_int(head_dim), _check_text(dtype), Tile(*parts))
+    return (_check_text(entry), _check_int(head_dim), _check_text(dtype)), Tile(*parts)
 
 
 def _check(value: Any, *types: type) -> Any:
@@ -189,8 +175,11 @@ def override_card(card: Card) -> Iterator[None]:
         _cards.update(before)
 
 
-def find_times(traits: Traits) -> Times | None:
-    """Return the times for calls with these traits, or None; always None where the settings force our kernels."""
+def find_times(traits: Traits) -> Mapping[str, float] | None:
+    """Return milliseconds by backend name for calls with these traits, or None.
+
+    Always None where the settings force our kernels.
+    """
     card = find_card(traits.gpu)
     is_forced = settings.is_on(settings.FUSED)
     if card is None or is_forced or traits.features & Feature.WINDOW_RIGHT:  # tune times no right windows
@@ -198,8 +187,9 @@ def find_times(traits: Traits) -> Times | None:
     case = next((case for case, feature in _CASES.items() if traits.features & feature), "full")
     largest = max(traits.head_dim, traits.head_dim_v)
     size = next((size for size in HEAD_DIMS if largest <= size), None)
-    wanted = case, size, dtype_name(traits.dtype), traits.needs_backward
-    return next((one for one in card.times if one[:4] == wanted), None)
+    if size is None:
+        return None
+    return card.times.get((case, size, dtype_name(traits.dtype), traits.needs_backward))
 
 
 def estimate_times(traits: Traits) -> Mapping[str, float] | None:
@@ -239,7 +229,7 @@ def find_tiles(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tupl
         return ()
     wanted = D, dtype_name(dtype)
     return tuple(
-        (entry, tile) for entry, *shape, tile in card.tiles
+        (entry, tile) for (entry, *shape), tile in card.tiles.items()
         if tuple(shape) == wanted and tile in candidates.candidate_tiles(entry, number, D)
     )  # fmt: skip
 
@@ -254,9 +244,23 @@ def summarize(gpu: str) -> list[str]:
 
 def format_lines(card: Card) -> list[str]:
     """Return the card's times and tiles as lines in two columns."""
-    rows = [str(one).split(": ", 1) for one in (*card.times, *card.tiles)]
+    rows = [_format_times(key, times, card.clocks.get(key)) for key, times in card.times.items()]
+    rows += [_format_tile(key, tile) for key, tile in card.tiles.items()]
     width = max((len(case) for case, _ in rows), default=0)
     return [f"{case:{width}}  {result}" for case, result in rows]
+
+
+def _format_times(key: _TimesKey, times: Mapping[str, float], clock: tuple[float, float] | None) -> tuple[str, str]:
+    case, head_dim, dtype, training = key
+    listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(times.items(), key=lambda one: one[1]))
+    state = "" if clock is None else f" at {clock[0]:,.0f} MHz, {clock[1]:.0f} W"
+    return f"{case}, head_dim {head_dim}, {dtype}{', training' * training}", f"{listed}{state}"
+
+
+def _format_tile(key: _TileKey, tile: Tile) -> tuple[str, str]:
+    entry, head_dim, dtype = key
+    rows, keys = (tile.streamed_rows, tile.rows) if entry == "dkdv" else (tile.rows, tile.streamed_rows)
+    return f"{entry} of head_dim {head_dim}, {dtype}", f"{rows} rows, {keys} keys, {tile.warps} warps"
 
 
 def _read_stored(gpu: str) -> Card | None:
