@@ -158,10 +158,10 @@ def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: LaunchReco
 
 
 def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(launches: LaunchRecord) -> None:
-    """2^30 tokens of 256 heads in 65,536 sequences; shapes without the memory."""
-    q = torch.zeros(1, 1, 64, dtype=HALF).expand(2**30, 256, 64)
+    """2^30 tokens of 512 heads in 65,536 sequences; shapes without the memory."""
+    q = torch.zeros(1, 1, 64, dtype=HALF).expand(2**30, 512, 64)
     starts = torch.arange(2**16 + 1, dtype=torch.int32) * 2**14
-    with use_backend("fused"), pytest.raises(KernelsFailed, match=r"need 2164277248 blocks, .* batch 65536, 256 heads"):
+    with use_backend("fused"), pytest.raises(KernelsFailed, match=r"need 2181070848 blocks, .* batch 65536, 512 heads"):
         flash_attn_varlen_func(q, q, q, starts, starts, 2**20, 2**20)
     assert not launches.seen and not launches.variants
 
