@@ -151,3 +151,19 @@ def test_more_learned_tensors_than_the_kernels_take_are_left_to_pytorch(served: 
     assert "dq" not in served.entries
     for x, y in zip(found.gradients, right.gradients):
         torch.testing.assert_close(x.float(), y, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("factor", [300.0, 3e4])
+def test_a_large_factor_of_small_scores_overflows_nothing_in_bf16(factor: float, served: LaunchRecord) -> None:
+    """On Turing bf16 is computed in fp16, which ends at 65504: dS keeps bits free for slopes above 1."""
+    q, k, v = tensors(heads=2, heads_k=1, rows=70, keys=70, dim=64, dtype=torch.bfloat16)
+    qkv, leaves = (q / factor, k, v), [torch.tensor([factor], requires_grad=True)]
+
+    def problem(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score * leaves[0][0]
+
+    found, right = (call(qkv, problem, more=leaves) for call in (calls.call, calls.in_fp32))
+    own = calls.in_own_dtype(qkv, problem, more=leaves)
+    assert served.entries[-3:] == BACKWARD[1:]
+    for x, y, z in zip(found.gradients[:3], right.gradients, own.gradients):
+        assert (x.float() - y).abs().max() <= 2 * (z.float() - y).abs().max() + 1e-3 * y.abs().max()
