@@ -92,7 +92,7 @@ def option_reasons(call: FlexCall) -> Iterator[str]:
     if backend not in _SERVED_BACKENDS:
         yield f"kernel_options ask for the backend {backend}"
     if call.kernel_options.get("OUTPUT_MAX"):
-        yield "max_scores are asked for"
+        yield "max_scores are asked for, which our kernels do not keep"
     if not isinstance(call.scale, (int, float)):
         yield f"its scale is a {type(call.scale).__name__}, which may change from call to call"
 

@@ -53,6 +53,22 @@ def test_head_dims_and_dtypes(dtype: torch.dtype, dim: int) -> None:
     calls.assert_close(found, calls.in_fp32(tensors, calls.softcap, mask), dtype)
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_captured_tensors(dtype: torch.dtype, backend: str) -> None:
+    tensors = qkv(dtype)
+    table = torch.randn(4, 2 * TOKENS, device="cuda", requires_grad=True)
+    mask = calls.make_mask(calls.causal, *tensors[:2])
+
+    def relative(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + table[h, q - kv + TOKENS]
+
+    reset_backend_counts()
+    found = calls.call(tensors, relative, mask, backend=backend, more=[table])
+    assert backend_counts() == {"fused": 1}
+    calls.assert_close(found, calls.in_fp32(tensors, relative, mask, more=[table]), dtype)
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_the_public_function_compiled_trains_as_eager_does(mode: str) -> None:
     from torch.nn.attention.flex_attention import flex_attention
