@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import re
 import shutil
 from collections import defaultdict
@@ -25,9 +27,12 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     BOOLEANS,
     FP16,
     HALF_BIAS,
+    HEAD_DIMS,
     Features,
+    Hints,
     Kind,
     Sizes,
+    size_of,
 )
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.judging import self_test
@@ -35,7 +40,7 @@ from flash_attn_compat.backends.fused.tuning import tuned
 from tests import fused_coverage, paper_gpu
 from tests.forms.inputs import ints
 from tests.forms.support import check_refused_in_one_line
-from tests.kernels import emulate, fused_on_cpu
+from tests.kernels import emulate, fused_on_cpu, offline
 
 ONLY = ["--head-dim", "64", "--dtype", "float16"]
 
@@ -204,6 +209,32 @@ def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:
     }
     of_most = enumeration.made_for(aot.common_kinds(75, (), ()))
     assert {dict(one.macros)["D"] for one in of_most if one.entry == "dq"} == {32, 64, 80, 96, 128, 256}
+
+
+# ---- shared memory
+
+
+@pytest.mark.parametrize("number", [75, 80, 90])
+def test_tiles_of_every_size_fit_the_shared_memory_of_a_multiprocessor(number: int) -> None:
+    most = {75: 64, 80: 163, 90: 227}[number] * 1024
+    for D, few_rows, DV, entry in itertools.product(
+        HEAD_DIMS, (False, True), (0, *HEAD_DIMS), ("forward", "dkdv", "dq")
+    ):
+        kind = Kind(number, FP16, Sizes(D, head_dim_v=DV or D), hints=Hints(few_rows=few_rows))
+        variant = getattr(variants, entry)(kind)
+        assert variant.shared <= most, (kind, variant)
+        if number == 75:
+            assert variant.shared * offline.blocks(variant) <= most, (kind, variant)
+
+
+# ---- what is asked for
+
+
+def test_a_head_dim_takes_the_next_size_and_no_larger_one() -> None:
+    assert [size_of(head_dim) for head_dim in (1, 16, 17, 40, 72, 96, 104, 129, 200, 256, 257)] == [
+        16, 16, 32, 48, 80, 96, 112, 160, 224, 256, 512,
+    ]  # fmt: skip
+    assert all(size % 16 == 0 and math.gcd(size, 128) >= 16 for size in HEAD_DIMS)
 
 
 # ---------------------------------------------------------------- the kernels' macros

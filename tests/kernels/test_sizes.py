@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     FP16,
     HEAD_DIMS,
     Features,
-    Hints,
     Kind,
     Sizes,
     choose_tile,
@@ -162,32 +160,6 @@ def test_kernels_with_several_stages_are_right_under_every_mask(
     check(replace(TRAINED, head_dim=head_dim - missing, head_dim_v=head_dim - missing, dtype=dtype, **MASKS[mask]))
     staged = {one.variant.entry for one in launches.seen if dict(one.variant.macros).get("STAGES")}
     assert staged >= set(STAGED[head_dim])
-
-
-# ---- shared memory
-
-
-@pytest.mark.parametrize("number", [75, 80, 90])
-def test_tiles_of_every_size_fit_the_shared_memory_of_a_multiprocessor(number: int) -> None:
-    most = {75: 64, 80: 163, 90: 227}[number] * 1024
-    for D, few_rows, DV, entry in itertools.product(
-        HEAD_DIMS, (False, True), (0, *HEAD_DIMS), ("forward", "dkdv", "dq")
-    ):
-        kind = Kind(number, FP16, Sizes(D, head_dim_v=DV or D), hints=Hints(few_rows=few_rows))
-        variant = getattr(variants, entry)(kind)
-        assert variant.shared <= most, (kind, variant)
-        if number == 75:
-            assert variant.shared * offline.blocks(variant) <= most, (kind, variant)
-
-
-# ---- what is asked for
-
-
-def test_a_head_dim_takes_the_next_size_and_no_larger_one() -> None:
-    assert [size_of(head_dim) for head_dim in (1, 16, 17, 40, 72, 96, 104, 129, 200, 256, 257)] == [
-        16, 16, 32, 48, 80, 96, 112, 160, 224, 256, 512,
-    ]  # fmt: skip
-    assert all(size % 16 == 0 and math.gcd(size, 128) >= 16 for size in HEAD_DIMS)
 
 
 # ---------------------------------------------------------------- how a call is dealt out to blocks
