@@ -37,6 +37,7 @@ _OFF = (
 )
 # In kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = tuple(name.upper() for name in Features._fields)
+_NOT_DECODED = "DROPOUT", "COPIED", "BIAS", "BIAS_PAIRS"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
 
 
@@ -82,7 +83,7 @@ def _rounded(kind: Kind, tile: Tile) -> Kind:
 def decode(kind: Kind) -> Variant:
     """The decode kernel, which takes 64 channels at once; channels that do not exist are not loaded."""
     D = -(-kind.size // 64) * 64
-    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED", "CACHE", D=D)
+    macros = kind.macros(*(name for name in _FEATURES if name not in _NOT_DECODED), D=D)
     few_registers = D == 64 and kind.sizes.vec == 8
     # Of Turing's 64 KB a multiprocessor, three blocks have room.
     macros.append(("MIN_BLOCKS", (4 if kind.number >= 80 else 3) if few_registers else 2))
