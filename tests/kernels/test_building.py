@@ -255,7 +255,10 @@ def all_variants() -> list[Variant]:
         found += enumeration.made_for(kinds)
     packed = Kind(75, FP16, Sizes(64))
     makers = variants.forward, variants.delta, variants.dkdv, variants.dq
-    mods, blocks = flex.Mods("", True, True), flex.Blocks(128, 128, flex.BlockLists(torch.empty(0), torch.empty(0)))
+    mods, blocks = (
+        flex.Mods("", True, True, (0,)),
+        flex.Blocks(128, 128, flex.BlockLists(torch.empty(0), torch.empty(0))),
+    )
     found += [flex.make_variant(make.__name__, packed, mods, of) for make in makers for of in (None, blocks)]
     return [*found, *(variants.with_shared_grid(make(packed)) for make in makers)]
 
