@@ -57,7 +57,7 @@ FLEX_LOAD(flex_i16, int, short, loaded)
 FLEX_LOAD(flex_i8, int, signed char, loaded)
 FLEX_LOAD(flex_u8, int, u8, loaded)
 
-// ---- Gradients of captured tensors: a lane's sum for one number of one of them. Scores that follow each other often add
+// ---- Gradients of captured tensors: a lane's sum for one number of one of them. Successive scores often add
 // to the same number, and an atomic writes their sum once another number's turn comes.
 struct FlexSum {
   float *to = nullptr, sum = 0.f;
@@ -73,7 +73,8 @@ struct FlexSum {
     u64 place = (u64)to;
 #pragma unroll
     for (int i = 16; i; i >>= 1) {
-      const u32 low = __shfl_xor_sync(ALL_LANES, (u32)place, i), high = __shfl_xor_sync(ALL_LANES, (u32)(place >> 32), i);
+      const u32 low = __shfl_xor_sync(ALL_LANES, (u32)place, i),
+                high = __shfl_xor_sync(ALL_LANES, (u32)(place >> 32), i);
       const u64 other = (u64)high << 32 | low;
       place = place > other ? place : other;
     }
