@@ -94,12 +94,14 @@ def _holds_tensor(graph: torch.fx.GraphModule) -> bool:
 
 def captured_tensors(functions: Functions, captured: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return the tensors that the text reads, in its order."""
-    return tuple([captured[place] for place in functions.printed.tensors])
+    places = functions.printed.tensors
+    return tuple([captured[place] for place in places]) if places else ()
 
 
 def captured_numbers(functions: Functions, captured: Sequence[Any]) -> tuple[int, ...]:
     """Return the numbers that the text reads, in its order: integers, and bits of floats in the CPU's memory."""
-    return tuple([_as_integer(captured[number.position], number.is_float) for number in functions.printed.numbers])
+    numbers = functions.printed.numbers
+    return tuple([_as_integer(captured[number.position], number.is_float) for number in numbers]) if numbers else ()
 
 
 def _as_integer(x: Any, is_float: bool) -> int:
@@ -115,8 +117,10 @@ def find_short_tensor(functions: Functions, tensors: Sequence[Tensor], call: Seq
 
     tensors: as ``captured_tensors`` returns them; call: q and k first
     """
-    (batch, heads, rows, _), keys = call[0].shape, call[1].shape[2]
-    ends = {"b": batch, "h": heads, "q": rows, "kv": keys}
+    ends: dict[str, int] = {}
+    if functions.printed.bounds:
+        (batch, heads, rows, _), keys = call[0].shape, call[1].shape[2]
+        ends = {"b": batch, "h": heads, "q": rows, "kv": keys}
     for place, axis, name in functions.printed.bounds:
         if tensors[place].shape[axis] < ends[name]:
             return (

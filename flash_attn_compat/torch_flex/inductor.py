@@ -6,6 +6,7 @@ runs them without lowering. Calls that we decline are lowered as PyTorch lowers 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -101,15 +102,22 @@ def _graph_strides(x: Any, like: Any) -> Any:
 
 def _as_in_graph(x: Tensor, like: Tensor) -> Tensor:
     """Return a result with the strides that the graph expects, those of axes of one element too."""
-    order = sorted(range(x.dim() - 1), key=like.stride, reverse=True)
-    strides, step = [1] * x.dim(), x.shape[-1]
-    for axis in reversed(order):
-        strides[axis], step = step, step * x.shape[axis]
-    if x.stride() == tuple(strides):
+    own, strides = x.stride(), _dense_strides(x.shape, like.stride())
+    if own == strides:
         return x
-    if all(size == 1 or own == wanted for size, own, wanted in zip(x.shape, x.stride(), strides)):
+    if all(size == 1 or one == wanted for size, one, wanted in zip(x.shape, own, strides)):
         return x.as_strided(x.shape, strides)
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+@functools.lru_cache(1024)
+def _dense_strides(shape: torch.Size, like: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of dense memory with its axes in the order of the strides ``like``."""
+    order = sorted(range(len(shape) - 1), key=like.__getitem__, reverse=True)
+    strides, step = [1] * len(shape), shape[-1]
+    for axis in reversed(order):
+        strides[axis], step = step, step * shape[axis]
+    return tuple(strides)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -33,14 +33,15 @@ class Policy(NamedTuple):
 
 def eager_reasons(policy: Policy, call: FlexCall) -> Iterator[str]:
     """Yield every reason to decline an eager call, but for those of its functions and of the kernels."""
-    tensors = call[:3]
-    if any(type(x) not in PLAIN for x in tensors):
+    q, k, v = call[:3]
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         yield "q, k and v must be plain tensors"
-    if any(isinstance(x, Tensor) and type(x) not in PLAIN for x in call.captured):
+    captured, device = call.captured, q.device
+    if captured and any(isinstance(x, Tensor) and type(x) not in PLAIN for x in captured):
         yield "captured tensors must be plain tensors"
-    yield from device_reasons(policy, call.query.device)
-    yield from dtype_reasons(*(x.dtype for x in tensors))
-    if any(x.device != call.query.device for x in tensors):
+    yield from device_reasons(policy, device)
+    yield from dtype_reasons(q.dtype, k.dtype, v.dtype)
+    if not device == k.device == v.device:
         yield "devices differ"
     yield from option_reasons(call)
     if not functions.is_graph(call.score_mod) or not functions.is_graph(call.mask_mod):
