@@ -195,4 +195,6 @@ def choose_tile(entry: str, kind: Kind) -> Tile:
     is_small = kind.is_narrow or kind.hints.few_rows or kind.hints.few_keys
     is_timed = not (is_small or kind.features.softcap or kind.features.dropout or kind.D != kind.DV)
     found = dict(kind.hints.tiles).get(entry) if is_timed else None
+    if found is not None and kind.features.bias and (WIDEST_TILE % found.rows or WIDEST_TILE % found.streamed_rows):
+        found = None  # wider than what a word of a dense mask's map stands for
     return found or tiles.find_tile(kind.number, entry, kind.size, conditions(kind))
