@@ -173,6 +173,22 @@ def test_the_line_that_install_writes(tmp_path: Path) -> None:
 
 HOME = "torch.nn.attention.varlen"
 varlen: Any = importlib.import_module(HOME) if importlib.util.find_spec(HOME) else None
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.6", reason="flex needs PyTorch 2.6")
+@pytest.mark.parametrize("flex", [None, "1"])
+def test_an_installation_of_flex_switches_it_on_at_the_import_and_doctor_says_so(
+    flex: str | None, tmp_path: Path
+) -> None:
+    environment = Environment(tmp_path)
+    install.install(environment.site_packages, flex=flex)
+    told = "from flash_attn_compat import doctor; print(doctor._explain_flex(torch.device('cpu')))"
+    answer = environment.forked(f"{Switch('flex').look}\n{told}")
+    on, said = answer.stdout.splitlines()
+    assert on == ("False" if flex else "None"), answer.stderr
+    assert f"'switched on': '{'yes' if flex else 'no ('}" in said
+
+
 has_varlen = pytest.mark.skipif(varlen is None, reason=f"{HOME} came with torch 2.10")
 varlen_attn: Any = getattr(varlen, "varlen_attn", None)
 
