@@ -98,7 +98,7 @@ def choose_variants(number: int, every: bool, entries: list[str]) -> dict[Varian
 def step(variant: Variant) -> int:
     """Return the keys (rows for dkdv) of one iteration of the main loop."""
     macros = dict(variant.macros)
-    return macros.get("STREAMED_ROWS", 64)
+    return macros.get("STREAMED_ROWS", 64) * macros.get("KEY_GROUPS", 1)
 
 
 def report_variant(variant: Variant, number: int, compiler: str) -> tuple[str, bool]:

@@ -62,6 +62,7 @@ def format_tile(tile: Tile | None) -> str:
         return "today"
     marks = ("" if tile.qk_in_regs else "s") + ("" if tile.vo_in_regs else "p") + ("a" if tile.cp_async else "")
     marks += "r" * tile.roles + "e" * tile.load_v_with_k + "q" * tile.ds_over_q + f"-{tile.stages}" * (tile.stages > 1)
+    marks += "g" * (tile.groups > 1)
     marks += "h" * tile.split_n + f"+{tile.split_k}" * (tile.split_k > 0)  # how warps with the same rows share work
     return f"{tile.streamed_rows}x{tile.warps}x{tile.mma_m}/{tile.min_blocks}{marks}"
 

@@ -99,7 +99,7 @@ def simulate_phases(
 
 
 def loops_of(code: list[Instruction], has_roles: bool = False) -> list[list[Instruction]]:
-    """Return the main loop's usual path, or one for each half of a block's warps. has_roles: SPLIT_R"""
+    """Return the main loop's usual path, or one for each half of a block's warps. has_roles: ROLES"""
     loop = main_loop(code)
     loops = halves(usual_path(loop))
     if has_roles:
@@ -108,7 +108,10 @@ def loops_of(code: list[Instruction], has_roles: bool = False) -> list[list[Inst
 
 
 def simulate_variant(variant: Variant, head_dim: int, compiled: offline.Compiled, machine: Machine = T4) -> Simulated:
-    """Simulate ``variant``, compiled for sm_75. Raises KernelError if a multiprocessor does not hold a block."""
+    """Simulate ``variant``, compiled for sm_75. Raises KernelError if a multiprocessor does not hold a block.
+
+    Two groups of warps (KEY_GROUPS) have barriers of their own, so they count as two blocks of half as many warps.
+    """
     blocks = offline.MULTIPROCESSORS[75].resident_blocks(variant, compiled)
     if not blocks:
         raise KernelError("a multiprocessor does not hold a block")
@@ -116,9 +119,10 @@ def simulate_variant(variant: Variant, head_dim: int, compiled: offline.Compiled
     loop = main_loop(code)
     pipes = kernel_report.model_turing(Counter(each.name for each in usual_path(loop)), variant)
     bound = kernel_report.useful_share(pipes, variant, head_dim, head_dim)
-    loops = loops_of(code, ("SPLIT_R", 1) in variant.macros)
-    phases = simulate_phases(loops, variant.threads // 32, blocks, machine)
-    of_turn = 4096 / (variant.rows * kernel_report.step(variant))
+    loops = loops_of(code, ("ROLES", 1) in variant.macros)
+    groups = dict(variant.macros).get("KEY_GROUPS", 1)
+    phases = simulate_phases(loops, variant.threads // 32 // groups, blocks * groups, machine)
+    of_turn = 4096 / (variant.rows * kernel_report.step(variant)) * groups
     best = bound * max(pipes)
     useful, lowest, highest = (
         best / (turn * of_turn) for turn in (phases.mean.cycles_a_turn, phases.slowest, phases.fastest)
@@ -149,8 +153,8 @@ def make_rows(
 
 
 def phase_range(found: Simulated) -> str:
-    """Return the useful share in the worst and the best phase; "" for one resident block, which has none."""
-    return f"{found.lowest:.2f} to {found.highest:.2f}" if found.blocks > 1 else ""
+    """Return the useful share in the worst and the best phase; "" for one block without groups, which has none."""
+    return f"{found.lowest:.2f} to {found.highest:.2f}" if found.highest > found.lowest else ""
 
 
 def report_cubin(

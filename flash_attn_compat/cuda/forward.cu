@@ -1,17 +1,20 @@
 // FlashAttention-2, Algorithm 1 (Dao, 2023): attention of one tile of rows over all keys that it sees.
 //
 // A block holds STATIONARY_ROWS = WARPS * MMA_M * 16 rows of one head (the paper's Q_i): WARPS warps with MMA_M tiles
-// of 16 rows each. With SPLIT_K, SPLIT_WARPS = 2^SPLIT_K warps share their rows, and each takes every SPLIT_WARPS-th 16
-// channels. The block walks over tiles of STREAMED_ROWS keys (the paper's K_j and V_j). K and V have one tile of shared
-// memory each; while the kernel multiplies one tile, the next is on its way from global memory. Q passes through the
-// same shared memory to registers (QK_IN_REGS), or has a place of its own. Scores and probabilities stay in registers:
-// mma returns S in the layout in which it takes P.
+// of 16 rows each. With SPLIT_K, SPLIT_WARPS = 2^SPLIT_K warps share their rows, and each takes every SPLIT_WARPS-th
+// 16 channels. With KEY_GROUPS, both halves of the warps have the same rows (groups.cuh). The block walks over tiles of
+// STREAMED_ROWS keys (the paper's K_j and V_j). K and V have one tile of shared memory each; while the kernel
+// multiplies one tile, the next is on its way from global memory. Q passes through the same shared memory to registers
+// (QK_IN_REGS), or has a place of its own. Scores and probabilities stay in registers: mma returns S in the layout in
+// which it takes P.
 //
 // grid: tiles * splits * nheads * batch blocks; with cu_seqlens_q as many as for one more sequence, which clear tokens
 // outside of all sequences.
+#include "groups.cuh"
 #include "splits.cuh"
 
-constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K, STATIONARY_ROWS = WARPS / SPLIT_WARPS * MMA_M * 16,
+constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K,
+              STATIONARY_ROWS = WARPS / SPLIT_WARPS / GROUP_COUNT * MMA_M * 16,
               MMA_N = STREAMED_ROWS / 8, WARP_ROWS = MMA_M * 16;
 // P times 2^15 uses fp16's range below 1 as well: dropout may drop the largest probabilities, and bf16 would keep the
 // others' bits.
@@ -19,14 +22,18 @@ constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
 constexpr int AHEAD = CACHE && !MMA_K16 && !PAGED;   // 8-bit tiles are converted while tensor cores multiply
 constexpr int BOTH = AHEAD || LOAD_V_WITH_K;   // loads of K and of V are on their way at once
+static_assert(!KEY_GROUPS || (MMA_M == 2 && !QK_IN_REGS && !SPLIT_K && !STAGES && !LOAD_V_WITH_K && !CP_ASYNC),
+              "each group writes one of a warp's two row tiles");
+static_assert(!KEY_GROUPS || !(BIAS || FLEX || CACHE), "each group takes every second tile");
 static_assert(!LOAD_V_WITH_K || !(CACHE || STAGES || CP_ASYNC), "with one stage, through registers");
 constexpr bool CAN_SPLIT = D <= 192 || MMA_K16;   // Turing has no registers left to merge the widest heads
 typedef Layout<D> LayoutQK;   // of Q and K
 typedef Layout<DV> LayoutV;
 constexpr int OUT_BLOCKS = DV / 8 / SPLIT_WARPS;
 typedef TileCopy<THREADS, STATIONARY_ROWS, D> CopyQ;
-typedef TileCopy<THREADS, STREAMED_ROWS, D> CopyK;
-typedef TileCopy<THREADS, STREAMED_ROWS, DV> CopyV;
+typedef KeyGroup<THREADS> Group;
+typedef TileCopy<Group::SIZE, STREAMED_ROWS, D> CopyK;
+typedef TileCopy<Group::SIZE, STREAMED_ROWS, DV> CopyV;
 
 // Tiles of K and V in shared memory. STAGES: as in stages.cuh; V is read once more by warps that lag.
 constexpr int K_SLOTS = STAGES ? 2 : 1, V_SLOTS = larger(STAGES, 1);
@@ -84,7 +91,9 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, t = lane & 3;
   // `warp` counts warps with different rows; `side` those with the same rows.
-  const int warp = (thread >> 5) / SPLIT_WARPS, side = SPLIT_K ? thread >> 5 & SPLIT_WARPS - 1 : 0;
+  const Group group(thread);
+  const int warp = (KEY_GROUPS ? group.warp() : thread >> 5) / SPLIT_WARPS,
+            side = SPLIT_K ? thread >> 5 & SPLIT_WARPS - 1 : 0;
   // Under a causal mask the last rows see most keys.
   const TileScheduler scheduled(p, blockIdx.x, p.tiles * p.splits);
   const int head = scheduled.batch_head % p.nheads, head_k = head / p.group, split = scheduled.tile % p.splits;
@@ -129,17 +138,18 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const int first_tile = some ? tile_at(first_place) : 0;
 #else
   const int last_tile = (keys.end + STREAMED_ROWS - 1) / STREAMED_ROWS,
-            first_tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, first_row, keys.first / STREAMED_ROWS,
-                                                                   last_tile);   // [first, last)
+            first_tile = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(
+                p, first_row, keys.first / STREAMED_ROWS + group.index, last_tile);   // [first, last)
   const bool some = first_tile < last_tile;
 #endif
 
   // The loads that the block has to wait for come first.
   const CopyQ copy_q(thread);
-  const CopyK copy_k(thread);
-  const CopyV copy_v(thread);
+  const CopyK copy_k(group.thread);
+  const CopyV copy_v(group.thread);
   const u32 shared = SHARED_BASE, q_tile = shared,
-            k_tile = QK_IN_REGS ? shared : shared + STATIONARY_ROWS * LayoutQK::ROW_BYTES,
+            k_tile = (QK_IN_REGS ? shared : shared + STATIONARY_ROWS * LayoutQK::ROW_BYTES) +
+                     group.index * (K_SLOTS * K_BYTES + V_SLOTS * V_BYTES),
             v_tile = k_tile + K_SLOTS * K_BYTES;
   const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
               v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
@@ -209,6 +219,9 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   // For row i and tile j: S_ij = Q_i K_j^T; m' = max(m, rowmax(S_ij)); P = exp(S_ij - m');
   // l' = exp(m - m') l + rowsum(P); O' = exp(m - m') O + P V_j. After the last tile, out = O / l and LSE = m + ln(l).
   u32 k_stage = 0, v_stage = 0;
+#if KEY_GROUPS
+  group.lag(last_tile - first_tile);
+#endif
   const bool lags = STAGES == 3 && thread >= THREADS / 2;
 #pragma unroll 1
 #if FLEX == 2
@@ -219,14 +232,14 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #else
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * STREAMED_ROWS;
-    next = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, first_row, j + 1, last_tile);
+    next = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, first_row, j + GROUP_COUNT, last_tile);
     const bool more = next < last_tile, has_hidden = FLEX_MASK;
 #endif
-    // Whether this warp's rows see a key of the tile. With STAGES masks hide all scores of a tile that they do not see:
-    // a branch here costs more. Compiler steering: at 256 channels always true without a mask, but the compiler then
-    // moves fewer operands across the loop.
+    // Whether this warp's rows see a key of the tile. With STAGES and KEY_GROUPS masks hide all scores of a tile that
+    // they do not see: a branch here costs more. Compiler steering: at 256 channels always true without a mask, but the
+    // compiler then moves fewer operands across the loop.
     const bool active = BIAS    ? mask.has<WARP_ROWS, STREAMED_ROWS>(p, 0, range.first, key)
-                        : LOCAL ? STAGES || range.sees_some(key)
+                        : LOCAL ? STAGES || KEY_GROUPS || range.sees_some(key)
                                 : D != 256 || MMA_K16 || p.zero == 0;
     if (AHEAD) LOAD_KEYS(next, more);
     else if (STAGES && more) LOAD_KEYS(next, true);
@@ -248,7 +261,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       if (more) LOAD_VALUES(next, true);
     } else {
       if (!AHEAD || !active) copy_v.store(staged[BOTH], v_tile, v_scale);
-      __syncthreads();
+      group.meet();
       if (!AHEAD && more) LOAD_KEYS(next, true);
       if (AHEAD || (LOAD_V_WITH_K && more)) LOAD_VALUES(next, more);
     }
@@ -281,34 +294,52 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
       });
     }
     if (AHEAD ? !active : more) copy_k.store(staged[0], k_tile, k_scale);
-    __syncthreads();
+    group.meet();
 #endif
   }
   if (STAGES) __syncthreads();
+#if KEY_GROUPS
+  group.even_out(last_tile - first_tile);
+#endif
 
   // out = O / l, LSE = m + ln(l); for rows that see no key 0 and +inf.
   UNROLLED(i, MMA_M)
     UNROLLED(r, 2)
       m[i][r] = (m[i][r] - (BIAS > 1 ? mask.top(p, range.first + i * 16 + g + r * 8) : 0.f)) * unit,
       l[i][r] = sum_of<4>(l[i][r]);
-  constexpr int AT_ONCE = OUT_BLOCKS * MMA_M < 16 ? 16 / (OUT_BLOCKS * MMA_M) : 1;
+#if KEY_GROUPS   // each group writes one of its warps' two row tiles
+  constexpr int WRITTEN_M = 1;
+  // Compiler steering: the loop leaves no registers for what a thread's number gives.
+  const int again = thread_again(), written_g = again >> 2 & 7, written_t = again & 3;
+  const Group writer(again);
+  const int written_row = writer.warp() * WARP_ROWS + writer.index * 16, written_first = first_row + written_row;
+  float written_O[OUT_BLOCKS][1][4], written_m[1][2], written_l[1][2];
+  exchange_groups<THREADS>(written_O, written_m, written_l, O, m, l, SHARED_BASE, again);
+#else
+  constexpr int WRITTEN_M = MMA_M;
+  const int written_g = g, written_t = t, written_row = warp * WARP_ROWS, written_first = range.first;
+  auto &written_O = O;
+  auto &written_m = m, &written_l = l;
+#endif
+  constexpr int AT_ONCE = OUT_BLOCKS * WRITTEN_M < 16 ? 16 / (OUT_BLOCKS * WRITTEN_M) : 1;
   const int tile_index = (b * p.nheads + head) * p.tiles + tile;
   if (CAN_SPLIT && splits > 1 &&
-      !merge_splits<AT_ONCE>(p, O, m, l, range.first < seq.seqlen_q, tile_index, split, splits))
+      !merge_splits<AT_ONCE>(p, written_O, written_m, written_l, written_first < seq.seqlen_q, tile_index, split,
+                             splits))
     return;
-  float factor[MMA_M][2];
+  float factor[WRITTEN_M][2];
   const float v_unit = value_unit(p, b, head_k, WIDENED_UNIT);
   const i64 lse_at = b * p.lse_batch + head * p.lse_head + seq.first_q;
-  UNROLLED(i, MMA_M)
+  UNROLLED(i, WRITTEN_M)
     UNROLLED(r, 2) {
       factor[i][r] =
-          reciprocal_of_sum(l[i][r]) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale) * v_unit;
-      const int row = range.first + i * 16 + g + r * 8;
-      if (p.lse && t == 0 && side == 0 && row < seq.seqlen_q)
-        write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], BIAS > 1 ? mask.top(p, row) : slope,
+          reciprocal_of_sum(written_l[i][r]) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale) * v_unit;
+      const int row = written_first + i * 16 + written_g + r * 8;
+      if (p.lse && written_t == 0 && side == 0 && row < seq.seqlen_q)
+        write_lse(p, lse_at + row, written_m[i][r] - P_SHIFT, written_l[i][r], BIAS > 1 ? mask.top(p, row) : slope,
                   BIAS ? 1 : row + range.shift);
     }
   u16 *out = row_at(p.out, p.out_s, b, seq.first_q + first_row, head);
-  write_rows<SPLIT_WARPS>(O, factor, shared + warp * WARP_ROWS * LayoutV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row,
-                          seq.seqlen_q - first_row, p.head_dim_v, side);
+  write_rows<SPLIT_WARPS>(written_O, factor, (KEY_GROUPS ? SHARED_BASE : shared) + written_row * LayoutV::ROW_BYTES,
+                          written_row, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v, side);
 }

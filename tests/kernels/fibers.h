@@ -66,8 +66,9 @@ constexpr size_t STACK_BYTES = 128 * 1024;
 // Who touched a word of shared memory last, and when: barriers of the block and (within a warp) of the warp part accesses in time.
 struct Touch {
   int thread;   // -1: nobody, -2: several lanes of the warp since its last barrier
-  u32 phase, warp_phase, clock;
+  u32 phase;
   u32 warps;    // as a set: those that have read in this phase
+  u32 warp_phase[MAX_WARPS], clock[MAX_WARPS];   // at the last touch of each of them
 };
 // Of a tensor core, by k: a's element of row g, twice, and that of row g + 8, twice; b's of each column.
 typedef float Four __attribute__((vector_size(16)));
@@ -212,6 +213,8 @@ static void meet_named(u32 id, u32 threads) {
       if (named.warps >> w & 1) block->seen[i / 32][w] = named.times[w];
     block->states[i] = READY;
   }
+  for (u32 w = 0; w < MAX_WARPS; w++)   // it parts the accesses of a warp's own lanes, too
+    if (named.warps >> w & 1) block->warps[w].phase = ++block->warps[w].meetings;
   named.arrived = named.warps = 0;
 }
 

@@ -89,15 +89,17 @@ void *global(const void *p, u32 bytes, u32 alignment, Access access, const void 
 inline bool clashes(const Touch &touch, u32 me) {
   if (touch.thread == -1 || touch.phase != block->phase || touch.thread == (int)me) return false;
   for (u32 w = 0, others = touch.warps & ~(1u << me / 32); others >> w; w++)
-    if (others >> w & 1 && block->seen[me / 32][w] <= touch.clock) return true;
+    if (others >> w & 1 && block->seen[me / 32][w] <= touch.clock[w]) return true;
   if (!(touch.warps >> me / 32 & 1)) return false;
-  return touch.warp_phase == block->warps[me / 32].phase;
+  return touch.warp_phase[me / 32] == block->warps[me / 32].phase;
 }
 inline void record(Touch &touch, u32 me) {
   const u32 mine = 1u << me / 32, phase = block->phase, warp_phase = block->warps[me / 32].phase;
   const bool recent = touch.thread != -1 && touch.phase == phase;
-  const bool together = recent && touch.thread != (int)me && (touch.warps & mine) && touch.warp_phase == warp_phase;
-  touch = {together ? -2 : (int)me, phase, warp_phase, block->clock, recent ? touch.warps | mine : mine};
+  const bool together =
+      recent && touch.thread != (int)me && (touch.warps & mine) && touch.warp_phase[me / 32] == warp_phase;
+  touch.thread = together ? -2 : (int)me, touch.phase = phase, touch.warps = recent ? touch.warps | mine : mine;
+  touch.warp_phase[me / 32] = warp_phase, touch.clock[me / 32] = block->clock;
 }
 void *shared(u32 address, u32 bytes, bool is_write) {
   const u32 at = address - SHARED_START;

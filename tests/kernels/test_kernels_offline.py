@@ -34,6 +34,7 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     Kind,
     Sizes,
 )
+from flash_attn_compat.backends.fused.choosing.tiles import TWO_GROUPS
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.launching import grids
 from tests.forms.plain import some, some_of
@@ -78,10 +79,15 @@ OTHERS = [
 # Bounded for what others of its size need, so that one more would fit.
 SPARE = variants.decode(full(75, FP16, 64, vec=1).replace(paged=True))
 ORDERED = variants.dkdv(Kind(80, BF16, Sizes(64)))
+# Two groups of warps take all registers, and 64 KB of shared memory.
+GROUPED = Hints(tiles=(("forward", TWO_GROUPS),))
+IN_GROUPS = variants.forward(Kind(75, FP16, Sizes(128), hints=GROUPED))
 # Each entry; the sizes and types that need most registers, each type and head dim once or more. Of newer GPUs those
 # that split, with tiles of which they hold two and with those of which they hold one.
 KERNELS = [
     *OF_SHARES[::2],
+    Row(75, IN_GROUPS, 0.99),
+    Row(75, variants.forward(Kind(75, BF16_AS_FP16, Sizes(128), Features(local=True, copied=True), GROUPED)), 0.99),
     *(
         Row(75, variant)
         for variant in (
@@ -134,6 +140,7 @@ EVERYWHERE = [Row(80, ORDERED), Row(90, variants.forward(full(90, FP16, 64)))]
 # For each run of the suite: each source, and tiles that take their registers to the limit.
 EVERY_RUN = {
     variants.forward(Kind(75, FP16, Sizes(64))),
+    IN_GROUPS,
     variants.dkdv(CAUSAL.replace(head_dim=192)),
     variants.dq(CAUSAL.replace(head_dim=48)),
     variants.decode(Kind(75, FP16, Sizes(64))),

@@ -350,7 +350,7 @@ def _fit_tile(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> Vari
     A score_mod needs registers as softcap does, unless it is simple and heads are narrow.
     """
     is_simple = kind.size <= _NARROW_HEAD and not _SPECIAL.search(mods.text.partition("flex_slope")[0])
-    like = kind.replace(softcap=mods.has_score and not is_simple)
+    like = kind.replace(softcap=mods.has_score and not is_simple, flex=True)
     few = like.replace(few_rows=True)
     for choice in (like, few, few.replace(short=SHORT)):
         variant = variants.MAKERS[entry](choice)

@@ -77,6 +77,18 @@ DEVICE void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 DEVICE void wait_at(u32 barrier, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+DEVICE void wait_cycles(u32 cycles) {
+  u32 began, now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(began));
+  do asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+  while (now - began < cycles);
+}
+// Compiler steering: threadIdx.x, read once more instead of kept in a register.
+DEVICE int thread_again() {
+  int r;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+  return r;
+}
 DEVICE void shared_store(u32 address, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");

@@ -86,6 +86,7 @@ class Hints(NamedTuple):
     short: SHORT or FEW_ROWS if no sequence has more rows or keys, else 0
     few_keys: one of ONE_TILE if no sequence has more keys: one kernel then finds all gradients. Else 0
     long: sequences have at least LONG rows and keys; only of calls that may be (``Kind.may_be_long``)
+    flex: whether the kernel is to have a caller's functions or a BlockMask
     tiles: the fastest tiles on this GPU by entry, from ``tune``
     """
 
@@ -93,6 +94,7 @@ class Hints(NamedTuple):
     short: int = 0
     few_keys: int = 0
     long: bool = False
+    flex: bool = False
     tiles: tuple[tuple[str, Tile], ...] = ()
 
 
@@ -163,6 +165,14 @@ class Kind(NamedTuple):
         return [("MMA_K16", 1), *([("CP_ASYNC", 1)] if asynchronous else [])]
 
 
+def has_plain_scores(kind: Kind) -> bool:
+    """Return whether a forward of this kind leaves two groups of warps enough registers."""
+    found = kind.features
+    changes = found.alibi or found.softcap or found.dropout or found.bias or kind.hints.flex
+    converts = kind.type == BF16_AS_FP16 and not found.copied
+    return kind.sizes.vec == 8 and kind.D == kind.DV and not (changes or converts or found.paged or found.cache)
+
+
 def conditions(kind: Kind) -> list[str]:
     """Return the conditions of tiles.py that a kind meets, the most particular first."""
     # Other kernels of few rows have no registers to load V with K.
@@ -181,6 +191,9 @@ def conditions(kind: Kind) -> list[str]:
         tiles.BIASES: kind.features.bias > BOOLEANS,
         tiles.DENSE_MASK: kind.features.bias > 0,
         tiles.UNALIGNED: kind.sizes.vec != 8,
+        tiles.PLAIN: has_plain_scores(kind) and not kind.features.local,
+        tiles.PLAIN_LOCAL_COPIES: has_plain_scores(kind) and kind.features.local and kind.features.copied,
+        tiles.PLAIN_LOCAL: has_plain_scores(kind) and kind.features.local,
         tiles.CONVERTED: kind.type == BF16_AS_FP16 and not kind.features.copied,
         tiles.LOCAL: kind.features.local,
         tiles.LONG: kind.hints.long,
@@ -197,4 +210,6 @@ def choose_tile(entry: str, kind: Kind) -> Tile:
     found = dict(kind.hints.tiles).get(entry) if is_timed else None
     if found is not None and kind.features.bias and (WIDEST_TILE % found.rows or WIDEST_TILE % found.streamed_rows):
         found = None  # wider than what a word of a dense mask's map stands for
+    if found is not None and found.groups > 1 and not has_plain_scores(kind):
+        found = None
     return found or tiles.find_tile(kind.number, entry, kind.size, conditions(kind))

@@ -26,11 +26,12 @@ class Tile(NamedTuple):
     stages: int = 1  # tiles of each streamed operand in shared memory
     load_v_with_k: bool = False  # a forward with one stage loads V with K, not after it
     ds_over_q: bool = False  # dkdv with dq stores dS over its tile of Q, which then has one slot
+    groups: int = 1  # 2: two groups of a forward's warps share rows and Q, and take alternate tiles of keys
 
     @property
     def rows(self) -> int:
         """Stationary rows of a block."""
-        return (self.warps >> (self.split_n + self.split_k + self.roles)) * self.mma_m * 16
+        return (self.warps >> (self.split_n + self.split_k + self.roles)) // self.groups * self.mma_m * 16
 
     def macros(self) -> list[tuple[str, int]]:
         """Of every kernel with tiles."""
@@ -42,12 +43,15 @@ class Tile(NamedTuple):
 # empty, or multiprocessors idle. With few rows blocks mostly wait for their first loads: FEW_ROWS_AND_KEYS,
 # FEW_LOCAL_ROWS and FEW_FREE_ROWS are those for which the kernel has registers to load V with K. UNLIKE: q and v have
 # different head dims; CONVERTED: each tile converts bf16; LESS_SHARED: a multiprocessor has less shared memory than an
-# A100's or H100's; LONG: many rows and keys, and nothing changes or hides scores.
+# A100's or H100's; LONG: many rows and keys, and nothing changes or hides scores. PLAIN and PLAIN_LOCAL: aligned calls
+# whose features leave two groups of warps enough registers, without and with a causal mask or window;
+# PLAIN_LOCAL_COPIES: the latter over fp16 copies of bf16.
 SHORT_SEQUENCES, NARROW_WINDOW, SOFTCAP, DROPOUT = "short sequences", "narrow window", "softcap", "dropout"
 FEW_ROWS_AND_KEYS, FEW_LOCAL_ROWS, FEW_FREE_ROWS = "few rows and keys", "few local rows", "few free rows"
 FEW_ROWS, UNLIKE, BIASES, DENSE_MASK = "few rows", "unlike head dims", "biases", "dense mask"
 UNALIGNED, CONVERTED, LOCAL, LESS_SHARED, USUAL = "unaligned", "converted", "local", "less shared memory", "usual"
 LONG = "long"
+PLAIN, PLAIN_LOCAL, PLAIN_LOCAL_COPIES = "plain", "plain local", "plain local copies"
 
 Row = dict[str, Tile]
 
@@ -63,6 +67,7 @@ SPLIT_K_2, SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2
 _K_SHARED = Tile(32, 8, 1, 1, qk_in_regs=False)  # K stays in shared memory, where dq reads it
 # dS then takes the place of Q.
 _OVER_Q = _K_SHARED._replace(ds_over_q=True)
+TWO_GROUPS = Tile(32, 8, 2, 1, qk_in_regs=False, groups=2)
 _ASYNC = Tile(64, 4, 1, 1, qk_in_regs=False, vo_in_regs=False, cp_async=True)
 
 
@@ -97,8 +102,8 @@ TURING: dict[str, dict[int, Row]] = {
         64: _narrow_forward(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), long=Tile(64, 8, 2, 1, stages=3)),
         80: _forward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), biases=Tile(64, 4, 1, 2)),
         96: _forward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), biases=Tile(64, 4, 1, 2)),
-        112: _forward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        128: _forward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
+        112: _forward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), plain=TWO_GROUPS, plain_local=TWO_GROUPS),
+        128: _forward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), plain=TWO_GROUPS, plain_local_copies=TWO_GROUPS),
         160: _forward(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         192: _forward(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2), biases=Tile(32, 8, 1, 1)),
         224: _forward(Tile(32, 8, 1, 1), Tile(16, 4, 1, 2)),

@@ -32,8 +32,8 @@ _CONVERSIONS = 10
 
 # Macros that are 0 unless a variant sets them.
 _OFF = (
-    *("SPLIT_N", "SPLIT_K", "ROLES", "STAGES", "LOAD_V_WITH_K", "FEW_KEYS", "DS_OVER_Q", "APPEND", "SHARED_GRID"),
-    *("MMA_K16", "CP_ASYNC", "FLEX", "FLEX_SCORE", "FLEX_MASK", "FLEX_GRADIENTS"),
+    *("SPLIT_N", "SPLIT_K", "ROLES", "STAGES", "LOAD_V_WITH_K", "FEW_KEYS", "DS_OVER_Q", "KEY_GROUPS"),
+    *("APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC", "FLEX", "FLEX_SCORE", "FLEX_MASK", "FLEX_GRADIENTS"),
 )
 # In kernels with tiles of rows and keys; only the forward reads pages.
 _FEATURES = tuple(name.upper() for name in Features._fields)
@@ -66,11 +66,13 @@ def forward(kind: Kind) -> Variant:
     stages = 1 if kind.features.cache else tile.stages
     macros += [("STAGES", stages)] * (stages > 1)
     macros += [("LOAD_V_WITH_K", 1)] * (tile.load_v_with_k and not kind.features.cache)
+    macros += [("KEY_GROUPS", tile.groups)] * (tile.groups > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
     # Warps with the same rows exchange partial scores of a tile.
     partial_sums = tile.warps * tile.mma_m * 16 * tile.streamed_rows * 4 * (tile.split_k > 0)
     stationary, streamed = tile.rows * row, tile.streamed_rows * (min(stages, 2) * row + stages * row_v) + partial_sums
-    shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v)
+    streamed *= tile.groups
+    shared = max(stationary if tile.qk_in_regs else stationary + streamed, streamed, tile.rows * row_v * tile.groups)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.warps * 32, shared)
 
 

@@ -5,7 +5,7 @@ Each tile fits its architectures. Tuning results may name only these tiles.
 
 from __future__ import annotations
 
-from flash_attn_compat.backends.fused.choosing.tiles import ROLES, SPLIT_K_2, SPLIT_N, Tile
+from flash_attn_compat.backends.fused.choosing.tiles import ROLES, SPLIT_K_2, SPLIT_N, TWO_GROUPS, Tile
 
 ENTRIES = ("forward", "dkdv", "dq")
 
@@ -16,8 +16,11 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2), Tile(64, 8, 2, 1, stages=3)),
         80: (Tile(32, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         96: (Tile(32, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        112: (Tile(16, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
-        128: (Tile(16, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(32, 8, 1, 1, stages=3)),
+        112: (TWO_GROUPS, Tile(16, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
+        128: (
+            TWO_GROUPS, Tile(16, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2),
+            Tile(32, 8, 1, 1, stages=3),
+        ),
         160: (Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         192: (Tile(32, 8, 1, 1, stages=3), Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         224: (Tile(32, 8, 1, 1), Tile(16, 8, 1, 1)),
