@@ -154,7 +154,8 @@ def make_job(step: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Job:
     """Return the call that runs a step and returns its result."""
     if step == TODAY:
         return Job(partial(flash_attn_func, q, k, v, causal=causal), partial(use_backend, "fused"))
-    kernel, out, device = make_variant(step, q.shape[-1], causal), torch.empty_like(q), q.get_device()
+    kernel, device = make_variant(step, q.shape[-1], causal), q.get_device()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     loaded, launch = nvrtc.kernel(kernel, device), nvrtc.driver().launch
     blocks, packed = pack_argument(kernel, q, k, v, out, causal)
 
