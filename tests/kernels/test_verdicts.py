@@ -269,7 +269,7 @@ def test_a_row_keeps_a_tile_as_numbers_in_order_so_that_rows_of_earlier_versions
         split_k=0,
     )
     assert tuned.from_row(json.dumps(row)).tiles == {("dkdv", 160, "float16"): tile}
-    row["tiles"] = [["dkdv", 160, "float16", [*numbers, False, 1, False, False]]]  # with the fields that came later
+    row["tiles"] = [["dkdv", 160, "float16", [*numbers, False, 1, False, False, 1]]]  # with the fields that came later
     row["state"] = "clock 1,200 MHz"
     assert json.loads(tuned.to_row(tuned.from_row(json.dumps(row)))) == row
 
