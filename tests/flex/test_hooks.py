@@ -109,7 +109,7 @@ def test_a_number_in_the_cpus_memory_and_one_that_changes(served: LaunchRecord) 
     assert served.entries == 2 * BACKWARD
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", some(["eager", "inductor"], 2))
 @pytest.mark.usefixtures("inductor_cache")
 def test_one_text_serves_all_lengths_of_a_dynamic_graph(backend: str, served: LaunchRecord) -> None:
     offsets = torch.arange(300)
@@ -297,7 +297,7 @@ def test_an_old_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.7", reason="inductor of PyTorch 2.6 refuses fp16 on CPUs")
 @pytest.mark.usefixtures("inductor_cache")
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", some(["eager", "inductor"], 2))
 def test_a_kernel_that_does_not_compile_leaves_the_call_to_pytorch_with_a_warning(
     backend: str, served: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def test_a_case_of_pytorchs_is_served_or_declined_as_the_list_says(name: str, se
     assert bool(reasons) == bool(case.reason) and (case.reason or "") in " ".join(reasons), reasons
 
 
-@pytest.mark.parametrize("name", some(SERVED, 12))
+@pytest.mark.parametrize("name", some(SERVED, 24))
 def test_a_served_case_of_pytorchs_is_right(name: str, served: LaunchRecord) -> None:
     case = make_cases()[name]
     qkv, mask = problem(case)
