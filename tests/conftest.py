@@ -82,7 +82,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _pytorchs_kernel_choice() -> Iterator[None]:
+def _pytorchs_choices() -> Iterator[None]:
     """Put PyTorch's switches of attention kernels back: a benchmark's main turns off, for good, what Turing lacks."""
     import torch
 
@@ -95,6 +95,8 @@ def _pytorchs_kernel_choice() -> Iterator[None]:
     yield
     for switch, was_on in switches:
         switch(was_on)
+    # PyTorch keeps the answer for the process, and a test may have acted out a machine without a GPU.
+    getattr(getattr(sys.modules.get("torch.utils._triton"), "has_triton", None), "cache_clear", lambda: None)()
 
 
 @pytest.fixture
