@@ -411,7 +411,7 @@ def _describe_answer(real: RealFlashAttn | None) -> str:
     if is_stand_in_spec(spec):
         patched = spec is not None and Path(spec.origin or "").is_relative_to(SITE)
         return f"flash_attn_compat ({'patched, here or by the parent process' if patched else 'installed'})"
-    return "nothing: import flash_attn fails" if real is None else "the real flash-attn"
+    return "nothing yet: patch(), run or install give it" if real is None else "the real flash-attn"
 
 
 def _collect_looks() -> dict[str, str]:

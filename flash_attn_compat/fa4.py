@@ -236,7 +236,10 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _with_fa4_lse(results: tuple[Tensor, ...], return_lse: bool, is_shared: bool) -> tuple[Tensor, Tensor]:
-    """Return (out, softmax_lse) with -inf in rows that see no key; without gradients of the LSE unless asked for."""
+    """Return (out, softmax_lse) with -inf in rows that see no key; without gradients of the LSE unless asked for.
+
+    is_shared: k and v are one tensor: FlashAttention-4 then returns softmax_lse with nheads as its last axis
+    """
     out, lse = results[:2]
     lse = (lse if return_lse else lse.detach()).masked_fill(lse == torch.inf, -torch.inf)
     return out, lse.transpose(-2, -1).contiguous() if is_shared else lse

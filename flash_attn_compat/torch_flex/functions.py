@@ -99,7 +99,10 @@ def captured_tensors(functions: Functions, captured: Sequence[Any]) -> tuple[Ten
 
 
 def captured_numbers(functions: Functions, captured: Sequence[Any]) -> tuple[int, ...]:
-    """Return the numbers that the text reads, in its order: integers, and bits of floats in the CPU's memory."""
+    """Return the captured numbers in the order in which the printed C++ reads them.
+
+    Integers come as they are, 0-dim float tensors of the CPU as the bits of their fp32.
+    """
     numbers = functions.printed.numbers
     return tuple([_as_integer(captured[number.position], number.is_float) for number in numbers]) if numbers else ()
 

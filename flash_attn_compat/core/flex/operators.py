@@ -76,7 +76,7 @@ OPERATORS: dict[str, Rule] = {
     "tanh_near": Rule("op_tanh_near", "F"),
 }
 PREDICATES = frozenset({"isnan", "isinf", "isneginf", "isposinf", "signbit"})
-# Operators that change no number, but perhaps its type, which is the result's.
+# Operators that keep the number; some give it the type of the result.
 SAME = frozenset({
     "detach", "clone", "alias", "lift_fresh_copy", "lift_fresh", "view", "reshape", "expand", "squeeze", "unsqueeze",
     "_to_copy", "to", "convert_element_type", "contiguous", "positive", "_unsafe_view", "view_of", "permute",

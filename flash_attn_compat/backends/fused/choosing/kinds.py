@@ -17,8 +17,9 @@ BIAS_WORDS = 2, 8, PART_KEYS // 32
 WIDEST_TILE = 128
 # Every multiple of 16 up to 128; then the head dims of models. A size is compiled when a call asks for it.
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# Windows of at most so many keys leave most of a tall tile masked; sequences of so few rows leave half of it empty.
+# A window of at most so many keys hides most of a tile of 128 rows or more.
 NARROW = 255
+# Sequences of at most so many rows leave half of such a tile empty.
 FEW_ROWS = 64
 # Rows and keys from which half a turn of lag, at the start and the end of each block, costs less than it saves.
 LONG = 2048

@@ -215,9 +215,9 @@ MAKERS = {
 
 
 def takes_decode(seqlen_q: int, group: int, more: bool) -> bool:
-    """Return whether the decode kernel serves: a call of so few query rows that reading the keys takes the time.
+    """Return whether the decode kernel serves: a call has so few query rows that reading keys takes most of its time.
 
     The decode kernel reads the keys once for 16 rows, the forward kernel once for each query head.
-    more: whether there is dropout or a dense mask, which the decode kernel lacks
+    group: query heads for each key head; more: whether there is dropout or a dense mask, which the decode kernel lacks
     """
     return not more and seqlen_q <= _FEW_QUERIES and seqlen_q * group <= _FEW_FOLDED

@@ -32,7 +32,7 @@ from flash_attn_compat.core.cuda_capture import current_device
 from flash_attn_compat.core.inputs import CacheInputs, Inputs, PackedInputs
 from flash_attn_compat.core.torch_state import note_written
 
-# The tensors of all families, in the order of struct Params.
+# In the order of struct Params: tensors of packed calls, a bias, dropout's state, and what a call over a cache appends.
 _INPUTS = (*PackedInputs._fields[:-1], "bias", "rng_state", *CacheInputs._fields[-4:])
 _MAX_BLOCKS = 2**31 - 1
 # The elements that a thread of the append kernel copies at once.
