@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.forms.plain import in_turns
 from tests.verify import mutants
+from tests.verify.seven_kernels import LargerGradient
 from verify.call import parameters
 from verify.cases import Case, generated, plain
 from verify.compare_rows import DECLINED, FAIL, PASS, RIGHT_TO, Row, feature_counts, standing
@@ -312,16 +313,6 @@ def spreads(q, k, v, **options: Any):
     return changed(lambda out: out + zero.to(out.dtype))(q, k, v, **options)
 
 
-class _Grown(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return 1.05 * upstream
-
-
 def mutant(name: str) -> Attention:
     return getattr(mutants, name).flash_attn_func
 
@@ -390,8 +381,8 @@ FAULTS: dict[str, list[Attention]] = {
     "softmax_lse": [mutant("log2_lse"), mutant("dead_rows_minus_inf")],
     "gradients": [
         mutant("unwindowed_backward"),
-        lambda q, k, v, **options: right(q, _Grown.apply(k), v, **options),
-        lambda q, k, v, **options: right(q, k, _Grown.apply(v), **options),
+        lambda q, k, v, **options: right(q, LargerGradient.apply(k), v, **options),
+        lambda q, k, v, **options: right(q, k, LargerGradient.apply(v), **options),
     ],
 }
 # Of a kernel with all the declines at once.
