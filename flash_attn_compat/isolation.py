@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -53,9 +53,11 @@ def run_in_children(count: int, steps: Callable[..., Iterable[Result]], *argumen
     """
     done = ended = 0
     while done < count and ended < MOST_ENDED:
-        for result in _run_one_child(steps, done, arguments):
-            done += 1
-            yield result
+        # Closed in words: from Python 3.12 on, closing this generator leaves those that it reads as they are.
+        with contextlib.closing(_run_one_child(steps, done, arguments)) as results:
+            for result in results:
+                done += 1
+                yield result
         ended += 1
     for _ in range(done, count):
         yield NotDone(f"not done: {MOST_ENDED} processes ended before")
@@ -91,7 +93,7 @@ def read_concurrently(iterators: Sequence[Iterator[Result]]) -> list[Iterator[Re
 
 def _run_one_child(
     steps: Callable[..., Iterable[Result]], first: int, arguments: tuple[Any, ...]
-) -> Iterator[Result | Ended]:
+) -> Generator[Result | Ended, None, None]:
     context: Any = multiprocessing.get_context(_START)
     receiver, sender = context.Pipe(duplex=False)
     task = pickle.dumps((steps, first, arguments))
