@@ -73,8 +73,7 @@ def call(
     out, lse, *_ = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)(*leaves)
     if not gradients:
         return Answer(out, lse)
-    loss = (out.float() * upstream(out)).sum() + torch.where(lse.isfinite(), lse, 0.0).sin().sum()
-    return Answer(out.detach(), lse.detach(), torch.autograd.grad(loss, [*leaves, *more]))
+    return Answer(out.detach(), lse.detach(), _gradients(out, lse, [*leaves, *more]))
 
 
 def upstream(out: Tensor) -> Tensor:
@@ -83,17 +82,27 @@ def upstream(out: Tensor) -> Tensor:
 
 
 def in_fp32(qkv: Sequence[Tensor], *arguments: Any, **named: Any) -> Answer:
-    """The same call in fp32, which our kernels leave to PyTorch."""
-    return call([x.float() for x in qkv], *arguments, **named)
+    """The same call in fp32 by PyTorch's own composition."""
+    return composed([x.float() for x in qkv], *arguments, **named)
 
 
-def composed(qkv: Sequence[Tensor], score_mod: Mod = identity, mask: BlockMask | None = None) -> Answer:
-    """PyTorch's own composition in the call's dtype, without gradients."""
+def composed(
+    qkv: Sequence[Tensor], score_mod: Mod = identity, mask: BlockMask | None = None, scale: float | None = None,
+    more: Sequence[Tensor] = (), gradients: bool = True,
+) -> Answer:  # fmt: skip
+    """PyTorch's own composition in the call's dtype. more: further tensors that want a gradient"""
     from torch.nn.attention.flex_attention import _create_empty_block_mask
 
-    used = _create_empty_block_mask(*qkv[:2]) if mask is None else mask
-    out, lse, *_ = COMPOSED(*qkv, score_mod, used.as_tuple(), qkv[0].shape[-1] ** -0.5, {}, (), ())
-    return Answer(out, lse)
+    leaves = [x.detach().requires_grad_() if gradients else x for x in qkv]
+    used = _create_empty_block_mask(*leaves[:2]) if mask is None else mask
+    factor = qkv[0].shape[-1] ** -0.5 if scale is None else scale
+    out, lse, *_ = COMPOSED(*leaves, score_mod, used.as_tuple(), factor, {}, (), ())
+    return Answer(out.detach(), lse.detach(), _gradients(out, lse, [*leaves, *more]) if gradients else ())
+
+
+def _gradients(out: Tensor, lse: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    loss = (out.float() * upstream(out)).sum() + torch.where(lse.isfinite(), lse, 0.0).sin().sum()
+    return torch.autograd.grad(loss, leaves)
 
 
 def assert_close(found: Answer, right: Answer, dtype: torch.dtype) -> None:
@@ -104,16 +113,3 @@ def assert_close(found: Answer, right: Answer, dtype: torch.dtype) -> None:
         largest = y.abs().max().item() or 1.0
         torch.testing.assert_close(x.float(), y.float(), rtol=4 * eps, atol=2 * eps * max(largest, 1.0))
     torch.testing.assert_close(found.lse, right.lse, rtol=2e-5, atol=2e-5)
-
-
-def in_own_dtype(qkv: Sequence[Tensor], *arguments: Any, **named: Any) -> Answer:
-    """The same call in its dtype by PyTorch's own composition."""
-    from flash_attn_compat.torch_flex import override
-
-    switch = override._active
-    assert switch is not None
-    policy, switch.policy = switch.policy, None
-    try:
-        return call(qkv, *arguments, **named)
-    finally:
-        switch.policy = policy

@@ -79,7 +79,7 @@ def mistake(problem: Problem) -> str | None:
         off = (x.float() - y).abs().max().item() if x.numel() else 0.0
         largest = max(y.abs().max().item() if y.numel() else 0.0, 0.1)
         if not off <= 8 * torch.finfo(problem.qkv[0].dtype).eps * largest:
-            usual = usual or calls.in_own_dtype(problem.qkv, *arguments, more=problem.learned)
+            usual = usual or calls.composed(problem.qkv, *arguments, more=problem.learned)
             own = dict(zip(names, arrays(usual)))[name]
             own_off = (own.float() - y).abs().max().item()
             if not off <= 2 * own_off:

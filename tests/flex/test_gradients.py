@@ -70,7 +70,7 @@ def answers(
     found = calls.call(qkv, score_mod, mask, backend=backend, more=leaves)
     assert [x.dtype for x in found.gradients[3:]] == [x.dtype for x in leaves]
     right = calls.in_fp32(qkv, score_mod, mask, more=leaves)
-    return found, right, calls.in_own_dtype(qkv, score_mod, mask, more=leaves)
+    return found, right, calls.composed(qkv, score_mod, mask, more=leaves)
 
 
 def assert_right(found: Answer, right: Answer, own: Answer) -> None:
@@ -164,7 +164,7 @@ def test_a_large_factor_of_small_scores_overflows_nothing_in_bf16(factor: float,
         return score * leaves[0][0]
 
     found, right = (call(qkv, problem, more=leaves) for call in (calls.call, calls.in_fp32))
-    own = calls.in_own_dtype(qkv, problem, more=leaves)
+    own = calls.composed(qkv, problem, more=leaves)
     assert served.entries[-3:] == BACKWARD[1:]
     for x, y, z in zip(found.gradients[:3], right.gradients, own.gradients):
         assert (x.float() - y).abs().max() <= 2 * (z.float() - y).abs().max() + 1e-3 * y.abs().max()
