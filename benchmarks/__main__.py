@@ -11,6 +11,7 @@ PROGRAMS = {
     "host_time": "host time of one small call with our kernels, no GPU needed; --packed: by each backend",
     "sdpa": "F.scaled_dot_product_attention without and with our kernels under it",
     "flex": "flex_attention on our kernels, beside Triton's and our own features",
+    "flex_host": "the host's time of flex_attention on our kernels: warm calls, and a function's first",
     "flex_report": "registers, spills and instructions of kernels with functions of flex_attention; no GPU needed",
     "flex_pictures": "the pictures of docs/flex.md; no GPU needed",
     "small_calls": "small calls with gradients: the host's time and the GPU's alone, beside PyTorch's kernels",

@@ -1,0 +1,149 @@
+"""The host's time of flex_attention on our kernels: a warm eager call, and a function's first call.
+
+`python -m benchmarks.flex_host [--head-dim 64 128] [--cores 2]` prints, for three pairs of functions:
+- microseconds of a warm eager forward by our kernels, and by a stub at the same place that returns ready tensors. The
+  difference is ours; the rest is PyTorch's dispatch. Both take turns.
+- seconds of the first forward and of the first forward with backward in a new process that may use ``--cores`` cores:
+  with an empty cache, and again with the kernels on disk.
+Needs a GPU and PyTorch 2.6. FLASH_ATTN_COMPAT_CAPABILITY is 7.5 unless it is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import flash_attn_compat
+from benchmarks import flex
+from flash_attn_compat import settings
+
+ENTRIES = ("causal", "softcap", "ALiBi, causal")
+TOKENS, TURNS, CALLS = 256, 20, 50
+
+
+def make_call(entry: flex.Entry, head_dim: int, device: str = "cuda") -> Callable[[bool], Any]:
+    """Return a function that calls flex_attention eagerly; its argument: whether with the backward."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    shape = flex.BATCH, flex.HEADS, TOKENS, head_dim
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.float16) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    mask = entry.mask_mod and create_block_mask(entry.mask_mod, None, None, TOKENS, TOKENS, device=device)
+
+    def call(with_backward: bool) -> Any:
+        if not with_backward:
+            return flex_attention(q, k, v, score_mod=entry.score_mod, block_mask=mask)
+        out = flex_attention(*leaves, score_mod=entry.score_mod, block_mask=mask)
+        return torch.autograd.grad(out, leaves, q)
+
+    return call
+
+
+def microseconds(call: Callable[[bool], Any]) -> float:
+    """Return the host's time of one forward."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(flex.SLEEP)
+    begun = time.perf_counter()
+    for _ in range(CALLS):
+        call(False)
+    return 1e6 * (time.perf_counter() - begun) / CALLS
+
+
+def time_warm(entry: flex.Entry, head_dim: int) -> tuple[float, float]:
+    """Return the microseconds of a warm eager forward by our kernels and by a stub in their place."""
+    from torch._C import DispatchKey
+
+    operator = torch.ops.higher_order.flex_attention
+    call = make_call(entry, head_dim)
+    readings: list[tuple[float, float]] = []
+    with flash_attn_compat.flex(), torch.no_grad():
+        ours = operator.py_kernels[DispatchKey.CUDA]
+        ready = ours, None
+        for _ in range(3):
+            call(False)
+
+        def keep(*arguments: Any, **named: Any) -> Any:
+            nonlocal ready
+            ready = ours, ours(*arguments, **named)
+            return ready[1]
+
+        def stub(*arguments: Any, **named: Any) -> Any:
+            return ready[1]
+
+        def put(kernel: Any) -> None:
+            operator.py_kernels[DispatchKey.CUDA] = kernel
+            operator._dispatch_cache.clear()
+            call(False)
+
+        put(keep)
+        for _ in range(TURNS):
+            put(ours)
+            first = microseconds(call)
+            put(stub)
+            readings.append((first, microseconds(call)))
+        put(ours)
+    return statistics.median(a for a, _ in readings), statistics.median(b for _, b in readings)
+
+
+def time_first(name: str, head_dim: int) -> list[float]:
+    """Return the seconds of the first forward and of the first forward with backward, in this process."""
+    torch.zeros(1, device="cuda")
+    make_call(flex.Entry(), head_dim)(False)  # PyTorch imports and traces once what it always needs
+    call = make_call(flex.entries(TOKENS, "cuda")[name], head_dim)
+    seconds = []
+    with flash_attn_compat.flex():
+        for with_backward in (False, True):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            call(with_backward)
+            torch.cuda.synchronize()
+            seconds.append(round(time.perf_counter() - begun, 2))
+    return seconds
+
+
+def time_first_in_child(name: str, head_dim: int, cores: int, cache: str) -> list[float]:
+    code = (
+        f"import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cores}])\n"
+        f"import json; from benchmarks import flex_host; print(json.dumps(flex_host.time_first({name!r}, {head_dim})))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        check=False, env={**os.environ, settings.CACHE: cache}, capture_output=True, text=True,
+    )  # fmt: skip
+    if told.returncode:
+        raise RuntimeError(f"{name} at head_dim {head_dim}: {told.stderr.strip().splitlines()[-1]}")
+    return list(json.loads(told.stdout.strip().splitlines()[-1]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.flex_host", description=__doc__)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--cores", type=int, default=2, help="for the first call of a function (2)")
+    options = parser.parse_args(argv)
+    os.environ.setdefault(settings.CAPABILITY, "7.5")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores")
+    for head_dim in options.head_dim:
+        for name in ENTRIES:
+            with tempfile.TemporaryDirectory() as cache:
+                first, again = (time_first_in_child(name, head_dim, options.cores, cache) for _ in range(2))
+            ours, stub = time_warm(flex.entries(TOKENS, "cuda")[name], head_dim)
+            print(
+                f"d {head_dim} {name}: warm {ours:.1f} us, stub {stub:.1f} us, ours {ours - stub:.1f} us; first call "
+                f"{first[0]} s, with backward {first[1]} s more; kernels on disk {again[0]} s, {again[1]} s",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
