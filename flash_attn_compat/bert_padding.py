@@ -209,7 +209,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def _is_recorded(tensor: Tensor) -> bool:
-    """Whether autograd records the function; if not, its `apply` would take longer than its work."""
+    """Whether autograd records functions of ``tensor``; if not, `apply` would only cost time, and callers skip it."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 

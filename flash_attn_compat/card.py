@@ -15,7 +15,7 @@ from flash_attn_compat.backends.fused.building import nvrtc
 
 # The share of a GPU's memory that may be used. Beyond it, Windows' drivers (also under WSL) use host memory silently.
 MEMORY_SHARE = 0.9
-# The seconds that one launch may take: with a timer that ends it after two seconds, and without.
+# The longest time of one launch, in seconds: where the driver ends kernels after two seconds, and elsewhere.
 _UNDER_TIMER, _OTHERWISE = 0.5, 2.0
 _EXEC_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 _BATCH, _SEQLEN, _HEADS, _HEAD_DIM = 4, 1024, 8, 64
@@ -62,7 +62,9 @@ def has_timer(device: torch.device) -> bool:
 
 
 def count_flops(nheads: int, head_dim: int, visible: float, training: bool) -> float:
-    """Return the floating-point operations of the largest launch: two products of the visible scores, four in dkdv.
+    """Return the floating-point operations of a call's largest launch.
+
+    The forward kernel computes two matrix products over the visible scores, the kernel for dk and dv in training four.
 
     visible: the number of scores of one head that the mask leaves
     """
@@ -88,7 +90,7 @@ def _speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Return the fastest of three runs, by the GPU's clock."""
+    """Return the seconds of the fastest of three runs, measured by CUDA events."""
     run()
     times: list[float] = []
     for _ in range(3):

@@ -20,13 +20,13 @@ from flash_attn_compat.dropin import patch
 from flash_attn_compat.dropin.patch import SdpaRequest, warn_of_xformers
 from flash_attn_compat.output_path import output_path
 
-# The options of run, and the values of patch's sdpa, flex and api for each.
+# The options of the command `run`, each with the value that it gives to patch()'s argument sdpa, flex or api.
 _SDPA: dict[str, SdpaRequest] = {"--sdpa": True, "--sdpa=always": "always"}
 _FLEX: dict[str, SdpaRequest] = {"--flex": True, "--flex=always": "always"}
 _API = {f"--api={api}": api for api in settings.APIS}
-# Of one processor, on a slow one: to say how long compiling takes at most.
+# The time that one core of a slow processor takes to compile a kernel. `compile` prints an upper bound from it.
 _SECONDS_PER_KERNEL = 2.5
-# This package's dependencies, which pip may have been told not to install; doctor, tune and compile need both.
+# Dependencies that are missing if pip installed this package alone (--no-deps). doctor, tune and compile need both.
 _REQUIRED = "torch", "einops"
 
 
@@ -96,9 +96,11 @@ def run(
     arguments: Sequence[str], sdpa: SdpaRequest = False, api: str | None = None, transformers: bool = False,
     flex: SdpaRequest = False,
 ) -> NoReturn:  # fmt: skip
-    """Replace this process by `python ARGUMENTS...` in an environment that finds flash_attn. The options: as patch's
+    """Replace this process by `python ARGUMENTS...`, in which `import flash_attn` finds this package.
 
     A fresh interpreter has the same __main__, sys.path, exit code, signals and tracebacks as a direct run.
+
+    sdpa, api, transformers, flex: as in patch()
     """
     patch(api, sdpa=sdpa, transformers=transformers, flex=flex)
     command = [sys.executable, *arguments]
@@ -110,14 +112,14 @@ def run(
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """Run `python -m verify` and return its exit code. verify is in the package, or beside it in a clone."""
+    """Run `python -m verify` and return its exit code. A wheel has verify in the package, a clone beside it."""
     package = Path(__file__).parent
     name = "flash_attn_compat.verify" if (package / "verify").is_dir() else "verify"
     sys.path.insert(0, str(package.parent))
     program = importlib.import_module(f"{name}.__main__")
     del sys.path[0]
     with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
-        # verify imports the user's kernels from here. Last, so that a torch.py or rich.py here hides no library.
+        # verify imports the user's kernels from this folder. It goes last, so that a torch.py in it hides no library.
         sys.path.append(os.getcwd())
     code: int = program.main(list(arguments))
     return code
@@ -235,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_sizes(command: argparse.ArgumentParser, head_dims: str, dtypes: str) -> None:
-    """Add the options for sizes of kernels. head_dims, dtypes: the defaults in words"""
+    """Add --head-dim and --dtype to a command. head_dims, dtypes: their defaults, in the words of the help text"""
     repeatable: dict[str, Any] = {"action": "append", "default": []}
     command.add_argument(
         "--head-dim", type=_integer(1, 512), metavar="N", help=f"default: {head_dims}; repeatable", **repeatable
@@ -292,7 +294,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     try:
         report = doctor.examine(tell)
-    except ValueError as error:  # an unknown backend's name: settings.check() does not know the names
+    except ValueError as error:  # the setting BACKEND names no backend: settings.check() has no list of them
         return _report_error(error, 2)
     print(doctor.to_json(report) if options.json else f"\n{doctor.format_rest(report)}")
     return 0 if report.healthy else 1
@@ -311,7 +313,7 @@ def _tune(options: argparse.Namespace) -> int:
     if write_error and not options.json:
         return _report_error(write_error)
     tuning.run_all()
-    is_stored = bool(tuning.card.times) and tuned.store_card(tuning.card)  # before anything that may end the process
+    is_stored = bool(tuning.card.times) and tuned.store_card(tuning.card)  # first, so that no error below loses it
     print(*tuning.summary(), sep="\n")
     for failure in tuning.failures:
         _report_error(f"could not time {failure}")
@@ -354,7 +356,7 @@ def _compile(options: argparse.Namespace) -> int:
         more = aot.common_kinds(number, options.head_dim, options.dtype, masks)
         kinds = more if is_more else aot.usual_kinds(number)
         jobs += [(variant, architecture) for variant in enumeration.made_for(kinds)]
-        jobs += [(clearing.VARIANT, architecture)] * (number >= 80)  # for torch_flash, which serves there
+        jobs += [(clearing.VARIANT, architecture)] * (number >= 80)  # the backend torch_flash launches it
     minutes = -(-len(jobs) * _SECONDS_PER_KERNEL // (60 * (os.cpu_count() or 1)))
     about = f"at most {minutes:.0f} minute{'s' * (minutes > 1)} on {os.cpu_count()} processors"
     print(f"{len(jobs)} kernels for {', '.join(numbers)}: {about}", file=sys.stderr, flush=True)

@@ -51,7 +51,7 @@ class Machine:
     capability: str | None
     built_for: list[str]  # the architectures that this PyTorch binary has code for
     has_code_for_device: bool
-    kernels: list[str]  # this package's own: their compiler, cache folder and tuning results
+    kernels: list[str]  # of this package's kernels: the compiler, the cache folder, tuning results
     settings: dict[str, str]  # the FLASH_ATTN_COMPAT_ variables that are set
 
 
@@ -81,8 +81,8 @@ class Report:
     version: str
     machine: Machine
     calls: list[TypicalCall]
-    sdpa: dict[str, str]  # F.scaled_dot_product_attention: whether it is switched on, and who would serve typical calls
-    flex: dict[str, str]  # torch.nn.attention.flex_attention: likewise
+    sdpa: dict[str, str]  # whether F.scaled_dot_product_attention uses our kernels, and for which typical calls
+    flex: dict[str, str]  # whether torch.nn.attention.flex_attention uses our kernels
     checks: list[Check]
     faults: list[str]  # kernels that ended a process here and are refused since
     name: Name
@@ -120,7 +120,7 @@ _Result = list[TypicalCall] | dict[str, str] | Check | None
 
 
 def _list_labels(device: torch.device) -> list[tuple[str, str]]:
-    """Return the backend and case of each step of ``_run_steps``, for the check of a step whose process ended."""
+    """Return the backend and case of each step of ``_run_steps``, to name a step that ended its process."""
     explained = [("dispatch", "typical calls"), ("dispatch", "F.scaled_dot_product_attention")]
     return [*explained, *((part.backend, part.name) for part in self_check.list_parts(device))]
 
@@ -204,7 +204,7 @@ def _format_name(name: Name) -> list[str]:
 
 
 def _format_backends(calls: list[TypicalCall]) -> dict[str, str]:
-    """Return by backend: how many of the calls it serves, and each reason to decline once, with the calls it is for."""
+    """Return for each backend how many calls it serves, and its reasons to decline, each with the calls' numbers."""
     rows = {}
     for name in dict.fromkeys(name for call in calls for name in call.reasons):
         declined: dict[str, list[str]] = {}
@@ -302,7 +302,7 @@ def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:
     """
     for architecture in built_for:
         kind, _, digits = architecture.partition("_")
-        digits = digits.rstrip("af")  # sm_90a runs on 9.0 only; the comparison below is the same for it
+        digits = digits.rstrip("af")  # sm_90a, for 9.0 alone, counts as sm_90
         if not digits.isdigit():
             continue
         major, minor = int(digits[:-1]), int(digits[-1])
@@ -383,7 +383,7 @@ def _explain_sdpa(device: torch.device) -> dict[str, str]:
 def _explain_flex(device: torch.device) -> dict[str, str]:
     if flex_override.find_old_version() is not None:
         return {"here": f"PyTorch's own: ours needs PyTorch 2.6, and this is {torch.__version__}"}
-    importlib.import_module("torch.nn.attention.flex_attention")  # an installation switches it on at this import
+    importlib.import_module("torch.nn.attention.flex_attention")  # `install --flex` takes effect at this import
     is_on = flex_override.active_policy() is not None
     reasons = "; ".join(device_reasons(Policy(), device))
     return {

@@ -81,7 +81,7 @@ def flash_attn_with_kvcache(
     scheduler_metadata: Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None, None]:  # fmt: skip
-    """Return out as flash-attn 2's flash_attn_with_kvcache does; page_table is its block_table.
+    """Return out as flash-attn 2's flash_attn_with_kvcache does; page_table is what flash-attn 2 names block_table.
 
     With return_softmax_lse: (out, softmax_lse, None, None), without the partial results of a split over keys.
     """
@@ -131,7 +131,7 @@ def _flash_attn_backward(
     causal: bool, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False,
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv, softmax_d) from a forward's out and softmax_lse; given dq, dk and dv are written to."""
+    """Return (dq, dk, dv, softmax_d) from a forward's out and softmax_lse; dq, dk, dv are written to unless None."""
     _refuse(sequed_q=sequed_q, sequed_k=sequed_k)
     gradients = [torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))]
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf)  # flash-attn 2's LSE of rows without keys
@@ -165,6 +165,6 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _with_fa3_lse(results: tuple[Tensor, ...], k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out, softmax_lse) with -inf in rows that see no key. Without any keys FlashAttention-3 keeps +inf."""
+    """Return (out, softmax_lse) with -inf in rows that see no key, but +inf if k is empty, as FlashAttention-3 does."""
     out, lse = results[:2]
     return out, lse.masked_fill(lse == torch.inf, -torch.inf) if k.numel() else lse

@@ -129,18 +129,18 @@ class _Tokens(NamedTuple):
     indices: Tensor | None
 
     def take(self, x: Tensor) -> Tensor:
-        """Return (total, heads, headdim), the tokens of a sequence together."""
+        """Return the tokens of ``x`` as (total, heads, headdim), one sequence after another, unused tokens last."""
         x = x if self.shape is None else x.flatten(0, 1)
         return x if self.indices is None else x[self.indices]
 
     def put_back(self, out: Tensor) -> Tensor:
-        """Return a result of ``take``'s tokens in the caller's layout."""
+        """Return ``out``, computed from the tokens of ``take``, in the layout of the caller's q."""
         if self.indices is not None:
             out = torch.zeros_like(out).index_copy(0, self.indices, out)
         return out if self.shape is None else out.unflatten(0, self.shape)
 
     def put_back_lse(self, lse: Tensor) -> Tensor:
-        """Return (nheads, total) in the caller's layout: (batch, nheads, seqlen) for a padded tensor."""
+        """Return an LSE (nheads, total) in the layout of the caller's q: (batch, nheads, seqlen) if q is padded."""
         if self.indices is not None:
             lse = torch.zeros_like(lse).index_copy(1, self.indices, lse)
         return lse if self.shape is None else lse.unflatten(1, self.shape).transpose(0, 1).contiguous()
@@ -180,7 +180,7 @@ def _tokens(
 
 
 def _paged_tokens(k: Tensor, page_table: Tensor, seqused: Tensor | None) -> _Tokens:
-    """Return the lengths of sequences in pages; whole pages without ``seqused``."""
+    """Return the key sequences of a paged k: each has ``seqused`` tokens, or without it all slots of its pages."""
     longest = page_table.shape[1] * k.shape[1]
     lengths = page_table.new_full(page_table.shape[:1], longest) if seqused is None else seqused
     return _Tokens(_starts(lengths), longest, None, None)
@@ -194,7 +194,7 @@ def _options(
     q: Tensor, softmax_scale: float | None, causal: bool, window_size: Sequence[int | None],
     learnable_sink: Tensor | None, softcap: float | None, deterministic: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of flash-attn 2's functions that mean the same."""
+    """Return these options as keyword arguments of our flash-attn 2 functions."""
     if learnable_sink is not None and (
         not isinstance(learnable_sink, Tensor) or learnable_sink.shape != q.shape[-2:-1]
     ):

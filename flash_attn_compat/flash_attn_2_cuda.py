@@ -1,4 +1,4 @@
-"""The compiled extension's five functions, by position, as flash_attn/flash_attn_interface.py calls them.
+"""The five functions of flash-attn's compiled extension, with the positional arguments that flash_attn passes.
 
 Callers that go below flash_attn's Python layer (and that layer itself) work unchanged on top of this
 module. Nothing is computed here, and nothing is recorded for autograd.
@@ -25,7 +25,7 @@ __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 def _unrecorded(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     @functools.wraps(function)
     def unrecorded(*arguments: Any, **named: Any) -> list[Tensor]:
-        if not torch.is_grad_enabled():  # a no_grad that changes nothing costs two microseconds all the same
+        if not torch.is_grad_enabled():  # no_grad would cost two microseconds and change nothing
             return function(*arguments, **named)
         with torch.no_grad():
             return function(*arguments, **named)
@@ -239,7 +239,10 @@ def _check_generator(gen: Any) -> None:
 
 
 def _check_out(out: Tensor | None, q: Tensor) -> None:
-    """Before anything is computed or appended to a cache. v's head_dim is q's in every caller that preallocates."""
+    """Raise RuntimeError unless ``out`` can take the result. Called before anything is computed or appended.
+
+    ``out`` must have q's shape: callers that pass ``out`` use one head_dim for q, k and v.
+    """
     if out is None:
         return
     if out.dtype != q.dtype:

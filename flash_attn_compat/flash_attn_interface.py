@@ -1,7 +1,7 @@
 """The attention functions of flash-attn 2.8: signatures, documentation and return shapes.
 
-What a call means is in core/arguments.py, how gradients flow in dispatch/autograd.py. The private functions, of
-private_interface.py, and flash_attn_with_kvcache, of kvcache.py, can be imported from here too.
+core/arguments/ checks the arguments and turns them into a call; dispatch/autograd.py computes gradients. The private
+functions, of private_interface.py, and flash_attn_with_kvcache, of kvcache.py, can be imported from here too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
     "round_multiple",
 ]
 
-# flash-attn's names for what registers its operators; ours are in dropin/operators.py.
+# flash-attn's module has these two functions, which register its operators. dropin/operators.py registers ours.
 _torch_custom_op_wrapper = torch.library.custom_op
 _torch_register_fake_wrapper = torch.library.register_fake
 
@@ -359,9 +359,10 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 class _Applied(torch.autograd.Function):
-    """flash-attn's autograd Functions by name: ``apply`` takes their forward's arguments without ctx.
+    """Base of the classes that have the names of flash-attn's autograd Functions.
 
-    One Function of ours computes the gradients, so ``forward`` is an ordinary call and ctx stays unused.
+    ``apply`` takes the arguments of ``forward`` without ctx. ``forward`` calls a public function, which records its own
+    gradients, so ctx is unused.
     """
 
     @classmethod

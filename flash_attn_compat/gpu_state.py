@@ -21,7 +21,7 @@ class GpuState(NamedTuple):
 
 
 class Monitor:
-    """Readings of one GPU's state. decline_reason: why there are none, or no more; "" while they work"""
+    """Readings of one GPU's clock and power. decline_reason: why NVML gives none, or no more; "" while it does"""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

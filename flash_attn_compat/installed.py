@@ -10,15 +10,15 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 EXTENSION = "flash_attn_2_cuda"
-# The stand-in: a package and its metadata.
+# The directory on sys.path from which `import flash_attn` gets our stand-in: a package and its metadata.
 SITE = str(Path(__file__).resolve().parent / "dropin" / "site")
-# A sitecustomize, for child processes.
+# The directory of a sitecustomize.py, which Python runs at the start of a patched process's children.
 SITE_START = str(Path(__file__).resolve().parent / "dropin" / "site_start")
-# Only the metadata of flash-attn 2.6.3: it precedes SITE on the path under the interface of 2.6.
+# The directory of flash-attn 2.6.3's metadata. With api="2.6" it precedes SITE on sys.path.
 SITE_2_6 = str(Path(__file__).resolve().parent / "dropin" / "site_2_6")
-# FlashAttention-3's name.
+# The directory of our module under FlashAttention-3's name, flash_attn_interface.
 SITE_FA3 = str(Path(__file__).resolve().parent / "dropin" / "site_fa3")
-# FlashAttention-4's name, in a directory flash_attn that holds nothing else.
+# The directory of our package under FlashAttention-4's name: flash_attn/cute and no other part of flash_attn.
 SITE_FA4 = str(Path(__file__).resolve().parent / "dropin" / "site_fa4")
 # A word in the __init__ of every stand-in, and of no real flash_attn.
 _MARK = "flash_attn_compat"
@@ -41,7 +41,7 @@ _swapped: RealFlashAttn | None = None
 
 
 def swapped_package() -> RealFlashAttn | None:
-    """Return the real package that now calls our functions, or None. Calling it would recurse."""
+    """Return the real flash-attn that patch() made call our functions, or None. Our backends must not call it back."""
     return _swapped
 
 
@@ -61,7 +61,7 @@ def is_stand_in_spec(spec: ModuleSpec | None) -> bool:
 
 
 def find_first_spec(path: list[str] | None = None) -> ModuleSpec | None:
-    """Return the spec that the import system finds for flash_attn, or None. sys.modules does not matter.
+    """Return the spec that the import system finds for flash_attn, or None, whether or not it is imported already.
 
     path: used instead of sys.path
     """

@@ -1,4 +1,4 @@
-"""Run steps that may break the GPU's context in child processes: the breaking step is named, and the others go on."""
+"""Run steps in child processes. A step that breaks the GPU's context ends its child, and another child goes on."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 # The number of child processes that may end early; each takes seconds to start.
 MOST_ENDED = 6
 _SAFE_PATH = "PYTHONSAFEPATH"
-_START = "spawn"  # a copy of this process could not use its GPU
-_starting = threading.Lock()  # a child inherits os.environ, which starting one changes for a moment
+_START = "spawn"  # a fork of this process could not use the GPU
+_starting = threading.Lock()  # held while a child starts, since os.environ is changed for that moment
 
 
 class Ended:
@@ -48,12 +48,12 @@ def run_in_children(count: int, steps: Callable[..., Iterable[Result]], *argumen
     steps: ``steps(first, *arguments)`` yields the results from number ``first`` on. A new interpreter must be able to
         import it, and it, its arguments and its results must be picklable.
 
-    A child ends after a step that leaves the GPU unusable, and another child goes on. After MOST_ENDED children the
-    remaining steps are NotDone. Raises the exceptions of ``steps``.
+    A child ends after a step that leaves the GPU unusable, and another child runs the steps that remain. Once
+    MOST_ENDED children have ended, each remaining step yields NotDone. Raises the exceptions of ``steps``.
     """
     done = ended = 0
     while done < count and ended < MOST_ENDED:
-        # Closed in words: from Python 3.12 on, closing this generator leaves those that it reads as they are.
+        # Closed here: from Python 3.12 on, closing this generator does not close the one that it reads.
         with contextlib.closing(_run_one_child(steps, done, arguments)) as results:
             for result in results:
                 done += 1
@@ -122,7 +122,7 @@ def _run_one_child(
 def _without_current_folder() -> Iterator[None]:
     """Keep interpreters that start in the block from importing the current folder's files (from Python 3.11 on).
 
-    Later they get this process's sys.path.
+    multiprocessing gives them this process's sys.path once they run.
     """
     before = os.environ.get(_SAFE_PATH)
     os.environ[_SAFE_PATH] = "1"
@@ -156,7 +156,7 @@ def _run_task(sender: Connection, folder: str, task: bytes) -> None:
                 sender.close()
                 os._exit(1)  # exit handlers would fail or abort
         sender.send(("over", None))
-    except (KeyboardInterrupt, BrokenPipeError):  # the parent was interrupted too, or is gone
+    except (KeyboardInterrupt, BrokenPipeError):  # the parent got the same interrupt, or is gone
         pass
     except Exception as error:  # noqa: BLE001  the parent raises it
         sender.send(("raised", error))

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: signature, documentation and return shapes. What it does is in dispatch/kvcache.py."""
+"""flash_attn_with_kvcache: signature, documentation and return shapes. dispatch/kvcache.py computes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: (at least the cache's capacity, rotary_dim / 2) in q's dtype; rotates k at
             its positions, and q at cache_seqlens + row if causal or windowed, else at cache_seqlens
         cache_seqlens: how many cache slots are in use before the call, from slot 0 on: an int or
-            (batch_size,) int32; default all of them. It is not updated. An int needs no tensor on the way.
+            (batch_size,) int32; default all of them. It is not updated. An int is passed on as a number.
         cache_batch_idx: (batch_size,) int32, the cache row of each sequence; default its own index
         cache_leftpad: (batch_size,) int32, slots to skip at the front
         block_table: (batch_size, max_num_blocks_per_seq) int32, the pages of each sequence
@@ -63,9 +63,9 @@ def flash_attn_with_kvcache(
         softmax_lse [with return_softmax_lse]: (batch_size, nheads, seqlen_q) fp32
     Raises:
         RuntimeError: something does not fit together, the new keys do not fit into the cache, or they would go to a
-            cache that overlaps itself (as after expand or unfold). The cache is unchanged then. Nobody looks at a
-            cache_seqlens tensor on a GPU: keys that do not fit are not written by the fused backend, and are a device
-            assert elsewhere.
+            cache that overlaps itself (as after expand or unfold). The cache is unchanged then. The host does not
+            read a cache_seqlens tensor on a GPU: there the fused backend leaves out keys that do not fit, and other
+            backends end in a device assert.
     """
     if s_aux is not None:
         sinks.check(s_aux, q.shape[-2], q.device, alibi_slopes)

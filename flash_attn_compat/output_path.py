@@ -41,6 +41,6 @@ def _try_to_open(path: Path) -> None:
         with open(path, "ab"):
             pass
         if is_new:
-            os.unlink(os.path.realpath(path))  # a dangling link stays and its target goes
+            os.unlink(os.path.realpath(path))  # the target of a dangling link goes, the link stays
     elif not os.access(path, os.W_OK):  # a pipe or a device: opening it would have an effect on its other side
         raise PermissionError(13, "Permission denied")

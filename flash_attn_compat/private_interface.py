@@ -1,8 +1,7 @@
 """flash-attn's semi-public functions, which ring attention and others build on, in their 2.8 shapes.
 
 They compute outside autograd: a gradient through their results is an error, as it is through flash-attn's.
-The backward takes whatever ``out`` and ``softmax_lse`` it is given, those of a longer sequence included, and writes
-into the gradients it is given.
+The backward also accepts the ``out`` and ``softmax_lse`` of a longer sequence, and writes into the caller's dq, dk, dv.
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ def _flash_attn_varlen_forward(
 
     seqused_k: (batch,) int32, how many keys are used; leftpad_k: (batch,) int32, how many are skipped first
     zero_tensors: tokens outside of all sequences get LSE -inf instead of 0 (their out is 0 in any case)
-    num_splits: later than 2.8.3; changes nothing. With a block table more than one split is refused where flash-attn's
-        kernel has none: but for single queries of grouped heads without dropout, ALiBi and windows
+    num_splits: an argument of flash-attn after 2.8.3, which changes no result here. With a block table, more than one
+        split is an error, as in flash-attn, except for single queries of grouped heads without dropout, ALiBi, windows
     k_descale, v_descale [not in flash-attn 2]: of 8-bit k and v, as in flash_attn_varlen_func
     """
     descales, factors = split_descales(k_descale, v_descale)

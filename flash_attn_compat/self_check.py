@@ -18,13 +18,13 @@ from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.core.features import dtype_name
 from flash_attn_compat.utils.testing import attention_ref
 
-# The package's bound: twice the error of the plain formula in the same dtype, three times for gradients.
+# The largest allowed errors of out and of gradients, as multiples of the plain formula's error in the same dtype.
 _FORWARD, _BACKWARD = 2.0, 3.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """One case on one backend."""
+    """The result of one case on one backend. detail: its errors, or why it failed"""
 
     backend: str
     case: str
@@ -50,7 +50,7 @@ _CASES = (
 
 @dataclass(frozen=True)
 class Part:
-    """One case for one backend."""
+    """One check to run: a case in one dtype on one backend."""
 
     backend: str
     case: _Case
@@ -86,7 +86,7 @@ def check_part(part: Part, device: torch.device) -> Check | None:
             return None
         except Exception as error:  # noqa: BLE001  doctor reports any failure of a backend
             return Check(part.backend, part.name, False, f"{type(error).__name__}: {error}")
-    floor = torch.finfo(part.dtype).eps  # the plain formula may happen to be nearly exact
+    floor = torch.finfo(part.dtype).eps  # allowed even if the plain formula happens to be exact
     bounds = _FORWARD * plain.out + floor, _BACKWARD * plain.gradients + floor
     passed = errors.out <= bounds[0] and errors.gradients <= bounds[1]
     detail = f"out {errors.out:.1e} ({plain.out:.1e}), gradients {errors.gradients:.1e} ({plain.gradients:.1e})"

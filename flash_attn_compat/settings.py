@@ -69,9 +69,10 @@ VARLEN_ATTN = _declare("VARLEN_ATTN", _SWITCH, "0", "patch")
 SDPA = _declare("SDPA", ("0", "1", "always"), None, "patch")
 FLEX = _declare("FLEX", ("0", "1", "always"), None, "patch")
 TRANSFORMERS = _declare("TRANSFORMERS", _SWITCH, None, "patch")
-VLLM = _declare("VLLM", _SWITCH, None, "plugin")  # 1 lets the plugin into releases that the tests do not know
+VLLM = _declare("VLLM", _SWITCH, None, "plugin")  # 1 allows releases of vLLM that the tests do not cover
 
-# os.environ.get takes a microsecond for an unset variable, the mapping inside it a twentieth. Every call reads several.
+# Every attention call reads several variables. os.environ.get takes a microsecond for an unset one; a look-up in the
+# mapping inside os.environ takes a twentieth of that.
 _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _keys = {name: name if _variables is os.environ else os.environ.encodekey(name) for name in VARIABLES}
 _cache_keys = tuple(_keys[name] for name, variable in VARIABLES.items() if variable.read_by == "call")
@@ -81,8 +82,8 @@ _cache_keys = tuple(_keys[name] for name, variable in VARIABLES.items() if varia
 _context: contextvars.ContextVar[tuple[str | None, bool]] = contextvars.ContextVar(
     "flash_attn_compat_context", default=(None, False)
 )
-# The settings as parts of cache keys, together equal exactly if every setting that calls read is equal: ``context()``,
-# and ``values()`` unless ``are_unset()``. Two are functions in C.
+# Cache keys hold ``context()``, and ``values()`` unless ``are_unset()``: two keys are equal in these exactly if all
+# settings that calls read are equal. ``context`` and ``are_unset`` are C functions, which cost a call little time.
 context = _context.get
 are_unset: Callable[[], bool] = functools.partial(_variables.keys().isdisjoint, _cache_keys)
 

@@ -1,7 +1,7 @@
-"""flash-attn-compat tune: times tiles and backends on this GPU at usual calls, and stores the result for later ones.
+"""flash-attn-compat tune: times tiles and backends on this GPU at usual calls, and stores the results for later calls.
 
-First the tiles of our kernels, through the public functions, then our kernels with the fastest tiles beside the other
-backends. A candidate that fails is left out and reported.
+It first times every candidate tile of our kernels, through the public functions. Then it times our kernels, with the
+fastest tiles, and the other backends. A tile or backend that fails is left out and reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GAIN = 0.98
 _WITH_GRADIENTS = "full", "causal", "window", "softcap", "ALiBi"
 
 Run = Callable[[], object]
-# Entered while a run is timed.
+# Makes a context manager in which a call is timed, such as one that forces a backend.
 Context = Callable[[], contextlib.AbstractContextManager[None]]
 _attend: Callable[..., Tensor] = flash_attn_compat.flash_attn_func
 
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The head_dim of the kernels that serve this one."""
+        """The head_dim that the kernels are compiled for: the next that they have from ``head_dim`` on."""
         return size_of(self.head_dim)
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Tuning:
         return nvrtc.target_number(self._index)
 
     def run_all(self) -> None:
-        """Run every step, show the progress, and add the GPU's state meanwhile to the card."""
+        """Run every step with a progress bar, then add the GPU's clock and power during the steps to the results."""
         self._run_steps()
         self.card = self.card._replace(state=self.monitor.summarize())
 
@@ -149,7 +149,7 @@ class Tuning:
         return self.card.merge(self.card._replace(tiles={(entry, shape.size, dtype_name(shape.dtype)): tile}))
 
     def _compile(self, shape: Shape) -> None:
-        """Compile all candidates in parallel: each takes a second."""
+        """Compile the kernels of all candidate tiles in parallel, since each takes a second."""
         half = BF16 if self._architecture >= 80 else BF16_AS_FP16
         kind = Kind(self._architecture, FP16 if shape.dtype == torch.float16 else half, Sizes(shape.head_dim))
         kernels = [
@@ -188,7 +188,7 @@ class Tuning:
             self.card = self.card.merge(self.card._replace(times={key: times}, clocks=clocks))
 
     def _time(self, label: str, run: Run, contexts: Mapping[Any, Context]) -> dict[Any, float]:
-        """Return the fastest of some readings in each context, taken in turns; a context that fails is left out."""
+        """Time ``run`` in each context, in turns; return the least milliseconds of each context that did not fail."""
         times: dict[Any, float] = {}
         usable = dict(contexts)
         for _ in range(_ROUNDS):
@@ -267,7 +267,7 @@ def use_tiles(card: Card) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Discard prepared calls, which keep the tiles of their time, and the failures of kernels with such tiles."""
+    """Discard prepared calls, which keep the tiles of before, and the recorded failures of kernels with those tiles."""
     call_cache.forget()
     for backend in BACKENDS:
         backend.clear_failures()

@@ -1,4 +1,4 @@
-"""How a module of 2.6 differs from 2.8's of the same name: submodules of its own, functions with fewer arguments."""
+"""Helpers for the modules of flash-attn 2.6: look up their submodules, and remove arguments that 2.6 lacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def import_submodule(package: str, name: str) -> ModuleType:
 def without(absent: Collection[str], current: Callable[..., R], module: str) -> Callable[..., R]:
     """Return 2.8's function ``current`` with 2.6's signature: without the arguments that 2.6 lacks.
 
-    module: of 2.6, under which the function is pickled
+    module: the name of 2.6's module, under which the function is pickled
     """
     parameters = inspect.signature(current).parameters
     signature = inspect.Signature([value for name, value in parameters.items() if name not in absent])

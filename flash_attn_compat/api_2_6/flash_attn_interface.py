@@ -66,7 +66,7 @@ def _flash_attn_backward(
     window_size: Sequence[int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return (dq, dk, dv, softmax_d) of dense attention; given dq, dk and dv are written to."""
+    """Return (dq, dk, dv, softmax_d) of dense attention. Writes to dq, dk and dv unless they are None."""
     left, right = window_size
     dq, dk, dv, softmax_d = flash_attn_cuda.bwd(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale, causal, left, right,
@@ -81,7 +81,7 @@ def _flash_attn_varlen_backward(
     max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size: Sequence[int], softcap: float,
     alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return (dq, dk, dv, softmax_d) of packed attention; given dq, dk and dv are written to."""
+    """Return (dq, dk, dv, softmax_d) of packed attention. Writes to dq, dk and dv unless they are None."""
     left, right = window_size
     dq, dk, dv, softmax_d = flash_attn_cuda.varlen_bwd(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,

@@ -1,6 +1,6 @@
-"""Classes for models that choose their attention in a dict of their own, not in transformers' registry.
+"""Attention classes for models of transformers that look theirs up in a dict of their own, not in the registry.
 
-Each is registered once transformers has imported its model. Needs torch, as attention_function does.
+A class is put into its model's dict once transformers has imported the model. Needs torch, as attention_function does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flash_attn_compat.dropin.attention_function import attention
 from flash_attn_compat.dropin.undo import Handler, when_imported
 
 Maker = Callable[[ModuleType, MutableMapping[str, Any], str], Any]
-_POSITIONS = torch.int16  # the dtype of a mask that holds positions instead
-_watching = ExitStack()  # never closed: transformers' registry has no way back either
+_POSITIONS = torch.int16  # marks a mask that tells where packed sequences start: see flash_attention_mask
+_watching = ExitStack()  # never closed, since a name in transformers' registry cannot be removed either
 
 
 def register(name: str) -> None:
@@ -33,16 +33,16 @@ def register(name: str) -> None:
 
 def _add(model: OwnClasses, name: str, module: ModuleType, undo: ExitStack) -> None:
     classes = getattr(module, model.table, None)
-    if classes is not None and name not in classes:  # other versions of transformers use the registry
+    if classes is not None and name not in classes:  # elsewhere the model uses the registry
         classes[name] = model.make(module, classes, name)
 
 
 def _over_scores(
     options: Callable[[Any], dict[str, Any]], module: ModuleType, classes: MutableMapping[str, Any], name: str
 ) -> Any:
-    """Return a class of GPT-J, GPT-Neo or Bark, whose method _attn computes attention.
+    """Return our subclass of the eager class of GPT-J, GPT-Neo or Bark: its method _attn calls `attention`.
 
-    options: of a layer: keyword arguments of `attention`
+    options: returns the keyword arguments of `attention` for a layer
     """
     eager: Any = classes["eager"]
 
@@ -75,7 +75,7 @@ def _over_scores(
 
 
 def _falcon(module: ModuleType, classes: MutableMapping[str, Any], name: str) -> Any:
-    """Return Falcon's class, whose eager class computes attention within forward."""
+    """Return our subclass of Falcon's eager class: its forward calls `attention`."""
     import transformers
 
     if int(transformers.__version__.partition(".")[0]) < 5:
@@ -104,7 +104,7 @@ def _falcon(module: ModuleType, classes: MutableMapping[str, Any], name: str) ->
 
 
 def _own_sdpa(module: ModuleType, classes: MutableMapping[str, Any], name: str) -> Any:
-    """Return the model's own class for SDPA, with a warning: it adds relative positions to the scores."""
+    """Return a function that builds the model's own SDPA layer, and warns that our attention does not serve it."""
 
     @functools.wraps(classes["sdpa"], updated=())
     def build(*args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -120,7 +120,7 @@ def _own_sdpa(module: ModuleType, classes: MutableMapping[str, Any], name: str) 
 
 
 def _refused(reason: str, module: ModuleType, classes: MutableMapping[str, Any], name: str) -> Any:
-    """Return a stand-in for a class that raises an error which says what to do."""
+    """Return a stand-in for an attention class: a function that raises NotImplementedError and says what to pass."""
     others = " or ".join(repr(other) for other in reversed(list(classes)) if other != "flash_attention_2")
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -134,10 +134,10 @@ def _refused(reason: str, module: ModuleType, classes: MutableMapping[str, Any],
 def flash_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return transformers' own mask for flash attention: (batch, seqlen_k), or None without padding.
 
-    The layers of GPT-Neo get no position_ids. For one row of packed sequences their mask is a stand-in for them, in
-    int16: 0 where a sequence starts, a token that does not see the one before it, and else 1.
+    GPT-Neo's layers get no position_ids, which tell where packed sequences start. For one row of packed sequences,
+    GPT-Neo therefore gets an int16 tensor (1, seqlen) instead of None: 0 at the first token of each sequence, else 1.
     """
-    # Not from transformers itself: compilers up to PyTorch 2.11 trace no import of a lazy module.
+    # Imported from the submodule: torch.compile up to PyTorch 2.11 cannot trace an import from the lazy transformers.
     from transformers.masking_utils import causal_mask_function
     from transformers.masking_utils import flash_attention_mask as transformers_mask
 

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flash_attn_compat.bert_padding import index_first_axis, pad_input
 from flash_attn_compat.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
-# Layers of transformers 4 that pass is_causal=False beside a mask: they mean SDPA's mask, which has causality in it.
+# Layers of transformers 4 that pass is_causal=False with a mask, since they expect SDPA's mask, which is causal itself.
 _MEAN_SDPA = frozenset({"GPT2Attention", "DecisionTransformerGPT2Attention", "MoonshineAttention"})
 
 
@@ -70,9 +70,10 @@ def attention(
 
 
 def _sees_one_more(module: torch.nn.Module) -> bool:
-    """Whether tokens of a layer without causality see sliding_window keys on each side besides themselves.
+    """Whether a token of this bidirectional layer sees sliding_window keys on each side, itself not counted.
 
-    They do under the mask for eager of transformers 5; other layers under it pass one key more, for flash-attn.
+    True for T5Gemma in transformers 5, whose mask for eager defines it so. Other layers with that mask pass
+    sliding_window + 1 to flash attention, which counts the token itself.
     """
     bases = [base for base in type(module).__mro__ if base.__name__ == "T5GemmaSelfAttention"]
     return any(hasattr(sys.modules[base.__module__], "create_bidirectional_sliding_window_mask") for base in bases)
@@ -84,7 +85,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: di
     k, v = k[:, :seqlen_k], v[:, :seqlen_k]  # a static cache is longer than its content
     keys = _Tokens.from_mask(attention_mask[:, :seqlen_k])
     if not options["causal"] and options["window_size"] == (-1, -1):
-        rows = _Tokens.from_mask(attention_mask.new_ones(batch, seqlen_q))  # cross-attention: the mask is the keys'
+        rows = _Tokens.from_mask(attention_mask.new_ones(batch, seqlen_q))  # cross-attention: the mask is of keys
     elif seqlen_q == seqlen_k:
         rows = keys  # one cu_seqlens tensor for both shows that lengths are equal, which faster kernels need
     elif seqlen_q < seqlen_k:
@@ -102,7 +103,7 @@ class _Tokens(NamedTuple):
     """The order of (batch * seqlen) tokens that puts padding last, and the starts of the sequences without padding.
 
     Padding is not cut off, since only the GPU knows its size. It belongs to no sequence: no row attends to it, and its
-    result is 0. Every layer sorts again, since a mask may have been written to without a sign.
+    result is 0. Every layer sorts again, since a mask may have changed in place without notice.
     """
 
     indices: Tensor
@@ -128,15 +129,15 @@ _cache = WeakTensorKeyDictionary()  # by position_ids: (key, _Packed)
 
 
 def _may_be_packed(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
-    """Whether several sequences may share one row: there is one, of all queries and keys, not a step over a cache."""
+    """Whether the batch is one row that may hold packed sequences: no cache, and position_ids for all its tokens."""
     return q.shape[0] == 1 and q.shape[1] == k.shape[1] > 1 and position_ids.shape == q.shape[:2]
 
 
 def _find_sequences(position_ids: Tensor) -> _Packed:
-    """Read the sequences from the GPU, once for all layers: their number decides which function is called.
+    """Return where the sequences of a packed row start. The host reads this from the GPU once, for all layers.
 
-    In every layer the GPU checks that the starts are unchanged, since ``.data``, CUDA graphs and kernels change numbers
-    without a sign: a device assert is better than a wrong answer.
+    In every layer the GPU asserts that the starts are unchanged: writes by ``.data``, CUDA graphs or custom kernels
+    change position_ids but not their version counter, and would make the answer wrong.
     """
     is_start = _mark_starts(position_ids.flatten())
     # Tensors of inference mode have no version counter.

@@ -72,7 +72,7 @@ _FINDER = MirrorFinder()
 
 
 def add_to_meta_path() -> bool:
-    """Put the finder first: Python's own would load a second copy from flash_attn.__path__. False if it is there."""
+    """Put our finder first, or Python's would load a second copy of a module. Returns False if ours is in already."""
     if _FINDER in sys.meta_path:
         return False
     sys.meta_path.insert(0, _FINDER)

@@ -2,7 +2,7 @@
 
 The package `kernels` has a setting for it: LOCAL_KERNELS names folders to use instead of downloads. transformers 5
 sends models with attention sinks (gpt-oss) from flash_attention_2 to such a kernel even if `kernels` is not installed.
-It has no setting for that, so its private function that loads a kernel is replaced.
+transformers has no setting for that, so its private function that loads a kernel is replaced.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _import_ours_for_names(original: Callable[..., Any]) -> Callable[..., Any]:
         for registry in _registries():
             registry.setdefault(implementation, registry["flash_attention_2"])
         ours = importlib.import_module("flash_attn_compat.flash_attn_interface")
-        # The order and the padding functions differ between versions of transformers.
+        # Replaced by name: each version of transformers returns other functions, in another order.
         functions = original("flash_attention_2", *args, **kwargs)
         return tuple(getattr(ours, getattr(f, "__name__", ""), f) for f in functions)
 

@@ -98,7 +98,7 @@ def installed(directory: str | Path | None = None) -> list[Path]:
 
 
 def _check_place(directory: str | Path | None) -> Path:
-    """Return the directory to install into or to remove from. Raises InstallError for this package's own."""
+    """Return the directory to install into or to remove from. Raises InstallError for a directory of this package."""
     place = Path(directory or sysconfig.get_path("purelib"))
     if not Path(SITE).is_dir():
         raise InstallError(f"{SITE} is no directory: install flash_attn_compat by pip, not as a zip file on the path")
@@ -219,15 +219,15 @@ def _move_into_place(stage: Path, place: Path, names: list[str]) -> None:
 
 
 def _ours_in(place: Path) -> list[Path]:
-    """Return the files that install() wrote, without compiled ones and INSTALLER last.
+    """Return the files that install() wrote, INSTALLER last; compiled files are left out.
 
-    They are judged by their content: a RECORD may name another package's file.
+    A file counts by its content, since RECORD may name another package's file.
     """
     names = _known_names()
     for dist_info in installed(place):
         with open(dist_info / "RECORD", newline="", encoding="utf-8", errors="replace") as record:
             names |= {row[0] for row in csv.reader(record) if row}
-    # INSTALLER marks the others as ours, so it goes last, in case the process is killed.
+    # INSTALLER marks the other files as ours. It is removed last, so that a killed process leaves no unmarked file.
     names_in_order = sorted(names, key=lambda name: (name.endswith("INSTALLER"), name))
     return [place / name for name in names_in_order if _is_ours(place, name)]
 
@@ -278,7 +278,7 @@ def _files(
     for name in ("INSTALLER", "top_level.txt"):
         yield f"{metadata.name}/{name}", (metadata / name).read_bytes()
     yield f"{metadata.name}/METADATA", (metadata / "METADATA").read_bytes() + _requirement()
-    yield f"{metadata.name}/WHEEL", _WHEEL  # uv calls a distribution without it broken
+    yield f"{metadata.name}/WHEEL", _WHEEL  # uv reports a distribution without WHEEL as broken
 
 
 def _requirement() -> bytes:
@@ -323,7 +323,7 @@ def _remove(place: Path, files: list[Path]) -> None:
     """Remove files, their compiled files, and the folders that are then empty."""
     folders = set()
     for path in files:
-        # Each interpreter and level of optimisation has its own.
+        # Each Python version and level of optimisation has a compiled file of its own.
         compiled = path.parent.glob(f"__pycache__/{path.stem}.*.pyc") if path.suffix == ".py" else ()
         for victim in [*compiled, path]:
             victim.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A real flash-attn in this environment: import it, find out whether it works here, and swap its extension.
+"""A real flash-attn in this environment: import it, see whether it works here, else make it call our functions.
 
 Imports nothing unless a real flash-attn is installed.
 """
@@ -35,9 +35,9 @@ OPERATORS = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_b
 
 
 def find_real() -> RealFlashAttn | None:
-    """Import the real flash-attn of this environment, make a tiny call and return the result; None if there is none.
+    """Return the real flash-attn of this environment, and why it cannot serve, if so; None if there is none.
 
-    If it does not work here, its import is undone.
+    To find out, it is imported and called with tiny tensors. If it does not work here, the import is undone.
     """
     spec = find_real_spec()
     if installed.swapped_package() is not None or spec is None:
@@ -79,10 +79,10 @@ def forget_modules(*packages: str) -> None:
 
 
 def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
-    """Make the real Python package call our raw functions, also through functions imported from it before.
+    """Make the real flash-attn's Python code call our functions instead of its extension; return whether it works.
 
-    Its wrappers look the extension up at each call. Returns False and undoes everything if that does not help: for
-    versions before 2.7, and for a package that fails for other reasons or refuses in Python.
+    Functions imported from it before do so too, since they look the extension up at each call. If flash-attn is older
+    than 2.7, or a test call still fails, everything is undone.
     """
     if (read_version(real.location) or (0, 0)) < _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS:
         return False
@@ -158,7 +158,7 @@ def _try_a_call(module: Any, device: str) -> None:
 
 
 def _local_device(count: int) -> int:
-    """Return the index of this process's GPU, as a launcher sets it, so that no other GPU gets a context."""
+    """Return the GPU of this process by LOCAL_RANK, which launchers set: a call on another would occupy its memory."""
     rank = os.environ.get("LOCAL_RANK", "0")
     return int(rank) % count if rank.isdigit() else 0
 

@@ -33,7 +33,7 @@ _HOMES = {
     "modules._inner_attention": "modules.mha",
     "ops.triton._norm_ref": "ops.triton.layer_norm",
 }
-_lock = threading.RLock()  # for the two lists
+_lock = threading.RLock()  # guards _renamed and _replaced
 _renamed: list[tuple[Any, str]] = []  # each class or function with its __module__ before
 _replaced: list[type] = []  # classes of 2.8 that are pickled as their subclasses of 2.6
 
@@ -49,7 +49,7 @@ def source_name(below: str, api: str) -> str:
 def give_flash_attns_names(api: str) -> None:
     """Set __module__ of the mirrored classes and functions in loaded modules to flash_attn's modules.
 
-    api: the interface under the name; with 2.6, an instance of a class of 2.8 is pickled as one of 2.6's class
+    api: the interface under the name; with 2.6, instances of 2.8's classes are pickled as instances of 2.6's
     """
     for below, module in [(below, _import_source(below, api)) for below in _loaded_mirrors()]:
         with _lock:
@@ -59,13 +59,13 @@ def give_flash_attns_names(api: str) -> None:
 
 
 def _loaded_mirrors() -> set[str]:
-    """Return the names below flash_attn of the loaded modules that mirror it."""
+    """Return the loaded modules of ours that mirror flash_attn's, by their names without ``flash_attn.``."""
     names = [name.removeprefix(_OURS).removeprefix(_API_2_6) for name in list(sys.modules) if name.startswith(_OURS)]
     return {name for name in names if name.partition(".")[0] in MIRRORED}
 
 
 def _import_source(below: str, api: str) -> ModuleType:
-    """Import our module for flash_attn.<below>: 2.6's may not be loaded when 2.8's is."""
+    """Return our module for flash_attn.<below>, imported if needed: with api 2.6, perhaps only 2.8's is loaded."""
     name = source_name(below, api)
     return sys.modules.get(name) or importlib.import_module(name)
 

@@ -102,7 +102,7 @@ def _with_warning(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unpads_rows_by_the_keys(module: nn.Module, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether transformers drops rows of a layer without causality, given a mask, that belong to another sequence."""
+    """Whether transformers, given a mask of the keys, would drop query rows of this bidirectional layer by it."""
     if seqlen_q == 1:
         return False
     is_cross_attention = "cross" in type(module).__name__.lower() or getattr(module, "is_decoder", False)

@@ -1,7 +1,8 @@
 """torch.ops.flash_attn.*: the operators that flash-attn 2.8 registers, computed by our private functions.
 
-Checkpointing policies and graph tools look them up by name. site/flash_attn registers them at its import. While it is
-imported, dispatch modes see them in eager calls of the public functions too. Needs torch, unlike most of dropin.
+Checkpointing policies and graph tools look them up by name. Importing flash_attn, if it is our stand-in, registers
+them. While it is imported, dispatch modes see them in eager calls of the public functions too. Needs torch, unlike most
+of dropin.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ def register() -> None:
 
 
 def _call_operators(arguments: tuple[Any, ...], return_dmask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Return the results of flash-attn's operators under a mode; None if they are not ours or lack an argument.
+    """Call torch.ops.flash_attn's forward operator, so that a dispatch mode sees it, and return its results.
 
-    arguments: as our operators take them
+    Returns None if the operator is not ours or cannot take an argument of the call. arguments: in the order of
+    ops.NAMES
     """
     values = dict(zip(ops.NAMES, arguments))
     name = "_flash_attn_forward" if values["cu_seqlens_q"] is None else "_flash_attn_varlen_forward"
@@ -81,7 +83,7 @@ def _is_ours(name: str) -> bool:
 
 
 class _OperatorCall(torch.autograd.Function):
-    """One operator forward and one backward, as flash-attn's own autograd functions."""
+    """Calls one operator of torch.ops.flash_attn forward and one backward, as flash-attn's own Functions do."""
 
     @staticmethod
     def forward(ctx: Any, name: str, return_dmask: bool, *arguments: Any) -> tuple[Tensor, ...]:
@@ -108,7 +110,7 @@ class _OperatorCall(torch.autograd.Function):
         with settings.using_backend(ctx.used):
             # flash-attn's operators take no gradient of the LSE, and are not differentiable themselves.
             if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):
-                needs_grad = False, *ctx.needs_input_grad[2:5]  # a call with trained slopes does not come here
+                needs_grad = False, *ctx.needs_input_grad[2:5]  # slopes with gradients are never passed here
                 derived = ops.differentiable(dout, dlse, rng_state, arguments, needs_grad)
                 return None, None, *derived[1:], *no_gradients
             if dlse is not None:
@@ -135,7 +137,7 @@ def _schema(function: Callable[..., object]) -> str:
     hints = typing.get_type_hints(function)
     arguments = []
     for index, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:  # of ours
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:  # flash-attn's function lacks it
             continue
         # Our functions accept None for numbers that flash-attn's require.
         kind = f"Tensor(a{index}!)?" if name in _WRITTEN else SPELLINGS[hints[name]].replace("float?", "float")

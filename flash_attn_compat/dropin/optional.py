@@ -1,7 +1,7 @@
 """The extras of patch(): transformers' flash_attention_2, hub kernels, varlen, SDPA, flex, FlashAttention-3's and -4's.
 
-An interpreter that starts patched applies them by their variables. Imports no torch: the modules that need it are
-imported after the package that they change.
+An interpreter that starts patched, such as a child process, applies those that environment variables request. Imports
+no torch: the modules that need it are imported after the package that they change.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _for_good = ExitStack()  # never closed: the changes of an interpreter that star
 
 
 class Extra(NamedTuple):
-    """What one variable switches on.
+    """A change to another package, which an environment variable or an argument of patch() requests.
 
-    package: the module that it changes, once that is imported
+    package: the module to change, once it is imported
     switch_on: apply the change, with the variable's value, until the stack is closed
     """
 
@@ -111,7 +111,7 @@ def prepare(package: str) -> None:
 def redirect_fa3(undo: ExitStack) -> None:
     """Make FlashAttention-3's name import our functions: put its directory on sys.path and children's PYTHONPATH.
 
-    An importable module of that name stays; in a child it is ours already.
+    An importable module of that name stays. In a child process that module is ours already, by PYTHONPATH.
     """
     if importlib.util.find_spec(_FA3) is None:
         undo.callback(sys.modules.pop, _FA3, None)
@@ -121,15 +121,15 @@ def redirect_fa3(undo: ExitStack) -> None:
 def redirect_fa4(undo: ExitStack) -> None:
     """Make FlashAttention-4's name import our functions, and transformers accept flash_attention_4.
 
-    An installed distribution flash-attn-4 stays; in a child it is ours already.
+    An installed distribution flash-attn-4 stays. In a child process that distribution is ours already, by PYTHONPATH.
     """
     if any(True for _ in importlib.metadata.distributions(name="flash-attn-4")):
         return
     undo.callback(_forget_fa4)
     site_directory.put_on_path(undo, [SITE_FA4])
-    package = sys.modules.get("flash_attn")  # it has read sys.path already
+    package = sys.modules.get("flash_attn")  # imported already, so it has read sys.path
     if package is not None and hasattr(package, "__path__"):
-        _forget_fa4()  # flash-attn 2.8.3 has an early copy
+        _forget_fa4()  # flash-attn 2.8.3 has an early flash_attn.cute
         insert(package.__path__, 0, str(Path(SITE_FA4) / "flash_attn"), undo)
     transformers.allow_flash_attention(4, undo)
 

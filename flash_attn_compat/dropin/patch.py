@@ -1,6 +1,6 @@
 """patch(), unpatch() and patched(): one stack of undo steps behind a lock.
 
-This module decides which changes are made; its neighbours make and undo each of them.
+This module decides which changes are made; other modules of dropin make and undo them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INTERFACES = ("fa3", "fa4")
 
 _lock = threading.RLock()
 _undo: ExitStack | None = None
-_holders: set[object] = set()  # patch until unpatch(), and each open block of patched(), in any thread
+_holders: set[object] = set()  # keep the changes: patch, until unpatch(), and open blocks of patched(), of any thread
 _api = ""  # the active interface
 
 
@@ -141,7 +141,7 @@ def _apply(
 
 
 def _release(holder: object) -> None:
-    """Undo everything once the last holder is gone."""
+    """Remove ``holder`` from _holders, and undo all changes if none is left."""
     global _undo
     with _lock:
         _holders.discard(holder)
@@ -163,7 +163,7 @@ def _provide_name(undo: ExitStack, api: str | None) -> bool:
     """Make the name import our package; return False if a working real flash-attn keeps it."""
     first = installed.find_first_spec()
     is_ours = installed.is_stand_in_spec(first)
-    if not is_ours and api != "2.6":  # a real one is replaced by the interface of 2.6, whether or not it works
+    if not is_ours and api != "2.6":  # with 2.6, ours replaces even a working real one
         real = installed_package.find_real()
         if real is not None and real.usable:
             return False

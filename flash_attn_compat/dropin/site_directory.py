@@ -38,7 +38,7 @@ def put_on_path(undo: ExitStack, directories: list[str], before: str | None = No
 def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
     if entry in sys.path and (before not in sys.path or sys.path.index(entry) <= sys.path.index(before)):
         return
-    # At the end of sys.path a really installed package wins. In children, PYTHONPATH comes first.
+    # Here ours goes to the end, so that an installed flash-attn wins. In children, PYTHONPATH puts ours first.
     follower = before if before is not None else SITE
     insert(sys.path, sys.path.index(follower) if follower in sys.path else len(sys.path), entry, undo)
 
@@ -46,7 +46,7 @@ def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
 def add_to_pythonpath(undo: ExitStack, directories: list[str]) -> None:
     """Put `directories` and our sitecustomize at the front of PYTHONPATH, for child processes only.
 
-    Our sitecustomize runs the next one on the path. A broken flash_attn further back is hidden.
+    Our sitecustomize runs the next one on the path. A broken flash_attn later on the path is hidden.
     """
     original = os.environ.get("PYTHONPATH")
     entries = original.split(os.pathsep) if original else []

@@ -43,7 +43,7 @@ _DEVICE_CHECKS = {
     "_flash_attn_can_dispatch": ("is_init_check", True),  # 5.1 and later
 }
 
-# By version, held while flash_attention_<version> is allowed.
+# A lock for each version of flash-attn, held while transformers accepts flash_attention_<version>.
 _allowed = {2: threading.Lock(), 4: threading.Lock()}
 
 
@@ -156,7 +156,7 @@ def _run_skipped_code(undo: ExitStack) -> None:
             continue
         undo.callback(_restore_namespace, module, dict(vars(module)))
         if name == _FLASH_UTILS:
-            # Its functions look these names up when they run, so a reload also reaches modules that imported them.
+            # A reload rebinds the globals of its functions, so that it also changes functions imported from it before.
             importlib.reload(module)
         else:
             exec(compile(ast.Module(skipped, []), module.__file__ or name, "exec"), vars(module))

@@ -81,7 +81,7 @@ class _AfterImport:
     ) -> ModuleSpec | None:
         if fullname not in self._handlers:
             return None
-        # Earlier finders had their turn, and two of this class that wait for one module must not call each other.
+        # Only later finders are asked: earlier ones were, and two watchers of one module must not call each other.
         finders = list(sys.meta_path)
         for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
             spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None

@@ -23,9 +23,10 @@ _registered = False
 
 
 def acquire(module: ModuleType, undo: ExitStack) -> None:
-    """Serve the devices that PyTorch's kernels do not, until ``undo`` is closed.
+    """Compute PyTorch's varlen operators on devices without kernels of PyTorch's, until ``undo`` is closed.
 
-    Registered once per process, since an operator keeps its kernels: ours call PyTorch's while no patch is active.
+    Our kernels are registered once per process, since none can be removed from an operator. While no patch is active,
+    they call PyTorch's.
     """
     global _registered
     _holders.append(module)
@@ -105,7 +106,7 @@ def _backward(
     _refuse_unknown(unknown)
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if query.dtype == torch.float64:
-        # The operator passes the LSE on in fp32.
+        # The operator rounds the LSE to fp32, so it is computed again.
         lse = _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size)[1]
     left, right = window_size or (-1, -1)
     _flash_attn_varlen_backward(

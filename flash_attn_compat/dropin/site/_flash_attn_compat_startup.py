@@ -31,7 +31,7 @@ def make_package_importable() -> None:
 def put_ours_in_place(name: str) -> None:
     """Make flash_attn_compat's X the module `name`, which is flash_attn.X or the raw extension.
 
-    Files in site/ call this if they run, which they do only without our finder in front.
+    The files of site/ call this. Python runs them only if our finder is not the first to be asked.
     """
     make_package_importable()
     from flash_attn_compat.dropin import finder
@@ -78,7 +78,7 @@ def wait_for_imports(sdpa: str = "", stand_in: str = "", transformers: bool = Fa
 
 
 def catch_up() -> None:
-    """Start waiting at `import flash_attn`, if another sitecustomize hid ours in a child of a patched process."""
+    """Call wait_for_imports at `import flash_attn`, in case another sitecustomize kept ours from calling it before."""
     patch = sys.modules.get("flash_attn_compat.dropin.patch")
     if _Wait in sys.meta_path or getattr(patch, "_undo", None) is not None:
         return
