@@ -1,6 +1,6 @@
-"""New keys and values on their way into a cache: what is appended, and how plain PyTorch operators do it.
+"""New keys and values that a call appends to its KV cache, and how PyTorch operators append them.
 
-Everything has been checked before.
+Nothing is checked here: core/arguments/ checks a call first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from flash_attn_compat.core.rotary import apply_rotary
 
 
 class Append(NamedTuple):
-    """What a call over a cache writes into the cache before it attends.
+    """The new keys and values that a call writes into its cache before it attends, and their rotary embedding.
 
-    k, v: (batch, seqlen_new, nheads_k, head_dim), v with its own head_dim; written behind ``cache_seqlens`` of each
-        sequence, counted from its first slot
-    rotary_cos, rotary_sin: (at least the capacity, rotary_dim / 2) in q's dtype, or None; k is rotated at its slots
-    rotary_interleaved: channels (0, 1), (2, 3), ... are rotated rather than the two halves
+    k, v: (batch, seqlen_new, nheads_k, head_dim), v with its own head_dim. Key i of a sequence goes to slot
+        cache_seqlens + i of that sequence
+    rotary_cos, rotary_sin: (at least the cache's capacity, rotary_dim / 2) in q's dtype, or None for no rotation. A
+        key's position is its slot
+    rotary_interleaved: rotate channel pairs (0, 1), (2, 3), ...; else pairs (c, c + rotary_dim / 2)
     cache_seqlens: an int for all sequences, or (batch,) int32
-    rows_have_own_position: q's row i is rotated at cache_seqlens + i, else every row at cache_seqlens
+    rows_have_own_position: rotate row i of q at position cache_seqlens + i; else every row at cache_seqlens
     """
 
     k: Tensor
@@ -36,7 +37,7 @@ class Append(NamedTuple):
 
 
 def by_operators(call: AttentionCall, new: Append) -> Tensor:
-    """Write ``new`` into call.k and call.v in place; returns q, rotated (a new tensor) where that was asked for."""
+    """Write ``new`` into the cache, call.k and call.v, in place. Return q, or a rotated copy if cos and sin exist."""
     q, k = call.q, new.k
     if new.rotary_cos is not None:
         k = _rotated(k, new)
@@ -53,13 +54,13 @@ def _rotated(x: Tensor, new: Append) -> Tensor:
     starts, cos = new.cache_seqlens, new.rotary_cos
     assert cos is not None and new.rotary_sin is not None
     if isinstance(starts, int) and starts + x.shape[1] > cos.shape[0]:
-        # Rows behind the table stay as they are, which apply_rotary allows with a tensor only.
+        # Rows beyond the table stay unrotated. apply_rotary does that for offsets in a tensor; for an int it raises.
         starts = torch.full((x.shape[0],), starts, dtype=torch.int32, device=x.device)
     return apply_rotary(x, cos, new.rotary_sin, starts, interleaved=new.rotary_interleaved)
 
 
 def _write(call: AttentionCall, new: Append, k: Tensor) -> None:
-    """k: new.k, rotated."""
+    """Write ``k``, which is new.k after any rotation, and new.v into the cache of ``call``."""
     starts, table, (batch, seqlen_new) = new.cache_seqlens, call.block_table, k.shape[:2]
     if not seqlen_new:
         return

@@ -1,7 +1,7 @@
-"""One attention call as one immutable value, however it was spelled by the caller.
+"""AttentionCall: one attention call as one immutable value, the same whichever public function was called.
 
-Arguments are checked before the value is made (checks.py); afterwards nothing is checked again. What a
-row sees is in mask.py, how sequences lie in the tensors in varlen.py.
+Arguments are checked before the value is made (checks.py), and not again afterwards. mask.py says which keys a
+row sees, varlen.py how sequences lie in the tensors.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class AttentionCall(NamedTuple):
     seqused_k: Tensor | None = None  # (batch,) int32, one past the last key used, from the sequence's first slot on
     leftpad_k: Tensor | None = None  # (batch,) int32, slots skipped at the front
     block_table: Tensor | None = None  # (batch, max_blocks) int32, the pages of each sequence
-    # (batch or 1, nheads_k or 1) fp32: a cache of 8-bit floats times its descale and its factor is the keys or values
+    # (batch or 1, nheads_k or 1) fp32. A key is the cache's 8-bit floats times k_descale times k_factor; so is a value
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
-    # (batch, nheads, seqlen_q, seqlen_k) of any strides: boolean, True where a row sees a key; or what is added to
-    # scores, in q's dtype or fp32. Only of dense tensors; it has no gradient
+    # (batch, nheads, seqlen_q, seqlen_k) of any strides: boolean, True where a row sees a key; or numbers to add to
+    # the scores, in q's dtype or fp32. For dense calls only; it gets no gradient
     bias: Tensor | None = None
     rng_state: Tensor | None = None  # (2,) int64, the dropout mask to use; None draws a new one
     is_dense: bool = True  # every sequence is as long as the tensors: no lengths, no pages
     equal_lengths: bool = False  # every packed sequence is known to have as many queries as keys
     deterministic: bool = False  # gradients are to have the same bits in every run
-    # As Options.use; APPEND where the backend's run first writes keys into the cache, which seqused_k counts already;
-    # LSE_GRADIENT where a backward has a gradient of softmax_lse to count, which the forward cannot know
+    # Bits of Feature as in Options.use, and two more. APPEND: the backend first writes new keys into the cache;
+    # seqused_k counts them already. LSE_GRADIENT: a backward gets a gradient of softmax_lse
     use: int = 0
     k_factor: float = 1.0
     v_factor: float = 1.0
@@ -89,14 +89,15 @@ class AttentionCall(NamedTuple):
 
     @property
     def lse_carries_alibi_position(self) -> bool:
-        """flash-attn returns LSE + slope * position when the mask is, for its kernel, purely causal."""
+        """Whether flash-attn's LSE has slope * position added: under ALiBi, if the mask is purely causal."""
         return self.alibi_slopes is not None and self.mask.is_causal
 
     def features(self) -> int:
         """The combination of Feature values this call asks for."""
         use, drops = self.use & ~BY_DISPATCH, self.dropout_p != 0
-        # A reentrant checkpoint records its recomputation only, and some backends draw masks of their own: both passes
-        # must go to one backend. No such backend computes gradients over pages.
+        # With dropout, the backend must support gradients even if autograd does not record. A reentrant checkpoint
+        # records only its recomputation; both passes must get one backend, since some draw dropout masks of their own.
+        # None of those supports gradients over pages.
         if not drops:
             use &= ~Feature.SHARED_DROPOUT_MASK
         elif not use & Feature.SHARED_DROPOUT_MASK and self.block_table is None:
@@ -131,13 +132,13 @@ class AttentionCall(NamedTuple):
         else:
             sq_vs_sk = "=" if self.equal_lengths else "?"
         capability = settings.capability(device) if device_type == "cuda" else None
-        # A compiler's symbols cannot be hashed.
+        # int(): under a compiler these sizes may be symbols, which cannot be hashed.
         dims, features, gpu = (int(q_shape[-1]), int(self.v.shape[-1])), self.features(), settings.gpu(device)
         return Traits(device_type, capability, q.dtype, *dims, sq_vs_sk, features, gpu)
 
     def over(self, x: Inputs | AttentionCall) -> AttentionCall:
-        """Return the call over other tensors of the same shapes and strides."""
-        starts_k = x.cu_seqlens_k if x.block_table is None else None  # of pages they say lengths only
+        """Return this call with the tensors of ``x``, which have the same shapes and strides."""
+        starts_k = x.cu_seqlens_k if x.block_table is None else None  # over pages it gives only lengths, not places
         return AttentionCall(
             x.q, x.k, x.v, self.softmax_scale, self.mask, self.max_seqlen_q, self.max_seqlen_k, self.softcap,
             self.dropout_p, x.alibi_slopes, x.cu_seqlens_q, starts_k, x.seqused_k, x.leftpad_k, x.block_table,
@@ -162,12 +163,12 @@ class Result(NamedTuple):
 
     @property
     def lse(self) -> Tensor:
-        """softmax_lse where it was asked for."""
+        """softmax_lse; RuntimeError if the forward did not return it."""
         return _given(self.softmax_lse)
 
     @property
     def probabilities(self) -> Tensor:
-        """S_dmask, without elements where it was not asked for."""
+        """S_dmask; an empty tensor if the call did not ask for it."""
         return self.out.new_empty(0) if self.dmask is None else self.dmask
 
 
@@ -182,8 +183,8 @@ class Gradients(NamedTuple):
 class BackwardResult(NamedTuple):
     """The results of a backward.
 
-    delta: rowsum(dout * out) less the gradient of the LSE and laid out as that, where the backend has it; fp32, 0 for
-        rows whose LSE is infinite
+    delta: rowsum(dout * out) minus the gradient of the LSE, in the LSE's shape, fp32; 0 for rows whose LSE is
+        infinite. None if the backend does not compute it
     """
 
     gradients: Gradients
@@ -193,9 +194,10 @@ class BackwardResult(NamedTuple):
 class BackwardInputs(NamedTuple):
     """The inputs of a backward: dout and dlse, and the results of a forward.
 
-    softmax_lse may be missing where ``saved`` holds what the backend kept instead.
-    dlse: the gradient of softmax_lse as that is laid out, 0 where a row sees no key; None for none. Since an LSE's
-    derivative by a score is the probability, it is subtracted from delta = rowsum(dout * out) and changes nothing else.
+    softmax_lse may be None if the backend kept tensors of its own in ``saved`` instead.
+    dlse: the gradient of softmax_lse, in its shape, 0 where a row sees no key; None if there is none. The derivative
+    of an LSE by a score is the probability. So dlse is subtracted from delta = rowsum(dout * out), and nothing else
+    changes.
     """
 
     dout: Tensor
@@ -218,5 +220,5 @@ def _given(softmax_lse: Tensor | None) -> Tensor:
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return softmax_lse's dtype for q's: fp64 for fp64, else fp32."""
+    """Return the dtype of softmax_lse for q of ``dtype``: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,7 +1,7 @@
-"""Rejecting malformed calls before anything is computed or written.
+"""Checks that reject a malformed call before anything is computed or written.
 
-First lines are worded as flash-attn 2.8 words them, since people search and test for those; what was
-given and what was expected follows. What we accept beyond flash-attn is simply not checked.
+The first line of an error has flash-attn 2.8's words, since people search and test for them; then follow the given
+and the expected value. Arguments that flash-attn rejects and this package supports are not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAGED = {"k": "(num_blocks, page_block_size, num_heads_k, head_size)"}
 
 
 def wrong_type(name: str, expected: str, value: object, hint: str = "") -> RuntimeError:
-    """Return the error for an argument of a wrong type, in PyTorch's words: flash-attn's functions are operators."""
+    """Return the error for an argument of a wrong type, in the words of PyTorch's operators, as flash-attn's are."""
     found = type(value).__name__
     return RuntimeError(
         f"Expected a value of type '{expected}' for argument '{name}' but instead found type '{found}'{hint}"
@@ -88,7 +88,7 @@ def _is_one(value: object) -> bool:
 
 
 def is_given(name: str, value: object) -> None:
-    """Raise RuntimeError for None in the place of a tensor that tells packed calls from dense ones."""
+    """Raise RuntimeError if ``value`` is None: for cu_seqlens_q, without which a packed call would count as dense."""
     if value is None:
         raise wrong_type(name, "Tensor", value)
 
@@ -148,7 +148,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise _error("batch size must be positive", q, k, v)
     if k_shape[0] != batch or k_shape[3] != head_dim:
         raise _error(f"k must have shape {_DENSE['k']}", q, k, v)
-    if v_shape != k_shape and v_shape[:3] != k_shape[:3]:  # cutting shapes is slow
+    if v_shape != k_shape and v_shape[:3] != k_shape[:3]:  # whole shapes first: slicing one is slow
         raise _error(f"v must have shape {_DENSE['k']}", q, k, v)
     heads(q, k, v)
 
@@ -181,7 +181,7 @@ def packed_over_pages(
 
 
 def starts(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """Raise RuntimeError unless both are contiguous (batch + 1,) int32 tensors on q's device."""
+    """Raise RuntimeError unless both cu_seqlens are contiguous (batch + 1,) int32 tensors on q's device."""
     int32("cu_seqlens_q", cu_seqlens_q, q.device)
     if cu_seqlens_k is not cu_seqlens_q:
         int32("cu_seqlens_k", cu_seqlens_k, q.device)
@@ -215,7 +215,7 @@ def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> N
 
 
 def may_read(tensor: Tensor) -> bool:
-    """Whether to check a tensor's values: on a CPU always, on a GPU if FLASH_ATTN_COMPAT_DEBUG is 1, in no capture."""
+    """Whether to check a tensor's values: on a CPU, or on a GPU if FLASH_ATTN_COMPAT_DEBUG is 1, outside captures."""
     if tensor.is_cpu:
         return tensor.numel() > 0
     return settings.is_on(settings.DEBUG) and tensor.is_cuda and not cuda_capture.is_capturing(tensor.get_device())
@@ -225,12 +225,12 @@ def values_of_starts(
     starts_q: Tensor, starts_k: Tensor, total_q: int, total_k: int | None, longest_q: int, longest_k: int,
     used: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Raise RuntimeError unless starts begin with 0, do not decrease, end within the tensor, and no length is too long.
+    """Raise RuntimeError unless cu_seqlens start with 0, never decrease, end within the tensor, and fit max_seqlen.
 
     Args:
-        total_k: None where keys lie in pages
+        total_k: the number of packed keys; None if keys lie in pages
         longest_q, longest_k: the caller's max_seqlen_q and max_seqlen_k, which no sequence may exceed
-        used: (batch,), how many of a sequence's keys count, where not all do
+        used: seqused_k (batch,), how many keys of each sequence count; None if all do
     """
     found = _values_of_starts("cu_seqlens_q", starts_q, "q", total_q)
     _check_longest("max_seqlen_q", longest_q, map(operator.sub, found[1:], found))
@@ -242,7 +242,7 @@ def values_of_starts(
 
 
 def _check_longest(name: str, longest: int, lengths: Iterable[int]) -> None:
-    """Kernels have no blocks for rows that lie behind."""
+    """Raise RuntimeError if a sequence is longer than ``longest``: kernels would not compute its further rows."""
     found = max(lengths, default=0)
     if found > longest:
         raise RuntimeError(f"{name} must be at least the longest sequence's length, which is {found}, got {longest}")
@@ -263,7 +263,7 @@ def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None)
 
 
 def values_of_pages(k: Tensor, block_table: Tensor, lengths: Tensor | int) -> None:
-    """Raise RuntimeError unless the pages of the first ``lengths`` (batch,) keys exist; others may have any number."""
+    """Raise RuntimeError unless block_table names existing pages for the first ``lengths`` keys of each sequence."""
     pages, page_size, columns = k.shape[0], k.shape[1], block_table.shape[1]
     needed = torch.as_tensor(lengths, dtype=torch.int64, device=block_table.device).reshape(-1, 1)
     needed = needed.add(page_size - 1) // max(page_size, 1)
@@ -314,7 +314,7 @@ def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
 
 
 def upstream_memory(given: BackwardInputs, *gradients: Tensor | None) -> None:
-    """Raise RuntimeError unless dout, out, softmax_lse are dense, and dq, dk, dv (or None) within their memory."""
+    """Raise RuntimeError unless dout, out, softmax_lse are dense, and dq, dk, dv (or None) lie inside their storage."""
     for name in ("dout", "out", "softmax_lse"):
         is_tensor(name, getattr(given, name))
     for name, gradient in zip("qkv", gradients):
@@ -325,7 +325,7 @@ def upstream_memory(given: BackwardInputs, *gradients: Tensor | None) -> None:
 
 
 def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | None) -> None:
-    """Raise RuntimeError unless dout, out, softmax_lse, dq, dk, dv (or None) and, under dropout, rng_state fit."""
+    """Raise RuntimeError unless a backward's dout, out, softmax_lse, dq, dk, dv (or None), rng_state fit ``call``."""
     expected = ("dout", given.dout, call.out_shape), ("out", given.out, call.out_shape)
     for name, tensor, shape in (*expected, ("softmax_lse", given.lse, call.lse_shape)):
         if name != "softmax_lse" and tensor.dtype != call.q.dtype:
@@ -333,7 +333,7 @@ def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | No
         if tensor.shape != shape:
             raise RuntimeError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
         is_on(name, tensor, call.q.device)
-    # Kernels read it through its address, as fp32.
+    # Kernels read softmax_lse by its address, as fp32.
     lse_dtypes = {torch.float32, torch.float64 if call.q.dtype == torch.float64 else torch.float32}
     if given.lse.dtype not in lse_dtypes:
         raise RuntimeError(f"softmax_lse must have dtype fp32, got {given.lse.dtype}")
@@ -397,10 +397,10 @@ def descale_factor(name: str, value: object) -> float:
 def descales(
     k: Tensor, k_descale: Tensor | None, v_descale: Tensor | None, k_factor: float, v_factor: float, batch: int
 ) -> None:
-    """Raise RuntimeError unless each descale is missing, or of 8-bit keys and well formed.
+    """Raise RuntimeError unless each descale is absent, or is well formed and the keys are 8-bit floats.
 
     k_descale, v_descale: None, or (batch or 1, nheads_k or 1) fp32 on k's device
-    k_factor, v_factor: descales that are numbers; 1.0 counts as missing
+    k_factor, v_factor: descales that are numbers; 1.0 counts as absent
     """
     for name, tensor, factor in (("k_descale", k_descale, k_factor), ("v_descale", v_descale, v_factor)):
         if tensor is None and factor == 1.0:
@@ -434,7 +434,7 @@ def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     if nheads_k == 0 or nheads % nheads_k:
         hint = ""
-        # Swapped axes: heads that divide, and fewer of them than rows.
+        # The caller probably swapped axes: as heads, axis -3 is smaller than axis -2, and k's divides q's.
         is_swapped = 0 < k.shape[-3] < nheads_k and q.shape[-3] % k.shape[-3] == 0
         if q.dim() == k.dim() and is_swapped:
             hint = "\n  These look like (batch_size, num_heads, seqlen, head_size): transpose(1, 2) them"

@@ -1,4 +1,4 @@
-"""Whether work is being captured to a CUDA graph, in which nothing may wait for the GPU, and how it is replayed."""
+"""CUDA graphs: whether work is being captured, during which nothing may wait for the GPU, and the order of replays."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-# A tenth of torch.cuda.current_device's time; builds without CUDA have neither.
+# Takes a tenth of the time of torch.cuda.current_device. Builds of PyTorch without CUDA lack it.
 current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
-# Whether the caller promises an order of replays of the graphs that it captures.
+# Whether the caller has promised, by replayed_in_order, to replay captured graphs one after another.
 _in_order: contextvars.ContextVar[bool] = contextvars.ContextVar("flash_attn_compat_graphs_in_order", default=False)
 are_replayed_in_order = _in_order.get
 
 
 def is_capturing(device: int) -> bool:
-    """Whether what is launched on GPU ``device`` now goes into a graph, whichever is current; -1 is the CPU: never."""
+    """Whether a launch on GPU ``device`` would go into a CUDA graph now, even if another GPU is current.
+
+    device: -1 for the CPU, which never captures
+    """
     if device >= 0 and device == current_device():
         captures: bool = torch._C._cuda_isCurrentStreamCapturing()
         return captures
@@ -30,7 +33,7 @@ def is_capturing(device: int) -> bool:
 def replayed_in_order() -> Iterator[None]:
     """Promise that graphs captured in this block on one stream are replayed one after another, never side by side.
 
-    Their launches then share one workspace, and no launch has to clear one.
+    Launches in these graphs then share one workspace, and no launch has to clear it.
     """
     token = _in_order.set(True)
     try:

@@ -22,9 +22,10 @@ def new_rng_state(device: torch.device) -> Tensor:
 
 
 def rng_state_beside(tensor: Tensor) -> Tensor:
-    """As new_rng_state, on the tensor's device, which torch.jit.trace then records as the tensor's, not by name.
+    """Return a new rng_state, (2,) int64, on the device of ``tensor``. For torch.jit.trace.
 
-    Not for compilers: they merge two calls of randint_like.
+    A trace then uses the device of its input, and not a fixed one. Not for compilers, which merge two calls of
+    randint_like into one.
     """
     return torch.randint_like(tensor.new_empty(2, dtype=torch.int64), _SEEDS)
 
@@ -32,7 +33,7 @@ def rng_state_beside(tensor: Tensor) -> Tensor:
 def keep_tile(
     rng_state: Tensor | None, dropout_p: float, sequences: Tensor, heads: Tensor, rows: Tensor, keys: Tensor
 ) -> Tensor:
-    """Which probabilities survive, bool (batch, heads, rows, keys).
+    """Return which probabilities dropout keeps, bool (batch, heads, rows, keys).
 
     sequences: (batch,) indices of the sequences in the call; heads: (heads,) query heads
     rows, keys: (rows,) or (batch, rows) indices, counted from each sequence's first row and key
@@ -53,10 +54,10 @@ def keep_tile(
 
 
 def word_limit(dropout_p: float) -> int:
-    """A probability is dropped where its word, a signed 32-bit number, is above this.
+    """Return the largest pseudo-random word (signed, 32 bits) whose probability is kept; larger words are dropped.
 
-    flash-attn compares one random byte with floor(255 * (1 - p)), so p is honoured to 1/256. The top byte of the word
-    is the random byte; comparing the signed word compares it.
+    flash-attn compares one random byte with floor(255 * (1 - p)), so p is honoured to 1/256. Here the top byte of the
+    word is that random byte.
     """
     byte = int((1.0 - dropout_p) * 255.0)
     return ((byte + 1 - 128) << 24) - 1

@@ -16,7 +16,7 @@ def is_eight_bit(tensor: Tensor) -> bool:
 
 
 def dequantize(x: Tensor, descale: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
-    """Return an 8-bit (n, seqlen, heads, head_dim) in ``dtype``, times descale (n or 1, heads or 1) and factor."""
+    """Return 8-bit x (n, seqlen, heads, head_dim) times descale (n or 1, heads or 1) times factor, in ``dtype``."""
     wide = x.to(torch.promote_types(dtype, torch.float32))
     if descale is not None:
         wide = wide * descale[:, None, :, None].to(wide.dtype)
@@ -32,7 +32,7 @@ def quantize(x: Tensor, descale: Tensor | None, factor: float, dtype: torch.dtyp
     wide = x.float()
     if descale is not None:
         wide = wide / descale[:, None, :, None]
-    if factor != 1.0:  # as a tensor: by a number, GPUs multiply by its rounded reciprocal
+    if factor != 1.0:  # divide by a tensor: for a Python number, GPUs multiply by its rounded reciprocal
         wide = wide / torch.full((), factor, dtype=torch.float32, device=x.device)
     largest = torch.finfo(dtype).max
     return wide.clamp(-largest, largest).to(dtype)  # a conversion alone would make NaN of large numbers

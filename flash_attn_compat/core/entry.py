@@ -12,17 +12,17 @@ from torch import Tensor
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
 from flash_attn_compat.core.inputs import Inputs, Options
 
-# Types of tensors that have memory of their own and no property that a key lacks.
+# Types of tensors that have memory of their own. A cache key holds every property of theirs that matters.
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 Key = Hashable
-# Computes each call of one key, from its inputs and its length: an int cache_seqlens, which is in no key, or None.
+# Computes any call of one cache key, from its inputs and its length: cache_seqlens if that is an int, else None.
 Run = Callable[[Inputs, int | None], Result]
-# The same, with the result's ``out`` written to a contiguous tensor of the caller's.
+# As Run, but writes ``out`` to the third argument, a contiguous tensor of the caller's.
 RunInto = Callable[[Inputs, int | None, Tensor], Result]
-# Computes gradients from (inputs, upstream, into), and writes them into the last if that is not None.
+# Computes gradients from (inputs, upstream, into), and writes them to the tensors ``into`` unless that is None.
 BackwardRun = Callable[[Inputs, BackwardInputs, Gradients | None], BackwardResult]
-# Raises for numbers (lengths, positions) in tensors or for a length that do not fit.
+# Raises if the length, or the lengths and positions in the tensors, are out of range.
 Check = Callable[[Inputs, int | None], None]
 
 
@@ -34,13 +34,13 @@ def never_run(inputs: Inputs, length: int | None) -> Result:
 class Entry:
     """Everything that follows from a cache key: a checked call, its backend and its runs.
 
-    options: as the key has them, with numbers in the place of tensors
+    options: those of the cache key, as plain Python numbers
     call: the checked call, without its tensors
-    check: as Check; None where the host can read none of the numbers
+    check: the check that every call repeats; None if the host can read no lengths or positions
     backend: None where nothing is to be computed
-    run: as Run; of a backward alone it raises AssertionError
-    tables: the tables that hold this entry, while they are the current ones
-    backward: (backend, run) of the backward, by the signatures of the upstream gradients
+    run: the forward; raises AssertionError if the entry is for a backward alone
+    tables: the cache tables that hold this entry; once they are discarded, so is the entry
+    backward: (backend, run) of the backward, by the shapes, strides and dtypes of the incoming gradients
     """
 
     options: Options

@@ -14,9 +14,10 @@ import torch
 
 
 class Feature(enum.IntEnum):
-    """What a call may ask for beyond dense attention of equal heads, and in words. A backend serves what it lists.
+    """A feature that a call may need beyond plain dense attention, with its description for messages.
 
-    Each is a bit. Combinations are plain ints, which cost a twentieth of an IntFlag's.
+    Each feature is one bit. A backend gets only calls whose features it lists. Combinations of features are plain
+    ints, which take a twentieth of the time of an IntFlag's.
     """
 
     description: str
@@ -52,15 +53,15 @@ class Feature(enum.IntEnum):
     EIGHT_BIT_CACHE = "keys and values of 8-bit floats"
 
 
-# Further bits of Options.use (core/call.py): what dispatch itself computes, whichever backend serves.
+# Further bits of Options.use, for results that dispatch computes itself, whichever backend serves the call.
 DMASK, SLOPES_GRADIENT = (1 << place for place in range(len(Feature), len(Feature) + 2))
 BY_DISPATCH = DMASK | SLOPES_GRADIENT
 
 
 def all_but(refused: int) -> int:
-    """Return every feature up to EIGHT_BIT_CACHE except ``refused``. Backends that compute a later one add it by name.
+    """Return every feature up to EIGHT_BIT_CACHE except ``refused``. A backend adds later features by name.
 
-    A complement alone would list each new feature for backends that ignore it, and so compute wrong results.
+    With ~refused alone, a backend would claim every feature added in future, ignore it, and compute wrong results.
     """
     return (Feature.EIGHT_BIT_CACHE << 1) - 1 & ~refused
 
@@ -78,7 +79,7 @@ class Traits(NamedTuple):
     """Everything a dispatch decision may depend on.
 
     sq_vs_sk compares the two lengths: "=", "<", ">", or "?" where they differ per sequence.
-    gpu: the model, since cards of one capability differ in speed, and what fails on one may work on another
+    gpu: the model: cards of one capability differ in speed, and a kernel that fails on one may work on another
     """
 
     device_type: str
@@ -95,7 +96,7 @@ class Traits(NamedTuple):
         return bool(self.features & (Feature.BACKWARD | Feature.GIVEN_LSE))
 
 
-# All cards of the chips TU116 and TU117, and a GTX 1650 of TU106: GTX 16 and what NVIDIA sells under other names.
+# Names of all cards with the chips TU116 and TU117, and of a GTX 1650 with a TU106: GTX 16, MX, CMP and small T cards.
 _WITHOUT_TENSOR_CORES = re.compile(r"\b(GTX 16[0-9]{2}|MX[45]50|CMP 30HX|T(400|500|550|600|1000|1200|2000)E?)\b")
 
 

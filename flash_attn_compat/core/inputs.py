@@ -1,4 +1,4 @@
-"""What a caller gives: tensors by name, whose type is the call's family, and numbers. Nothing here is checked yet."""
+"""A call's arguments before any check: Options for the numbers, and one type of inputs for each family of calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class Options(NamedTuple):
     """The numbers of a call, and how the caller uses its results. A cache key holds them all.
 
     max_seqlen_q, max_seqlen_k: 0 for dense calls; a tensor of one integer is read, which waits for its GPU
-    use: BACKWARD where autograd records the call, LSE, GIVEN_LSE, TRANSFORMS and SHARED_DROPOUT_MASK of Feature; DMASK
-        and SLOPES_GRADIENT (core/features.py). Without dropout DMASK and SHARED_DROPOUT_MASK ask for nothing
-    k_factor, v_factor: a descale of an 8-bit cache that is a number; 1 if it is a tensor
+    use: bits of core/features.py: of Feature, BACKWARD if autograd records the call, LSE, GIVEN_LSE, TRANSFORMS and
+        SHARED_DROPOUT_MASK; DMASK and SLOPES_GRADIENT. Without dropout DMASK and SHARED_DROPOUT_MASK have no effect
+    k_factor, v_factor: the descales of an 8-bit cache if they are numbers; 1 if they are tensors
 
-    The others are of calls over a cache:
-    has_rows: block_table holds (batch,) cache_batch_idx
-    has_length: cache_seqlens is an int, which is in no key
+    The others are only for calls over a cache:
+    has_rows: block_table holds cache_batch_idx, (batch,), the row of the cache for each sequence
+    has_length: cache_seqlens is an int, which no cache key holds
     """
 
     dropout_p: float = 0.0
@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
 
 class _Dense(NamedTuple):
-    """The tensors of a dense call by name. rng_state: the dropout mask to use, in a backward that of the forward"""
+    """The tensors of a dense call by name. rng_state: the dropout mask to use; a backward gets the forward's"""
 
     q: Any
     k: Any
@@ -67,7 +67,7 @@ class _Packed(NamedTuple):
 
 
 class _Cache(NamedTuple):
-    """The tensors of a call over a cache. k_new to rotary_sin: what it appends behind seqused_k (core/append.py)"""
+    """The tensors of a call over a cache. k_new to rotary_sin: the keys and values to append (core/append.py)"""
 
     q: Any
     k: Any
@@ -85,7 +85,7 @@ class _Cache(NamedTuple):
 
 
 class _Absent:
-    """None for every tensor that a family of calls never has: all can be asked for by name."""
+    """Names of tensors that some families of calls never have: their inputs then have None by that name."""
 
     alibi_slopes: Any
     bias: Any
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
 
     class CacheInputs(_Cache, _Absent): ...
 
-else:  # Dynamo of PyTorch 2.4 takes no subclass of a named tuple for one
+else:  # no subclasses: Dynamo of PyTorch 2.4 does not treat a subclass of a NamedTuple as a NamedTuple
 
     def _with_absent(family: type, name: str) -> type:
         for absent in _Absent.__annotations__.keys() - set(family._fields):
@@ -119,14 +119,15 @@ else:  # Dynamo of PyTorch 2.4 takes no subclass of a named tuple for one
         family.__name__ = family.__qualname__ = name
         return family
 
-    # A call's family is the type of its inputs: keys and graphs hold the fields of that family alone.
+    # A call's family is the type of its inputs. Cache keys and graphs hold only the fields of that type.
     DenseInputs = _with_absent(_Dense, "DenseInputs")
     PackedInputs = _with_absent(_Packed, "PackedInputs")
     CacheInputs = _with_absent(_Cache, "CacheInputs")
 
 
 Inputs = DenseInputs | PackedInputs | CacheInputs
-# As DenseInputs(...), the others and Options(...), of all fields, in half the time. Dynamo of PyTorch 2.4 knows it not.
+# new_tuple(Options, fields) makes Options(*fields) in half the time; likewise the inputs. All fields must be given.
+# Dynamo of PyTorch 2.4 cannot trace it.
 new_tuple: Any = tuple.__new__
 
 NO_INPUTS = DenseInputs(None, None, None)

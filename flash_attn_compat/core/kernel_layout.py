@@ -1,4 +1,4 @@
-"""What other kernels ask of memory: PyTorch's aligned channels, and the key blocks of flash-attn's forward."""
+"""Requirements of kernels that are not ours: PyTorch's aligned channels, and the key blocks of flash-attn's forward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def padded(tensor: Tensor) -> Tensor:
     missing = -tensor.shape[-1] % max(8, 16 // tensor.element_size())
     if not missing and is_ready(tensor):  # nearly always
         return tensor
-    if eight_bit.is_eight_bit(tensor):  # PyTorch pads their bytes only
+    if eight_bit.is_eight_bit(tensor):  # F.pad takes their bytes, not the floats
         return padded(eight_bit.as_bytes(tensor)).view(tensor.dtype)
     return ready(F.pad(tensor, (0, missing)) if missing else tensor)
 
@@ -41,9 +41,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def key_block_size(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """The key block of flash-attn 2.8's forward kernel for this head_dim.
+    """Return how many keys flash-attn 2.8's forward kernel processes at once for this head_dim.
 
-    On CUDA it depends on the GPU at head dims 97 to 128; other devices count as the common kind.
+    At head dims 97 to 128 the number depends on the GPU; devices other than CUDA's get the number of most GPUs.
     """
     assert head_dim <= 256
     if head_dim <= 32:

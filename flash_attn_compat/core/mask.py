@@ -1,6 +1,6 @@
-"""Which keys a query row sees: from a caller's numbers to the rule, and the features that it asks backends for.
+"""Which keys a query row sees: the band of keys that ``causal`` and ``window_size`` leave visible.
 
-The only place that knows bottom-right alignment and what -1 means.
+Only this file knows bottom-right alignment and what -1 means.
 
 A row ``i`` of a sequence with ``seqlen_q`` queries and ``seqlen_k`` keys stands at key position
 ``i + offset`` with ``offset = seqlen_k - seqlen_q``; it sees the keys ``j`` with
@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import Options
 
-# No sequence is longer. Kernels add bounds to positions in int32, so none of ours may be larger either.
+# No sequence may be longer. Kernels add window bounds to positions in int32, so no bound may be larger either.
 MOST_TOKENS = 2**30
 # Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
 _MAX_WINDOW = 2**29
@@ -37,8 +37,8 @@ class Range(NamedTuple):
 class Mask(NamedTuple):
     """A band of visible keys around each row's own position; ``None`` means unbounded on that side.
 
-    A rule beyond the band is a further field; it counts in ``of``, ``features`` and ``hidden``. Backends that ask the
-    other methods decline its feature until these know it, too.
+    To add a rule beyond the band, add a field, and use it in ``of``, ``features`` and ``hidden``. Backends that call
+    the other methods must decline the rule's feature until those methods use the field, too.
     """
 
     left: int | None = None
@@ -48,10 +48,10 @@ class Mask(NamedTuple):
     def of(cls, options: Options, longest_q: int, longest_k: int) -> Mask:
         """Return the mask of checked options in its normal form, in which a bound that hides nothing is None.
 
-        Any negative bound is unbounded, and ``causal`` forces the right one to 0. longest_q, longest_k: the most
-        rows and keys that a sequence may have. As flash-attn does, a bound counts as idle from longest_k on, one
-        more than hides nothing: its LSE under ALiBi and its rotary positions show the difference. With more rows
-        than keys the right one may hide keys even then.
+        A negative bound means unbounded, and ``causal`` sets the right bound to 0.
+        longest_q, longest_k: the most rows and keys that a sequence may have. A bound of longest_k or more becomes
+        None, as in flash-attn. longest_k - 1 would hide nothing either, but stays a bound: flash-attn's LSE under ALiBi
+        and its rotary positions differ. With more rows than keys, a right bound of longest_k may hide keys and stays.
         """
         left, right = options.window_size_left, options.window_size_right
         if left < 0 and right < 0:
@@ -80,7 +80,7 @@ class Mask(NamedTuple):
 
     @property
     def kernel_fields(self) -> dict[str, int]:
-        """The fields of struct Params (cuda/base/params.cuh) that say the mask."""
+        """The mask as fields of struct Params (cuda/base/params.cuh)."""
         left, right = self.window
         return {"window_left": min(left, _MAX_WINDOW), "window_right": min(right, _MAX_WINDOW)}
 
@@ -90,7 +90,7 @@ class Mask(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Every earlier key and the row's own, nothing later."""
+        """Whether each row sees its own key and every earlier one, and no later key."""
         return self.left is None and self.right == 0
 
     def visible_keys(self, rows: Range, offset: int, seqlen_k: int) -> Range:
@@ -129,7 +129,7 @@ class Mask(NamedTuple):
     def hidden(self, rows: Range, keys: Range, offset: int, device: torch.device) -> Tensor | None:
         """Boolean tile (rows, keys), True where a key is out of sight; None when all are visible."""
         tile = None
-        # Column c of the tile stands c - r + ahead before row r's position.
+        # The key of the tile's column c lies c - r + ahead positions after row r's own position.
         ahead = keys.start - rows.start - offset
         if self.right is not None and keys.stop - 1 > rows.start + offset + self.right:
             tile = _ones(rows, keys, device).triu_(self.right - ahead + 1)

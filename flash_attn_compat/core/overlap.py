@@ -10,7 +10,7 @@ import math
 
 from torch import Tensor
 
-# The longest stretch of memory, in elements, whose addresses are marked one by one; a bit each.
+# The most addresses that are marked one by one, a bit each; a longer stretch of memory counts as overlapping.
 _MOST_ADDRESSES = 2**24
 
 
@@ -25,9 +25,9 @@ def refuse(name: str, tensor: Tensor) -> None:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether two elements of ``tensor`` share an address. False where a compiler's symbols stand for sizes.
+    """Return whether two elements of ``tensor`` share an address. False if sizes or strides are a compiler's symbols.
 
-    Exact wherever ``strides_overlap`` is. Empty tensors and axes of one element never overlap.
+    As exact as ``strides_overlap``. Empty tensors and axes of one element never overlap.
     """
     return not tensor.is_contiguous() and strides_overlap(tuple(tensor.shape), tensor.stride())
 
@@ -36,8 +36,8 @@ def strides_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return whether two different indices lead to the same offset. Strides are not negative, as PyTorch's.
 
     The answer is exact if every axis steps over all smaller ones, as in any permuted, sliced or paged contiguous
-    memory. Otherwise it is exact for up to _MOST_ADDRESSES addresses, counted in the common divisor of the strides that
-    are left once independent axes are dropped; True beyond that.
+    memory. Otherwise independent axes are dropped, and the other strides divided by their common divisor; the answer is
+    exact if fewer than _MOST_ADDRESSES addresses remain, and True if more do.
     """
     return all([type(number) is int for number in (*shape, *strides)]) and _overlap(shape, strides)
 
@@ -60,7 +60,8 @@ def _drop_independent(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the axes (stride, size) without those along which two elements at one address have the same index."""
     for index, (stride, size) in enumerate(axes):
         others = axes[:index] + axes[index + 1 :]
-        # Elements at one address lie ``steps`` apart along this axis, and the other axes make up for steps * stride.
+        # Two elements at one address differ by some steps along this axis. The other axes make up for steps * stride,
+        # which is therefore a multiple of their common divisor.
         divisor = math.gcd(*[other for other, _ in others])
         least_steps = divisor // math.gcd(divisor, stride) if divisor else size
         if stride and (stride > _reach(others) or least_steps >= size):
@@ -69,15 +70,15 @@ def _drop_independent(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _reach(axes: list[tuple[int, int]]) -> int:
-    """Return the largest offset."""
+    """Return the largest offset that axes (stride, size) reach."""
     return sum([stride * (size - 1) for stride, size in axes])
 
 
 def _count_addresses(axes: list[tuple[int, int]]) -> int:
-    """Return the number of different offsets."""
+    """Return the number of different offsets that axes (stride, size) reach."""
     marked = 1  # bit n: an element lies at offset n
     for stride, size in axes:
-        steps = 1  # the indices along this axis that are marked
+        steps = 1  # how many indices along this axis are marked already
         while steps < size:
             added = min(steps, size - steps)
             marked |= marked << (added * stride)

@@ -123,7 +123,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inplace: boo
         first.copy_(new_first)
         second.copy_(new_second)
         return x
-    # Not torch.cat: CPU autocast to bf16 refuses it fp16 tensors.
+    # Not by torch.cat, which raises for fp16 tensors under CPU autocast to bf16.
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     turned = (
         (out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2]) if interleaved else out[..., : 2 * half].chunk(2, -1)

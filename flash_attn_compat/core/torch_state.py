@@ -1,8 +1,9 @@
 """PyTorch's state around a call (autocast, modes, tracing, transforms): how to read it, and how to compute without it.
 
-torch_sdpa/ and torch_flex/ keep two marks of their own in it: a flag per thread, and one in the keys of stored graphs.
+It also holds two states for torch_sdpa/ and torch_flex/: DECIDED, a flag per thread, and a tag in the keys of PyTorch's
+stored graphs.
 
-Default dtype and default device are not here: every tensor that this package makes names its own.
+PyTorch's default dtype and device need no care: this package names dtype and device for every tensor that it makes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ flash_implementation: Callable[[], str | None] = getattr(
     torch.nn.attention, "current_flash_attention_impl", lambda: None
 )
 
-# Looked up once, for every call asks: how many dispatch modes; whether jit.trace records, or torch.func transforms.
+# Looked up once, since every call uses them: the number of active dispatch modes; whether torch.jit.trace records;
+# whether a torch.func transform is active.
 count_modes, is_jit_traced = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 transforms_are_on = torch._C._are_functorch_transforms_active
-is_any_autocast_on = torch._C._is_any_autocast_enabled  # of CPU, CUDA and some others
+is_any_autocast_on = torch._C._is_any_autocast_enabled  # for CPU, CUDA or some other devices
 _is_wrapped, _is_batched = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_batchedtensor
 _unwrapped, _mode_of = torch._C._functorch.get_unwrapped, torch._C._get_dispatch_mode
 _MODES = torch._C._TorchDispatchModeKey
@@ -33,7 +35,7 @@ _MODES = torch._C._TorchDispatchModeKey
 
 def numbers_of(lengths: Tensor) -> list[int]:
     """Return the values of a tensor of integers; waits for its GPU."""
-    if transforms_are_on():  # in which tolist() fails before PyTorch 2.5
+    if transforms_are_on():  # before PyTorch 2.5 tolist() fails under torch.func transforms
         return [int(number.item()) for number in lengths.cpu()]
     found: list[int] = lengths.tolist()
     return found
@@ -42,7 +44,7 @@ def numbers_of(lengths: Tensor) -> list[int]:
 def with_autograd() -> contextlib.AbstractContextManager[None]:
     """Return a context in which autograd records inside a custom operator, where compiled graphs turn it off."""
     hidden = torch._C._dispatch_tls_local_exclude_set()
-    # Without ADInplaceOrView, what is written into a slice of a tensor is not recorded as the tensor's.
+    # Without ADInplaceOrView, autograd would not see a write into a slice as a write to the whole tensor.
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         hidden = hidden.remove(getattr(torch._C.DispatchKey, key))
     seen = torch._C._dispatch_tls_local_include_set()
@@ -110,12 +112,13 @@ class _Decided(threading.local):
     yet = False
 
 
-# Its ``yet``: whether this thread is within a call whose backend is chosen, where PyTorch's operators stay PyTorch's.
+# DECIDED.yet: whether this thread is inside a call whose backend is chosen. PyTorch's attention operators, even if
+# torch_sdpa/ has replaced them, then run PyTorch's own kernels.
 DECIDED = _Decided()
 
 
 def as_decided(compute: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """``compute(*arguments, **named)``, whose operators are PyTorch's own."""
+    """Return compute(*arguments, **named); meanwhile PyTorch's attention operators run PyTorch's own kernels."""
     before, DECIDED.yet = DECIDED.yet, True
     try:
         return compute(*arguments, **named)
@@ -124,9 +127,9 @@ def as_decided(compute: Callable[..., Any], *arguments: Any, **named: Any) -> An
 
 
 def mark_caches(name: str, state: str | None) -> None:
-    """Mark the keys of PyTorch's caches of graphs on disk, in this thread, with the state of a switch; None: no mark.
+    """Put the state of the switch ``name`` into the keys of PyTorch's on-disk caches of graphs, for this thread.
 
-    Before PyTorch 2.7, which stored no such graphs on disk, this changes nothing.
+    state: None removes it. No effect before PyTorch 2.7, which stored no such graphs on disk.
     """
     config: Any = getattr(torch.compiler, "config", None)
     tag = getattr(config, "cache_key_tag", None)

@@ -18,25 +18,26 @@ _DEFAULTS = Options()
 
 
 def check(x: Inputs, options: Options, length: int | None) -> Check | None:
-    """Raise for malformed inputs; return the check that each call needs of its numbers, if any.
+    """Raise for malformed inputs. Return the check of values (lengths, pages) that every call repeats, or None.
 
-    options: as ``checked`` returns them; length: an int cache_seqlens for all sequences, or None
+    options: as ``checked`` returns them; length: cache_seqlens if it is one int for all sequences, else None
     """
     numbers: Check | None = _CHECKS[type(x)](x, options, length)
     return numbers
 
 
 def call_of(x: Inputs, options: Options, length: int | None = None) -> tuple[AttentionCall, Append | None]:
-    """Return the call of checked inputs, and the keys that it appends first. Raises for numbers that are out of range.
+    """Return the AttentionCall of checked inputs, and the keys and values that it appends to its cache first, or None.
 
-    The arguments are those of ``check``. Without a length that the options promise, the call is over all slots.
+    The arguments are those of ``check``. If the options announce an int length but ``length`` is None, the call covers
+    all slots of the cache. Raises for numbers that are out of range.
     """
     found: tuple[AttentionCall, Append | None] = _CALLS[type(x)](x, options, length)
     return found
 
 
 def checked_call(x: Inputs, options: Options = _DEFAULTS) -> AttentionCall:
-    """Return the checked call of a caller's arguments, over no cache, with all checks but those of its numbers."""
+    """Return the AttentionCall of a dense or packed call, after all checks except those of values in tensors."""
     options = checked(options)
     check(x, options, None)
     return call_of(x, options)[0]

@@ -31,7 +31,7 @@ def dense_call(x: Inputs, options: Options, length: int | None) -> tuple[Attenti
 
 
 def check_packed(x: Inputs, options: Options, length: int | None) -> Check | None:
-    """Raise RuntimeError for malformed inputs of a packed or paged call; return the check of their numbers."""
+    """Raise RuntimeError for malformed inputs of a packed or paged call; return the check of values in its tensors."""
     q, k, v, starts_q, used, leftpad, table = x.q, x.k, x.v, x.cu_seqlens_q, x.seqused_k, x.leftpad_k, x.block_table
     if table is None:
         checks.packed(q, k, v, starts_q, x.cu_seqlens_k)
@@ -73,7 +73,7 @@ def _hold_the_same(cu_seqlens_q: object, cu_seqlens_k: object) -> bool:
     if not isinstance(cu_seqlens_q, Tensor) or not isinstance(cu_seqlens_k, Tensor):
         return False
     if cu_seqlens_q.is_nested or cu_seqlens_k.is_nested:
-        return False  # the checks name it
+        return False  # a later check raises an error that names the nested tensor
     if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.device != cu_seqlens_k.device:
         return False
     if cu_seqlens_q.device.type == "cpu":
@@ -82,7 +82,10 @@ def _hold_the_same(cu_seqlens_q: object, cu_seqlens_k: object) -> bool:
 
 
 def with_page_lengths(x: Any) -> Any:
-    """Return packed inputs over pages with seqused_k: their cu_seqlens_k says lengths only. Nothing is checked."""
+    """Return paged inputs with seqused_k computed from cu_seqlens_k, which gives only lengths; any others unchanged.
+
+    The tensors are not checked here.
+    """
     starts_k = x.cu_seqlens_k
     if x.block_table is None or x.seqused_k is not None or not isinstance(starts_k, Tensor) or starts_k.dim() != 1:
         return x
@@ -93,11 +96,11 @@ def _check_numbers(options: Options, x: Inputs, length: int | None) -> None:
     starts_q, used, leftpad, table = x.cu_seqlens_q, x.seqused_k, x.leftpad_k, x.block_table
     if options.use & Feature.TRANSFORMS:
         _refuse_hidden_lengths(x)
-    if not checks.may_read(starts_q):  # which a capture forbids
+    if not checks.may_read(starts_q):  # such as during a CUDA graph's capture
         return
     longest_q, longest_k, total_k = int(options.max_seqlen_q), int(options.max_seqlen_k), x.k.shape[0]
     if table is not None:
-        total_k, longest_k = None, MOST_TOKENS  # nothing is launched by it: the table says how many keys there may be
+        total_k, longest_k = None, MOST_TOKENS  # over pages block_table limits the number of keys, not max_seqlen_k
     checks.values_of_starts(starts_q, x.cu_seqlens_k, x.q.shape[0], total_k, longest_q, longest_k, used)
     if table is not None and checks.may_read(table):
         checks.values_of_pages(x.k, table, used)
@@ -106,7 +109,7 @@ def _check_numbers(options: Options, x: Inputs, length: int | None) -> None:
 
 
 def _refuse_hidden_lengths(x: Inputs) -> None:
-    """Raise RuntimeError if the numbers of lengths or pages, which differentiable operators need, cannot be read."""
+    """Raise RuntimeError if lengths or pages are fake, traced or batched: differentiable operators must read them."""
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"):
         value = getattr(x, name)
         if isinstance(value, Tensor) and torch_state.is_hidden(value):
@@ -121,10 +124,10 @@ def make_call(
     x: Inputs, options: Options, batch: int, max_seqlen_q: Any, max_seqlen_k: Any, capacity: Any,
     is_dense: bool = True, equal_lengths: bool = False, appends: bool = False,
 ) -> AttentionCall:  # fmt: skip
-    """Return the call of checked inputs.
+    """Return the AttentionCall of checked inputs.
 
-    options: as ``checked`` returns them; the others are fields of AttentionCall
-    capacity: the number of keys that windows are measured against; appends: whether the backend's run appends
+    options: as ``checked`` returns them; capacity: a window bound of at least as many keys counts as unbounded
+    appends: whether the backend itself writes new keys into the cache; the others are fields of AttentionCall
     """
     dropout_p, use, scale = checks.dropout(options.dropout_p), options.use, options.softmax_scale
     if not dropout_p:

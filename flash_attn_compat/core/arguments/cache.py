@@ -19,33 +19,33 @@ _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
 
 def _capacity(x: Inputs, options: Options) -> int:
-    """Slots that one sequence can address."""
+    """Return how many cache slots one sequence can address."""
     page: int = x.k.shape[1]
     return page if x.block_table is None or options.has_rows else page * x.block_table.shape[1]
 
 
 def _seqlen_new(x: Inputs) -> int:
-    return 0 if x.k_new is None or x.k_new.is_nested else x.k_new.shape[1]  # the checks name what is nested
+    return 0 if x.k_new is None or x.k_new.is_nested else x.k_new.shape[1]  # a later check refuses nested
 
 
 def cache_call(x: Inputs, options: Options, length: int | None) -> tuple[AttentionCall, Append | None]:
-    """Return the call of checked inputs, and the keys that it appends; over all slots if there is no length.
+    """Return the AttentionCall of checked inputs over a cache, and the keys and values that it appends first, or None.
 
-    Lengths that are known to the host and equal become dense slices of the cache, any others seqused_k, with the new
-    keys in both.
+    If all sequences have one int length, the call is dense over a slice of the cache. Otherwise its seqused_k holds
+    the lengths. Both count the new keys. Without any length the call covers all slots.
     """
     before = length if options.has_length else x.seqused_k
     count, capacity, batch = _seqlen_new(x), _capacity(x, options), x.q.shape[0]
     used, k, v, table = before, x.k, x.v, x.block_table
     if options.has_rows:
-        table = table.unsqueeze(1)  # a cache row is a page that holds its whole sequence
+        table = table.unsqueeze(1)  # each row of the cache counts as one page that holds a whole sequence
     elif table is None and k.shape[0] != batch:
         k, v = k[:batch], v[:batch]
     if used is not None and count:
         used = used + count
     longest = capacity
     if isinstance(used, int):
-        # The LSE differs between a window that hides nothing in the whole cache and one that hides no used key.
+        # With ALiBi the LSE depends on whether the window covers the cache's whole capacity: a slice would hide that.
         shows_capacity = x.alibi_slopes is not None and options.window_size_left >= 0
         if table is None and x.leftpad_k is None and not shows_capacity:
             k, v, longest, used = k[:, :used], v[:, :used], used, None
@@ -55,16 +55,16 @@ def cache_call(x: Inputs, options: Options, length: int | None) -> tuple[Attenti
     own: Any = x
     own = own._replace(k=k, v=v, seqused_k=used, block_table=table)
     call = make_call(own, options, batch, x.q.shape[1], longest, capacity, is_dense, appends=count > 0)
-    if x.k_new is None or before is None:  # without a length: of all slots
+    if x.k_new is None or before is None:  # without a length there is no slot to append at
         return call, None
-    # flash-attn looks at no sin without cos, and rotates row i at its own position only if the mask is banded.
+    # flash-attn ignores sin without cos. It rotates row i of q at its own position only under a causal or window mask.
     sin = None if x.rotary_cos is None else x.rotary_sin
     new = Append(x.k_new, x.v_new, x.rotary_cos, sin, options.rotary_interleaved, before, not call.mask.is_full)
     return call, new
 
 
 def check_cache(x: Inputs, options: Options, length: int | None) -> Check | None:
-    """Raise for malformed inputs of a call over a cache; return the check of their numbers."""
+    """Raise for malformed inputs of a call over a cache. Return the check of values that all calls repeat, or None."""
     q, k_cache, v_cache = x.q, x.k, x.v
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         checks.is_tensor(name, tensor)
@@ -149,7 +149,10 @@ def _check_new_keys(x: Inputs, options: Options) -> None:
 
 
 def _number_check(given: Inputs, options: Options, length: int | None) -> Check | None:
-    """Return the check per call that new keys fit and pages and rows exist; None if the host cannot read them."""
+    """Return a check, made at every call, that new keys fit the cache and that its pages and rows exist.
+
+    None if the host can read none of the lengths, pages and rows.
+    """
     check = functools.partial(_check_numbers, options)
     numbers = given.seqused_k, given.block_table, given.leftpad_k
     if any([x is not None and checks.may_read(x) for x in numbers]):

@@ -1,4 +1,4 @@
-"""The numbers of a call: from what callers give to what a cache key may hold."""
+"""Check the numbers of a call (scale, window, lengths, ...) and convert them to what a cache key may hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def integer(name: str, value: object) -> int:
         raise checks.wrong_type(name, "int", value) from None
 
 
-# How each number is checked and converted: by the type of its default, but for these.
+# The function that checks and converts a field of Options, by the type of its default. CHECKS has three exceptions.
 _BY_TYPE: dict[type, Callable[[str, Any], Any]] = {
     int: integer,
     float: checks.number,
@@ -41,14 +41,14 @@ CHECKS = {name: _BY_TYPE[type(default)] for name, default in Options._field_defa
 }
 _TYPES = {name: type(default) for name, default in Options._field_defaults.items()}
 _PLAIN = frozenset({int, float, type(None)})
-# Returns the numbers that must be ints.
+# integers_of(options) returns the fields that must be ints.
 integers_of = operator.itemgetter(*[at for at, kind in enumerate(_TYPES.values()) if kind is int])
 
 
 def checked(options: Options) -> Options:
-    """Return options that a cache key may hold: unchanged, or with numbers in the place of tensors and the like.
+    """Return options of plain Python numbers only, as a cache key needs: the same object if they are plain already.
 
-    Raises RuntimeError: a bound or a longest length is no integer
+    Raises RuntimeError: a value cannot be converted, such as a window bound that is no integer
     """
     kinds = zip(options, _TYPES.values())
     if all([type(value) is kind or (kind is type(None) and type(value) in _PLAIN) for value, kind in kinds]):
@@ -57,7 +57,7 @@ def checked(options: Options) -> Options:
 
 
 def split_descales(k_descale: object, v_descale: object) -> tuple[tuple[Any, Any], tuple[float, float]]:
-    """Return (k_descale, v_descale) as tensors or None, and (k_factor, v_factor), the descales that are numbers.
+    """Split descales by type: return (k_descale, v_descale), tensors or None, and (k_factor, v_factor), numbers or 1.0.
 
     Raises RuntimeError for a number that is not positive and finite, and for any other type.
     """

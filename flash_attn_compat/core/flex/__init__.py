@@ -1,1 +1,1 @@
-"""flex_attention's functions, from PyTorch's graphs to C++: capture, the table of operators, printer."""
+"""Translation of flex_attention's score_mod and mask_mod from PyTorch's graphs to C++ for our kernels."""

@@ -1,7 +1,7 @@
-"""From the functions that PyTorch hands to flex_attention to graphs of aten operators over numbers.
+"""Turn the score_mod and mask_mod of flex_attention into graphs of aten operators on single numbers.
 
-PyTorch's eager operator gets score_mod and mask_mod as graphs of Python functions; they are traced once more. Its
-compiler's graphs, and the joint graph of a backward, are of aten operators already.
+PyTorch's eager operator receives them as graphs of Python functions, which are traced once more here. The graphs of
+PyTorch's compiler, and the joint graph of a backward, consist of aten operators already.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from flash_attn_compat.core.flex.operators import C_TYPES, Declined
 
 MASK_ARGUMENTS = "b", "h", "q", "kv"
 SCORE_ARGUMENTS = "score", *MASK_ARGUMENTS
-JOINT_ARGUMENTS = *SCORE_ARGUMENTS, "dscore"  # the last one: the derivative of a loss by the result
+JOINT_ARGUMENTS = *SCORE_ARGUMENTS, "dscore"  # dscore: the gradient of the loss by score_mod's result
 
 
 class TensorArgument(NamedTuple):
-    """A captured tensor: its position among the captured arguments of both functions.
+    """A tensor that score_mod or mask_mod captures.
 
-    on_host: whether it is a single number in the CPU's memory, which a kernel on a GPU gets as a number
+    position: its index among the captured arguments of score_mod and mask_mod together
+    on_host: whether it is one number in CPU memory while q is on a GPU; the kernel then gets it as a number
     """
 
     position: int
@@ -45,9 +46,9 @@ Argument = TensorArgument | IntegerArgument
 
 
 class Captured(NamedTuple):
-    """A graph of aten operators over numbers.
+    """A graph of aten operators on single numbers.
 
-    names: the C++ names of its first placeholders; arguments: of those behind them
+    names: the C++ names of its first placeholders; arguments: the captured arguments for its other placeholders
     """
 
     graph: GraphModule
@@ -56,9 +57,10 @@ class Captured(NamedTuple):
 
 
 def describe(captured: Sequence[Any], device: torch.device, first: int = 0) -> tuple[Argument, ...]:
-    """Describe the captured arguments of a function, which stand from ``first`` on among those of both functions.
+    """Describe the captured arguments of one function. Raises Declined unless they are tensors and integers.
 
-    captured: tensors, or examples of them, and integers; device: of q. Raises Declined for anything else.
+    captured: the arguments, or examples of them; device: q's device
+    first: the position of the first one among the captured arguments of score_mod and mask_mod together
     """
     return tuple(_describe(x, device, first + place) for place, x in enumerate(captured))
 
@@ -89,10 +91,10 @@ def capture_score(score_mod: Callable[..., Any], captured: Sequence[Any], device
 
 
 def capture_joint(score_mod: Callable[..., Any], captured: Sequence[Any], device: torch.device) -> Captured:
-    """Trace the derivatives of a loss by a score_mod's score and by the captured tensors that require gradients.
+    """Trace the gradients of a score_mod, computed by autograd. Raises Declined where they cannot be traced.
 
-    PyTorch's autograd finds them. The outputs are those of PyTorch's joint graphs: of the score, of b, h, q and kv,
-    which have none, and of each captured argument, None for none. Raises Declined.
+    The graph's outputs are ordered as in PyTorch's own joint graphs: the gradient of the score, four None for b, h, q
+    and kv, and for each captured argument its gradient, or None if it requires none.
     """
     wanted = [isinstance(x, Tensor) and x.requires_grad for x in captured]
 
@@ -146,10 +148,10 @@ def _trace(function: Callable[..., Any], numbers: Sequence[Tensor], captured: Se
 
     try:
         examples = [example(x) for x in (*numbers, *captured)]
-        # x[i] with a tensor i becomes aten.index, as where PyTorch traces these functions.
+        # TransformGetItemToIndex makes x[i] with a tensor i an aten.index, as in PyTorch's own traces of score_mods.
         with fake, TransformGetItemToIndex():
             graph = make_fx(function, tracing_mode="real", decomposition_table=_decompositions())(*examples)
-            if any(map(_writes, graph.graph.nodes)):  # as derivatives do
+            if any(map(_writes, graph.graph.nodes)):  # such as graphs of derivatives
                 functional = torch.func.functionalize(graph, remove="mutations")
                 graph = make_fx(functional, tracing_mode="real", decomposition_table=_decompositions())(*examples)
     except Exception as error:
@@ -167,7 +169,7 @@ def _writes(node: torch.fx.Node) -> bool:
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return PyTorch's own decompositions of activations and their derivatives into operators of the table."""
+    """Return PyTorch's decompositions of activations and their derivatives into operators that we can print as C++."""
     from torch._decomp import get_decompositions
 
     aten = torch.ops.aten

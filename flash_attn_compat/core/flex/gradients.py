@@ -1,4 +1,4 @@
-"""What a joint graph adds to the gradients of captured tensors: numbers, each at indices of one tensor."""
+"""Find which numbers a joint graph adds to the gradients of captured tensors, and at which indices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from flash_attn_compat.core.flex.operators import CONSTANT, FULL, Declined
 
 
 class Addition(NamedTuple):
-    """A number that each score adds to the gradient of a captured tensor. indices: of each axis, nodes or integers"""
+    """A number that each score adds to one element of a captured tensor's gradient.
+
+    indices: the element's index along each axis, graph nodes or integers; value: the number, a graph node
+    """
 
     argument: TensorArgument
     indices: tuple[Any, ...]
@@ -42,7 +45,7 @@ def find_additions(joint: Captured) -> list[Addition]:
 
 
 def _parts(result: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the indices and values whose sum a result is."""
+    """Split a gradient into terms: yield the indices and the value of each number that is added to it."""
     example = result.meta.get("val") if isinstance(result, Node) else None
     if not isinstance(example, Tensor):
         raise Declined("the gradient of a captured tensor that is no tensor")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-# PyTorch's dtypes in C++. 16-bit floats are fp32 in between, as in PyTorch's compiled graphs.
+# The C++ type that stands for each dtype. 16-bit floats are computed in fp32, as in PyTorch's compiled graphs.
 C_TYPES = {
     torch.bool: "bool", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "int",
     torch.int64: "i64", torch.float16: "float", torch.bfloat16: "float", torch.float32: "float",
@@ -23,7 +23,7 @@ LOADS = {
     torch.int32: "flex_i32", torch.int64: "flex_i64", torch.float16: "flex_half", torch.bfloat16: "flex_bfloat16",
     torch.float32: "flex_float",
 }  # fmt: skip
-INTEGERS = {"u8": 8, "i8": 7, "i16": 15, "int": 31, "i64": 63}  # bits of a magnitude
+INTEGERS = {"u8": 8, "i8": 7, "i16": 15, "int": 31, "i64": 63}  # bits of a number without its sign
 
 
 class Declined(Exception):
@@ -31,9 +31,10 @@ class Declined(Exception):
 
 
 class Rule(NamedTuple):
-    """How an operator is printed: as a call of ``function``.
+    """How an operator is printed in C++: as a call of ``function``.
 
-    operands: the type of each: R the result's, C the one in which PyTorch compares the first two, F float, B bool
+    operands: a letter for each operand's type: R the result's type, C the type in which PyTorch compares the first
+        two operands, F float, B bool
     """
 
     function: str
@@ -76,17 +77,17 @@ OPERATORS: dict[str, Rule] = {
     "tanh_near": Rule("op_tanh_near", "F"),
 }
 PREDICATES = frozenset({"isnan", "isinf", "isneginf", "isposinf", "signbit"})
-# Operators that keep the number; some give it the type of the result.
+# Operators that return their argument's number, converted to the result's dtype at most.
 SAME = frozenset({
     "detach", "clone", "alias", "lift_fresh_copy", "lift_fresh", "view", "reshape", "expand", "squeeze", "unsqueeze",
     "_to_copy", "to", "convert_element_type", "contiguous", "positive", "_unsafe_view", "view_of", "permute",
 })  # fmt: skip
-# Operators that make a number: the position of it among the arguments, or the number.
+# Operators that fill a tensor with one number. FULL: its position among the arguments; CONSTANT: the number itself.
 FULL = {"full": 1, "scalar_tensor": 0, "full_like": 1, "new_full": 2, "fill": 1}
 CONSTANT = {
     "ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0, "ones": 1, "zeros": 0, "_efficientzerotensor": 0,
 }  # fmt: skip
-# Keyword arguments that decide nothing here: the result's dtype is in its example.
+# Keyword arguments that the printer ignores: it takes the result's dtype from the node's example value.
 IGNORED_KEYWORDS = frozenset({
     "dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "copy", "implicit",
 })  # fmt: skip
@@ -95,12 +96,12 @@ INTEGER_OPERATORS = {
     "add": "op_add", "sub": "op_sub", "mul": "op_mul", "floordiv": "op_floor_divide", "mod": "op_remainder",
     "neg": "op_neg", "sym_max": "op_maximum", "sym_min": "op_minimum", "pow": "op_pow",
 }  # fmt: skip
-# The largest factor of a tanh for which an absolute error of 1e-7 is small beside the rounding of scores.
+# The largest soft cap that may use op_tanh_near: 1e-7, its absolute error, times the cap is less than scores' rounding.
 MOST_CAP = 1024.0
 
 
 def literal(x: float | int | bool, c_type: str) -> str:
-    """Return the C++ literal of a Python number in a type. Raises Declined for a number that the type lacks."""
+    """Return a Python number as a C++ literal of ``c_type``. Raises Declined if the type cannot hold it."""
     if c_type == "float":
         return _float_literal(float(x))
     if isinstance(x, float) and not x.is_integer():

@@ -1,4 +1,4 @@
-"""What the printer returns: a call's functions in C++, and what they read of its captured arguments."""
+"""The printer's result: a call's score_mod and mask_mod in C++, and which captured arguments they read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 
 class Bound(NamedTuple):
-    """A captured tensor's axis that the text indexes by ``name``: b, h, q or kv. The axis must be as long as these."""
+    """An axis of a captured tensor that the C++ text indexes by b, h, q or kv, which ``name`` says.
+
+    The axis must be at least as long as that index has values.
+    """
 
     tensor: int
     axis: int
@@ -14,9 +17,10 @@ class Bound(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A captured number of the parameters.
+    """A captured number that a kernel gets in its parameters.
 
-    is_float: whether the parameters hold a float's bits; is_on_host: whether it is a tensor in the CPU's memory
+    position: its index among the captured arguments; is_float: whether the parameters hold the bits of a float
+    is_on_host: whether the caller gave it as a tensor in CPU memory
     """
 
     position: int
@@ -28,9 +32,9 @@ class Printed(NamedTuple):
     """The functions of a call in C++.
 
     tensors, numbers: positions of the captured arguments that the text reads, in its order
-    bounds: what the host has to check of the tensors' sizes; indexed: (tensor, axis) that must not be empty
-    has_score, has_mask: whether the functions change a score, or hide one
-    gradients: places in ``tensors`` of those whose gradients the text adds up
+    bounds: axes whose lengths the host has to check; indexed: (tensor, axis) pairs whose axis must not be empty
+    has_score, has_mask: whether score_mod changes any score, and whether mask_mod hides any
+    gradients: indices into ``tensors`` of the tensors whose gradients the text adds up
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""From graphs of aten operators to the C++ functions that the kernels call for every score."""
+"""Print graphs of aten operators as the C++ functions that the kernels call for every score."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from flash_attn_compat.core.flex.operators import (
 from flash_attn_compat.core.flex.printed import Bound, Number, Printed
 from flash_attn_compat.core.flex.ranges import EXACT_FLOAT, MOST_INDEX, Ranges
 
-MOST_CAPTURED, MOST_DIMS, MOST_NUMBERS = 16, 4, 8  # of FlexParams, as backends/fused/flex.py has them
+MOST_CAPTURED, MOST_DIMS, MOST_NUMBERS = 16, 4, 8  # sizes of FlexParams; also in backends/fused/flex.py
 
 
 class _View(NamedTuple):
-    """A captured tensor, of whose axes ``axes`` are not indexed yet; offset: C++ terms of those that are."""
+    """A captured tensor, partly indexed. axes: those without an index yet; offset: C++ terms of the other axes."""
 
     tensor: int
     dtype: torch.dtype
@@ -67,9 +67,9 @@ _NO_MASK = "DEVICE bool flex_mask(const FlexParams &, int, int, int, int) { retu
 
 
 def print_functions(score: Captured, mask: Captured, joint: Captured | None = None) -> Printed:
-    """Return the text of flex_score, flex_slope, flex_mask and flex_gradients, and what it reads. Raises Declined.
+    """Return the C++ text of flex_score, flex_slope, flex_mask and flex_gradients, and which arguments it reads.
 
-    joint: of a backward, PyTorch's joint graph of score_mod or one like it
+    joint: for a backward, the joint graph of score_mod, PyTorch's own or by ``capture_joint``. Raises Declined.
     """
     table = _Table()
     score_text = slope_text = mask_text = None
@@ -139,7 +139,7 @@ class _Table:
         return f"DEVICE {result} {name}({arguments}) {{\n{function.body()}  return {returned};\n}}\n"
 
     def print_gradients(self, joint: Captured) -> tuple[str, tuple[int, ...]]:
-        """Return the text of flex_gradients, and the places of the tensors to whose gradients it adds."""
+        """Return the text of flex_gradients, and the indices into ``tensors`` of those to whose gradients it adds."""
         additions = find_additions(joint)
         if not additions:
             return "", ()
@@ -171,24 +171,24 @@ def _place(entry: Any, entries: list[Any], most: int, words: str) -> int:
 
 
 class _Function:
-    """Prints one graph, a line for each operator that its output needs."""
+    """Prints one graph as the body of a C++ function, with a line for each operator that the output needs."""
 
     def __init__(self, table: _Table) -> None:
         self.table = table
         self.lines: list[str] = []
         self.values: dict[Node, _View | _Value] = {}
         self.ranges = Ranges()
-        self.floats: dict[Node, str] = {}  # integers that were converted
+        self.floats: dict[Node, str] = {}  # C++ names of integers that were converted to float
 
     def run(self, captured: Captured) -> _Value:
         output = _output(captured)
         if output is None:
-            return _Value("0.f", "float")  # the gradient of a score that does not matter
+            return _Value("0.f", "float")  # the result does not depend on the score
         self.compute(captured, [output])
         return self._value(output)
 
     def compute(self, captured: Captured, outputs: Sequence[Any]) -> None:
-        """Print everything that some results of a graph depend on."""
+        """Print a line for every node that ``outputs`` depend on."""
         needed = _needed(outputs)
         arguments = iter((*captured.names, *captured.arguments))
         for node in captured.graph.graph.nodes:
@@ -205,7 +205,7 @@ class _Function:
         return "".join(f"  {line}\n" for line in self.lines)
 
     def add(self, arguments: str, tensor: int, indices: Sequence[Any], value: Any) -> None:
-        """Print a call of flex_add. arguments: its sum and its gradient, which is contiguous; tensor: that it is of"""
+        """Print a call of flex_add: add ``value`` to the contiguous gradient of captured tensor number ``tensor``."""
         offset = "(i64)0"
         for axis, index in enumerate(indices):
             offset = f"({offset} * f.size[{tensor}][{axis}] + {self._index(tensor, axis, index)})"
@@ -226,7 +226,7 @@ class _Function:
         return view if view.axes else self._load(view)
 
     def _attribute(self, captured: Captured, node: Node) -> _Value:
-        """Return a constant of the graph itself, which must be a single number in the CPU's memory."""
+        """Return a constant that the graph holds. Raises Declined unless it is one number in CPU memory."""
         value = captured.graph
         for part in str(node.target).split("."):
             value = getattr(value, part)
@@ -246,7 +246,7 @@ class _Function:
         return self._assign(f"({c_type}){LOADS[view.dtype]}(f, {view.tensor}, {offset})", c_type)
 
     def _indexed(self, view: _View, taken: dict[int, Any]) -> _View | _Value:
-        """taken: the index of each axis, by its place among those left"""
+        """Index a view's axes (``taken``: indices by place in view.axes); load the number if no axis is left."""
         offset = list(view.offset)
         for place, index in taken.items():
             axis = view.axes[place]
@@ -265,7 +265,7 @@ class _Function:
             return value.text
         self.table.indexed.add((tensor, axis))
         text = converted(value.text, value.c_type, "int")
-        if value.c_type == "i64":  # no index leaves its tensor, however large it is
+        if value.c_type == "i64":  # clamp to int without wrapping; flex_within then keeps the index inside the tensor
             text = f"(int)op_minimum(op_maximum({value.text}, (i64)-2147483647LL), (i64)2147483647LL)"
         return f"flex_within({text}, f.size[{tensor}][{axis}])"
 
@@ -289,7 +289,7 @@ class _Function:
     def _float_of(self, x: Node) -> str:
         """Return an integer as a float, computed in fp32 from its arguments where that is exact.
 
-        An index is converted once for a whole row or column then, not a difference of indices for each score.
+        That is faster: q - kv as floats needs one conversion per row and column; as an integer, one per score.
         """
         found = self.floats.get(x)
         if found is not None:
@@ -376,7 +376,7 @@ class _Function:
         return self._assign(converted(text, "bool", c_type) if returns_bool else text, c_type)
 
     def _spelt_out(self, name: str, node: Node, keywords: dict[str, Any], c_type: str) -> tuple[str, tuple[Any, ...]]:
-        """Return the table's name and arguments of an operator with options; removes the options from ``keywords``."""
+        """Return name and arguments of the table's operator for one with options; remove these from ``keywords``."""
         args = node.args
         if name in ("add", "sub", "rsub"):
             left, right, *more = args
@@ -422,7 +422,7 @@ class _Function:
         return "pow", (x, exponent)
 
     def _temporary(self, text: str, c_type: str) -> Node:
-        """Return a node that stands for printed text."""
+        """Assign the C++ expression ``text`` to a new variable, and return a node that stands for it."""
         node = Node(torch.fx.Graph(), "temporary", "placeholder", "temporary", (), {})
         node.meta["val"] = torch.empty((), dtype=_DTYPES[c_type], device="meta")
         self.values[node] = self._assign(text, c_type)
@@ -440,14 +440,14 @@ class _Function:
         return found
 
 
-# Functions that give the same numbers in fp32 as in integers, where arguments and results are at most EXACT_FLOAT.
+# Functions that are exact in fp32, as in integers, as long as arguments and results are at most EXACT_FLOAT.
 _EXACT_IN_FLOAT = {
     "add": "op_add", "sub": "op_sub", "mul": "op_mul", "neg": "op_neg", "abs": "op_abs", "relu": "op_relu",
     "minimum": "op_minimum", "maximum": "op_maximum",
 }  # fmt: skip
-# Operators whose results a quotient that is off by an ulp moves by no more than that.
+# Operators whose result changes by no more than an ulp if their argument, a quotient, is off by an ulp.
 _SMOOTH = {"tanh", "sigmoid", "exp", "output"}
-_DTYPES = {c_type: dtype for dtype, c_type in C_TYPES.items()}  # float: fp32, the last one
+_DTYPES = {c_type: dtype for dtype, c_type in C_TYPES.items()}  # "float" is fp32's, its last entry
 
 
 def _is_scaled(x: Any) -> bool:
@@ -465,7 +465,7 @@ def _name_of(node: Node) -> str:
 
 
 def _needed(outputs: Sequence[Any]) -> set[Node]:
-    """Return the nodes that some results depend on."""
+    """Return all nodes that ``outputs`` depend on, with themselves."""
     found: set[Node] = set()
     left = [output for output in outputs if isinstance(output, Node)]
     while left:

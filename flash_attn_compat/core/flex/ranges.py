@@ -1,4 +1,4 @@
-"""The ranges of the integers in a graph, from those of its indices."""
+"""Lower and upper bounds of the integers in a graph, computed from the bounds of the indices q and kv."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANY: Range = (-float("inf"), float("inf"))
 
 
 class Ranges:
-    """The range of each node that stands for an integer; without bounds where nothing is known."""
+    """Computes the range of each node that is an integer; infinite if nothing is known of it."""
 
     def __init__(self) -> None:
         self.found: dict[Node, Range] = {}
