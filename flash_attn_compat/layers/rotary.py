@@ -62,13 +62,13 @@ class ApplyRotaryEmb(torch.autograd.Function):
         out = apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace, conjugate)
         _save_tables(ctx, cos, sin, seqlen_offsets, cu_seqlens)
         ctx.interleaved, ctx.max_seqlen, ctx.conjugate = interleaved, max_seqlen, conjugate
-        # Not marked dirty even in place: leaves and outputs of unbind must be accepted.
+        # x is not marked dirty even if rotated in place: autograd would then refuse leaves and outputs of unbind.
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, seqlen_offsets, cu_seqlens = _saved_tables(ctx)
-        # Out of place always: autograd may have handed out an expanded or shared gradient.
+        # Never in place, since autograd may pass an expanded gradient, or the same gradient to other nodes.
         dx = ApplyRotaryEmb.apply(
             grad, cos, sin, ctx.interleaved, False, seqlen_offsets, cu_seqlens, ctx.max_seqlen, not ctx.conjugate
         )

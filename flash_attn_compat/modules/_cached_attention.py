@@ -64,7 +64,7 @@ class CachedAttention(nn.Module):
     def _cross_context(
         self, q: Tensor, kv: Tensor, inference_params: Any, max_seqlen: int | None, kwargs: dict[str, Any]
     ) -> Tensor:
-        """q (..., nheads, headdim) and kv (..., 2, nheads_k, headdim) to q's shape; as `_self_context`."""
+        """q (..., nheads, headdim) and kv (..., 2, nheads_k, headdim) to q's shape, through the cache, if any."""
         if self._decodes_in_one_call(inference_params):
             return self._apply_rotary_update_kvcache_attention(q, kv, inference_params)
         if self.rotary_emb_dim > 0:
@@ -92,9 +92,12 @@ class CachedAttention(nn.Module):
         return _update_kv_cache(kv, inference_params, self.layer_idx)
 
     def _apply_rotary_update_kvcache_attention(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
-        """A decoding step: rotate q (batch, seqlen, nheads, headdim) and kv (batch, seqlen, 2, nheads_k, headdim)."""
+        """Do a decoding step in one call: rotate q and kv, append kv to the cache, attend.
+
+        q (batch, seqlen, nheads, headdim), kv (batch, seqlen, 2, nheads_k, headdim); returns q's shape.
+        """
         assert self.layer_idx is not None, "Generation requires layer_idx in the constructor"
-        # A cache for a longer generation needs tables of its own length.
+        # The cache may have been allocated for a longer generation: the tables must cover its whole length.
         capacity = inference_params.key_value_memory_dict[self.layer_idx].shape[1]
         self.rotary_emb._update_cos_sin_cache(
             max(inference_params.max_seqlen, capacity), device=q.device, dtype=q.dtype
@@ -131,7 +134,7 @@ class CachedAttention(nn.Module):
             cache_seqlens=_cached_lengths(inference_params, q.shape[0]),
             softmax_scale=attention.softmax_scale,
             causal=attention.causal,
-            # flash-attn ignores the window here, so that a step sees more keys than the same token in a full pass.
+            # flash-attn leaves the window out here, and so lets a token see more keys in a step than in a full pass.
             window_size=attention.window_size,
             alibi_slopes=as_fp32(attention.alibi_slopes),
             **rotary,

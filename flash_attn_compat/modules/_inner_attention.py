@@ -1,6 +1,6 @@
-"""The attentions inside MHA: through the flash functions, and by plain matrix products.
+"""The attention modules inside MHA: some call the flash functions, others use plain matrix products.
 
-Projections, rotary embeddings and caches are `modules/mha.py`'s, which is where clients import these from.
+Projections, rotary embeddings and caches are in `modules/mha.py`, from which clients import these modules.
 """
 
 from __future__ import annotations

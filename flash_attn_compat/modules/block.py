@@ -57,8 +57,8 @@ class _WithMixer(nn.Module):
 class Block(_WithMixer):
     """Mixer and MLP with residual connections.
 
-    prenorm: dropout, add, norm, mixer, dropout, add, norm, MLP; takes and returns (hidden_states, residual), the
-    last addition being the next block's. Otherwise: mixer, dropout, add, norm, MLP, dropout, add, norm.
+    prenorm: dropout, add, norm, mixer, dropout, add, norm, MLP; takes and returns (hidden_states, residual), which
+    the next block adds. Otherwise: mixer, dropout, add, norm, MLP, dropout, add, norm.
 
     Args:
         dim: size of the last axis.
@@ -158,7 +158,7 @@ class Block(_WithMixer):
     def _add_and_norm(
         self, branch: Tensor, residual: Tensor | None, dropout: nn.Module, drop_path: nn.Module, norm: Any
     ) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum)."""
+        """Return (norm of the sum, the sum) of the residual and the branch after dropout."""
         if not self.fused_dropout_add_ln:
             total = drop_path(dropout(branch))
             return _normalise(norm, total if residual is None else total + residual, self.residual_in_fp32)
@@ -231,7 +231,7 @@ class ParallelBlock(_WithMixer):
         Returns:
             (mixer's output, MLP's output, residual).
         """
-        # flash-attn's fused kernel has one dropout probability, and uses the first branch's for both.
+        # The fused path has one dropout probability (flash-attn's uses the first branch's for both branches).
         one_probability = hidden_states2 is None or self._dropout_p(self.dropout1) == self._dropout_p(self.dropout2)
         if self.fused_dropout_add_ln and one_probability:
             normed1, normed2, residual = self._normalise_fused(hidden_states1, hidden_states2, residual)
@@ -274,7 +274,7 @@ def _default_mlp(dim: int) -> nn.Module:
 
 
 def _normalise(norm: Any, total: Tensor, residual_in_fp32: bool) -> tuple[Tensor, Tensor]:
-    """(norm(total) in the norm's dtype, total)."""
+    """Return (norm(total) in the norm's dtype, total)."""
     normed = norm(total.to(dtype=norm.weight.dtype))
     return normed, total.to(torch.float32) if residual_in_fp32 else total
 
@@ -285,7 +285,7 @@ def _fused_options(block: Block | ParallelBlock, norm: Any, dropout: Any) -> dic
         "dropout_p": dropout.p if block.training else 0.0,
         "residual_in_fp32": block.residual_in_fp32,
         "is_rms_norm": isinstance(norm, RMSNorm),
-        # flash-attn's fused block forgets it.
+        # flash-attn's fused block does not pass this option on.
         "zero_centered_weight": getattr(norm, "zero_centered_weight", False),
     }
 

@@ -39,7 +39,7 @@ class GPT2Embeddings(nn.Module):
             self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **where)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """input_ids and position_ids (batch, seqlen), positions 0, 1, ... by default; (batch, seqlen, embed_dim)."""
+        """Return (batch, seqlen, embed_dim). Both ids are (batch, seqlen), positions 0, 1, ... by default."""
         embeddings: Tensor = self.word_embeddings(input_ids)
         if self.project_in is not None:
             embeddings = self.project_in(embeddings)
@@ -49,7 +49,7 @@ class GPT2Embeddings(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """The sum of token, position and token type embeddings; with 0 positions or types, without these."""
+    """The sum of token, position and token type embeddings; positions or types are left out if their number is 0."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class BertEmbeddings(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """All ids (batch, seqlen), types 0 by default; (batch, seqlen, embed_dim)."""
+        """Return (batch, seqlen, embed_dim). All ids are (batch, seqlen), types 0 by default."""
         embeddings: Tensor = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
             embeddings = embeddings + self.position_embeddings(_default_positions(input_ids, position_ids))
@@ -85,7 +85,7 @@ class BertEmbeddings(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Rank r holds the r-th part of the vocabulary, and returns zeros for the tokens of others."""
+    """Rank r holds the r-th part of the vocabulary, and returns zeros for tokens of other ranks."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
-        """input (...) of token ids of the whole vocabulary; (..., embedding_dim), to be summed over ranks."""
+        """Return (..., embedding_dim), to be summed over ranks, for token ids (...) of the whole vocabulary."""
         if self.process_group is None:
             return super().forward(input)
         local = input - dist.get_rank(self.process_group) * self.num_embeddings

@@ -56,7 +56,7 @@ __all__ = [
 
 
 class LinearResidual(nn.Linear):
-    """nn.Linear that returns its input beside its output; `MHA` held it before flash-attn 2.8."""
+    """nn.Linear that returns its input beside its output; `MHA` used it before flash-attn 2.8."""
 
     def forward(self, input: Tensor) -> Any:
         """(..., in_features) to ((..., out_features), input)."""
@@ -136,7 +136,7 @@ class MHA(CachedAttention):
                 device=device,
             )
 
-        # Plain layers, as in flash-attn 2.8, so that a pickled model needs only its modules' classes.
+        # Plain nn.Linear, as in flash-attn 2.8, so that a pickled model needs no class of ours for them.
         if cross_attn:
             self.Wq = nn.Linear(embed_dim, embed_dim, bias=qkv_proj_bias, **where)
             self.Wkv = nn.Linear(embed_dim, kv_dim, bias=qkv_proj_bias, **where)
@@ -235,8 +235,8 @@ class MHA(CachedAttention):
 class ParallelMHA(CachedAttention):
     """Self-attention over a process group, each rank with some of the heads; arguments as `MHA`.
 
-    A rank's Wqkv holds its heads of q, then of k, then of v. Key/value heads are shared out whole, with the query
-    heads that use them; the first ranks take what is left over.
+    A rank's Wqkv holds its heads of q, then of k, then of v. A key/value head goes to one rank, with the query heads
+    that use it; if the ranks do not divide the heads, the first ranks hold one more.
 
     sequence_parallel: input and output are this rank's part of the first axis; otherwise every rank has all of it.
     """

@@ -64,7 +64,7 @@ class Mlp(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """`Mlp` over a process group, each rank with some of the hidden features; arguments as there.
+    """`Mlp` over a process group, each rank with some of the hidden features; arguments as `Mlp`.
 
     sequence_parallel: input and output are this rank's part of the first axis; otherwise every rank has all of it.
     """
@@ -139,7 +139,7 @@ class GatedMlp(nn.Module):
 
 
 class ParallelGatedMlp(nn.Module):
-    """`GatedMlp` over a process group; arguments as there.
+    """`GatedMlp` over a process group, with its arguments.
 
     A rank's fc1 holds its share of y, then its share of the gate.
 
@@ -163,7 +163,7 @@ class ParallelGatedMlp(nn.Module):
         super().__init__()
         out_features = in_features if out_features is None else out_features
         hidden_features = _count_gated_features(in_features, hidden_features, multiple_of)
-        # In pairs: an uneven share must have as many features of y as of the gate, and as fc2 takes.
+        # multiple_of=2, since a rank's share must hold as many features of y as of the gate, even if shares differ.
         self.fc1 = ColumnParallelLinear(
             in_features, 2 * hidden_features, process_group, bias1, sequence_parallel, 2, device=device, dtype=dtype
         )

@@ -21,7 +21,7 @@ from flash_attn_compat.ops._casting import cast
 
 @dataclass(frozen=True)
 class NormOptions:
-    """The options. residual_dtype: of h as a result; None if h is not returned"""
+    """The options of `add_norm`. residual_dtype: the dtype in which h is returned; None to leave h out"""
 
     eps: float
     is_rms_norm: bool
@@ -112,14 +112,14 @@ class _AddNorm(torch.autograd.Function):
         else:
             along = (dnormed * normed).mean(dim=-1, keepdim=True)
             offset = 0.0 if options.is_rms_norm else dnormed.mean(dim=-1, keepdim=True)
-            # normed is not needed any more.
+            # In place, since normed is not needed any more.
             dh = normed.mul_(-along).add_(dnormed).sub_(offset).mul_(rstd)
         if dh_out is not None:
             dh.add_(dh_out)
         dx, drowscale, dcolscale = _scale_backward(dh, inputs, options, ctx.needs_input_grad)
         dresidual = None if inputs.residual is None else dh.to(inputs.residual.dtype)
         dx1 = None if inputs.x1 is None else _drop(dh, inputs.mask1, options).to(inputs.x1.dtype)
-        # In the order of NormInputs; the masks have none.
+        # In the order of options and NormInputs; the two masks have no gradient.
         return None, dx, dweight, dbias, dresidual, dx1, dweight1, dbias1, drowscale, dcolscale, None, None
 
 

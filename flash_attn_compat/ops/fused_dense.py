@@ -58,8 +58,8 @@ def fused_dense_func(
 class FusedDenseFunc(torch.autograd.Function):
     """`fused_dense_func` as one step of autograd, for programs that apply it, subclass it, or read its ctx.
 
-    ctx has compute_weight_gradient, return_residual, process_group, sequence_parallel, and saves x and weight: weight
-    alone if that needs no gradient.
+    ctx has compute_weight_gradient, return_residual, process_group, sequence_parallel, and saves x and weight, or
+    weight alone if weight needs no gradient.
     """
 
     @staticmethod
@@ -209,8 +209,8 @@ def fused_mlp_func(
         activation: "gelu_approx" (tanh), "relu" or "sqrelu" (relu squared).
         checkpoint_lvl: above 0, hidden activations are recomputed in the backward instead of kept.
         save_pre_act, heuristic: accepted; they choose between kernels that give the same values.
-        process_group, sequence_parallel: of the first layer, as `fused_dense_func`; the output of the second is
-            this rank's addend.
+        process_group, sequence_parallel: of the first layer, as `fused_dense_func`; the result is this rank's
+            addend of the sum over ranks.
     Returns:
         (..., out_features), or that and x with `return_residual`.
     Raises:
@@ -266,7 +266,7 @@ class FusedMLP(nn.Module):
     def forward(self, x: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """(..., in_features) to (..., out_features), or to that and x with `return_residual`.
 
-        With a process_group fc1 and fc2 hold this rank's hidden features, and x and the result its part of the
+        With a process_group, fc1 and fc2 hold this rank's hidden features; x and the result are its part of the
         first axis.
         """
         out = _run_mlp(self, x, process_group, sequence_parallel=True)
@@ -274,7 +274,7 @@ class FusedMLP(nn.Module):
 
 
 class ParallelFusedMLP(nn.Module):
-    """`FusedMLP` over a process group, each rank with some of the hidden features; arguments as there.
+    """`FusedMLP` over a process group, each rank with some of the hidden features; arguments as `FusedMLP`.
 
     sequence_parallel: input and output are this rank's part of the first axis; otherwise every rank has all of it.
     """
@@ -316,7 +316,7 @@ class ParallelFusedMLP(nn.Module):
 def _run_mlp(
     module: FusedMLP | ParallelFusedMLP, x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> Tensor:
-    """`fused_mlp_func` of a module's parameters, summed over the ranks."""
+    """Return `fused_mlp_func` with the parameters of ``module``, summed over the ranks."""
     fc1, fc2 = module.fc1, module.fc2
     out: Any = fused_mlp_func(
         x,
@@ -346,7 +346,7 @@ def _count_local_features(name: str, features: int, process_group: dist.ProcessG
 
 
 def _sum_gradient_over_ranks(x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """The input of a column-parallel layer, its gradient summed over the ranks."""
+    """Return the whole input of a column-parallel layer; its backward sums the gradient over the ranks."""
     if process_group is None:
         return x
     if sequence_parallel:
@@ -356,12 +356,12 @@ def _sum_gradient_over_ranks(x: Tensor, process_group: dist.ProcessGroup | None,
 
 
 def _gather(x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """The input of a column-parallel layer, outside of autograd."""
+    """Return the whole input of a column-parallel layer, outside of autograd."""
     return x if process_group is None or not sequence_parallel else all_gather_raw(x, process_group)[0]
 
 
 def _sum_over_ranks(x: Tensor, process_group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """The output of a row-parallel layer: the ranks' addends summed, and this rank's part if sequence_parallel."""
+    """Return the sum of x over the ranks, a row-parallel layer's output; this rank's part if sequence_parallel."""
     return (reduce_scatter if sequence_parallel else all_reduce)(x, process_group)
 
 

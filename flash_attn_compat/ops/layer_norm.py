@@ -16,7 +16,7 @@ Results = Tensor | tuple[Tensor | None, ...]
 
 
 class NormArguments(NamedTuple):
-    """The arguments of all functions besides tensors; see `dropout_add_layer_norm`."""
+    """The arguments of this module's functions that are no tensors; see `dropout_add_layer_norm`."""
 
     dropout_p: float
     epsilon: float
@@ -166,7 +166,7 @@ class DropoutAddLayerNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weight one and bias zero."""
+        """Set the weight to 1 and the bias to 0."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

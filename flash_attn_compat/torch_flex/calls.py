@@ -14,7 +14,7 @@ WHOLE = 1 << 30
 
 
 class FlexCall(NamedTuple):
-    """The forward operator's arguments. query: (batch, heads, rows, channels), key and value of fewer heads perhaps."""
+    """The forward operator's arguments. query: (batch, heads, rows, channels); key and value may have fewer heads."""
 
     query: Tensor
     key: Tensor
@@ -32,7 +32,7 @@ class FlexCall(NamedTuple):
 
     @property
     def captured(self) -> tuple[Any, ...]:
-        """What both functions captured, the score_mod's first."""
+        """The tensors and numbers that score_mod captured, then those of mask_mod."""
         return (*self.score_mod_other_buffers, *self.mask_mod_other_buffers)
 
 
@@ -55,28 +55,28 @@ class FlexBackwardCall(NamedTuple):
     mask_mod_other_buffers: tuple[Any, ...] = ()
 
     def forward(self) -> FlexCall:
-        """Return the call whose gradients these are."""
+        """Return the forward call of this backward."""
         buffers = self.score_mod_other_buffers, self.mask_mod_other_buffers
         return FlexCall(*self[:3], self.fw_graph, self.block_mask, self.scale, self.kernel_options, *buffers)
 
 
 def lists_of(block_mask: Sequence[Any]) -> tuple[Any, ...]:
-    """Return kv_num_blocks, kv_indices and the full ones, then their q twins. Their places are those of 2.6 to 2.15."""
+    """Return kv_num_blocks, kv_indices, the same of full blocks, then all four of q. For PyTorch 2.6 to 2.15."""
     return tuple(block_mask[2:10])
 
 
 def sizes_of(block_mask: Sequence[Any]) -> tuple[Any, Any]:
-    """Return a block's queries and keys. Newer versions of PyTorch have more entries before them."""
+    """Return how many queries and how many keys a block has. Counted from the end: newer PyTorch has more in front."""
     return block_mask[-3], block_mask[-2]
 
 
 def has_blocks(block_mask: Sequence[Any]) -> bool:
-    """Whether there is a BlockMask: without one, PyTorch makes one of a single block."""
+    """Whether the caller passed a BlockMask: if not, PyTorch passes one with a single block."""
     return sizes_of(block_mask) != (WHOLE, WHOLE)
 
 
 def make_blocks(rows: int, keys: int, lists: Sequence[Tensor | None], backward: bool) -> Blocks | None:
-    """Return a BlockMask as the kernels take it; None if it is a single block. lists: as ``lists_of`` returns them"""
+    """Return a BlockMask for our kernels; None if it has one block. rows, keys: of a block; lists: from ``lists_of``"""
     if (rows, keys) == (WHOLE, WHOLE):
         return None
     num, indices, *full = lists[:4]

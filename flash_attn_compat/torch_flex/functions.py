@@ -1,7 +1,7 @@
-"""A call's score_mod and mask_mod in C++, printed once for each pair of graphs, which Dynamo keeps.
+"""A call's score_mod and mask_mod as C++ text, made once for each pair of graphs that PyTorch traced of them.
 
-Text, flags and checks are also one string, which compiled graphs hold in each call: inductor keeps graphs on disk, and
-a later process runs them without tracing anything.
+``dump`` puts the C++ text with its flags and checks into one string. A compiled graph passes the string to our operator
+in each call, since inductor keeps graphs on disk, and a later process runs them without tracing the functions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST = 1024
 
 
 class Functions(NamedTuple):
-    """The functions of a call as kernels take them, and what they read of the captured arguments."""
+    """A call's functions: ``mods`` for the kernels; ``printed``, which says what they read of captured arguments."""
 
     mods: Mods
     printed: Printed
@@ -52,7 +52,7 @@ _adding = threading.Lock()
 
 
 def find(call: FlexCall, backward: bool) -> Functions | str:
-    """Return an eager call's functions, or the reason to decline it. backward: with those of a backward"""
+    """Return an eager call's functions, or the reason to decline it. backward: include the gradient of score_mod"""
     device = call.query.device
     signature = [
         (x.dtype, x.dim(), x.device == device, backward and x.requires_grad) if isinstance(x, Tensor) else type(x)
@@ -84,16 +84,16 @@ def _print(call: FlexCall, backward: bool) -> Functions | str:
 
 
 def _holds_tensor(graph: torch.fx.GraphModule) -> bool:
-    """Whether a graph reads a tensor that is no argument of it."""
+    """Whether a graph holds a tensor as an attribute, instead of getting it as an argument."""
     names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
     return any(isinstance(operator.attrgetter(name)(graph), Tensor) for name in names)
 
 
-# ---- What a call passes
+# ---- The captured arguments of a call
 
 
 def captured_tensors(functions: Functions, captured: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the tensors that the text reads, in its order."""
+    """Return the captured tensors in the order in which the C++ text reads them."""
     places = functions.printed.tensors
     return tuple([captured[place] for place in places]) if places else ()
 
@@ -101,14 +101,14 @@ def captured_tensors(functions: Functions, captured: Sequence[Any]) -> tuple[Ten
 def captured_numbers(functions: Functions, captured: Sequence[Any]) -> tuple[int, ...]:
     """Return the captured numbers in the order in which the printed C++ reads them.
 
-    Integers come as they are, 0-dim float tensors of the CPU as the bits of their fp32.
+    An integer stays an integer. A 0-dim float tensor of the CPU becomes the int32 with the bits of its fp32 value.
     """
     numbers = functions.printed.numbers
     return tuple([_as_integer(captured[number.position], number.is_float) for number in numbers]) if numbers else ()
 
 
 def _as_integer(x: Any, is_float: bool) -> int:
-    """Return an integer as it is, and of a float the bits of its fp32."""
+    """Return ``x`` as an int; of a float, the int32 with the bits of its fp32 value."""
     if is_float:
         (bits,) = struct.unpack("<i", struct.pack("<f", float(x)))
         return int(bits)
@@ -116,7 +116,7 @@ def _as_integer(x: Any, is_float: bool) -> int:
 
 
 def find_short_tensor(functions: Functions, tensors: Sequence[Tensor], call: Sequence[Tensor]) -> str | None:
-    """Return the reason if a captured tensor has no number for some b, h, q or kv of a call; None otherwise.
+    """Return the reason to decline if a captured tensor is too short for some index b, h, q or kv of a call, or None.
 
     tensors: as ``captured_tensors`` returns them; call: q and k first
     """
@@ -137,14 +137,14 @@ def find_short_tensor(functions: Functions, tensors: Sequence[Tensor], call: Seq
 
 
 def captured_gradients(functions: Functions, gradients: Sequence[Any], count: int) -> tuple[Any, ...]:
-    """Return the gradients of all captured arguments of a score_mod, None for none. gradients: in the text's order"""
+    """Return a gradient or None for each of the ``count`` captured arguments. gradients: in the C++ text's order"""
     found: list[Any] = [None] * count
     for place, gradient in zip(functions.printed.gradients, gradients):
         found[functions.printed.tensors[place]] = gradient
     return tuple(found)
 
 
-# ---- As a string
+# ---- The functions as a string
 
 
 def dump(functions: Functions) -> str:
@@ -154,7 +154,7 @@ def dump(functions: Functions) -> str:
 
 @functools.lru_cache(_MOST)
 def load(text: str) -> Functions:
-    """Return the functions that ``dump`` made a string of."""
+    """Return the functions from a string of ``dump``."""
     fields = json.loads(text)
     printed = Printed(
         fields["text"], tuple(fields["tensors"]), tuple(Number(*each) for each in fields["numbers"]),
@@ -165,7 +165,7 @@ def load(text: str) -> Functions:
 
 
 def positions(functions: Functions) -> tuple[list[int], list[int], list[int]]:
-    """Return the positions of captured tensors, of numbers in host tensors, and of integers, in the text's order."""
+    """Return where the text's tensors, numbers in CPU tensors, and integers are among the captured arguments."""
     numbers = functions.printed.numbers
     return (
         list(functions.printed.tensors),
@@ -175,7 +175,7 @@ def positions(functions: Functions) -> tuple[list[int], list[int], list[int]]:
 
 
 def number_order(functions: Functions, hosts: Sequence[Tensor], integers: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers in the text's order, from host tensors and integers as ``positions`` lists them."""
+    """Return all numbers in the C++ text's order. hosts, integers: CPU tensors and integers, found by ``positions``"""
     on_host, others = iter(hosts), iter(integers)
     return tuple(
         _as_integer(next(on_host) if number.is_on_host else next(others), number.is_float)
@@ -184,5 +184,5 @@ def number_order(functions: Functions, hosts: Sequence[Tensor], integers: Sequen
 
 
 def is_graph(function: object) -> bool:
-    """Whether PyTorch traced a function before it handed it to the operator."""
+    """Whether a score_mod or mask_mod is a graph that PyTorch traced, rather than a Python function."""
     return isinstance(function, torch.fx.GraphModule)

@@ -1,8 +1,8 @@
-"""Makes compiled graphs depend on the switch of flex, which changes the kernels that inductor calls.
+"""Recompiles graphs of flex_attention when flex is switched on or off, since they then call other kernels.
 
-A trace of flex_attention adds a guard to Dynamo, so that graphs with and without our kernels coexist, and a mark to the
-key of PyTorch's caches on disk, so that processes with and without them do not share graphs. A trace is also when
-inductor's lowerings are replaced: inductor is not imported before.
+Each trace of flex_attention adds a guard to the graph, so that graphs with and without our kernels coexist. It also
+changes the key of PyTorch's caches on disk, so that processes with and without our kernels do not share graphs. At a
+trace, not before, inductor's lowerings are replaced too: replacing them imports inductor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARK = "flex"
 
 
 class _State:
-    """policy: the active one; is_watching: whether ``_watch_traces`` has run"""
+    """policy: the active policy, None while flex is off; is_watching: whether ``_watch_traces`` has run"""
 
     policy: Policy | None = None
     is_watching = False
@@ -40,9 +40,9 @@ def follow(policy: Policy | None) -> None:
 
 
 def _watch_traces() -> None:
-    """From the first policy on, let traces of the operators add the guard, with a policy active or not.
+    """Let every trace of flex_attention from now on add the guard, whether or not flex is on at that time.
 
-    Older graphs have no guard and are compiled again.
+    Graphs traced before have no guard, so they are compiled again.
     """
     if _State.is_watching:
         return
@@ -58,7 +58,7 @@ def _watch_traces() -> None:
 
 
 def _tracing(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return PyTorch's implementation for fake tensors, which every trace runs, with a note that it ran."""
+    """Wrap PyTorch's implementation for fake tensors, which every trace runs: call ``_note_trace`` first."""
 
     @functools.wraps(fake)
     def traced(*arguments: Any, **named: Any) -> Any:
@@ -81,7 +81,7 @@ def _note_trace() -> None:
 
 
 def _state() -> str | None:
-    """Return the state of the switch as a word, None if it is off."""
+    """Return the state of flex as a word, which a guard compares; None if flex is off."""
     policy = _State.policy
     if policy is None:
         return None
@@ -91,12 +91,12 @@ def _state() -> str | None:
 
 @functools.cache
 def _guard_of(then: str | None) -> functools.partial[None]:
-    """Return the same guard for the same state of the switch, since Dynamo compares guards."""
+    """Return the guard for a state of flex, one object for each state, since Dynamo compares guards."""
     return functools.partial(FLEX_SWITCH, then=then)
 
 
 def FLEX_SWITCH(builder: Any, guard: Any, then: str | None) -> None:
-    """A guard, named as Dynamo names guards: the switch is unchanged."""
+    """Add a guard to Dynamo: the state of flex is ``then``. Named in capitals, as Dynamo names its guards."""
     words = [f"flash_attn_compat's flex is {then or 'off'}"]
     add, is_unchanged = builder.guard_manager.root.add_lambda_guard, lambda _: _state() == then
     try:

@@ -1,7 +1,7 @@
-"""flex_attention in graphs of inductor: its lowerings, replaced while flex is on, make calls of operators of ours.
+"""flex_attention in graphs of inductor: while flex is on, our lowerings turn it into calls of two operators of ours.
 
-A call holds all that it needs, with the functions as one string: inductor keeps graphs on disk, and a later process
-runs them without lowering. Calls that we decline are lowered as PyTorch lowers them.
+A call passes everything to the operator, score_mod and mask_mod as one string of C++: inductor keeps graphs on disk,
+and a later process runs them without lowering. PyTorch's own lowering serves the calls that we decline.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from flash_attn_compat.torch_flex.functions import Functions
 from flash_attn_compat.torch_flex.operator import returns_maxima
 from flash_attn_compat.torch_flex.policy import Policy
 
-VERSION = 2  # of the operators' arguments and of the string; part of their names, and of the keys of graphs on disk
+# Changes with the operators' arguments and with the string. Part of the operators' names and of keys of graphs on disk.
+VERSION = 2
 FORWARD, BACKWARD = f"flex_forward_{VERSION}", f"flex_backward_{VERSION}"
 _NAMESPACE = "flash_attn_compat_flex"
 _MASK = "Tensor? kv_num, Tensor? kv_indices, Tensor? full_kv_num, Tensor? full_kv_indices"
@@ -61,10 +62,10 @@ def _backward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor | None,
     grad_lse: Tensor | None, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Return dq, dk and dv, then the gradients of captured tensors in the text's order."""
+    """Return dq, dk and dv, then the gradients of captured tensors in the order of the C++ text."""
     found, inputs, scale = _inputs_of((query, key, value), rest[:8], rest[8:], backward=True)
     reason = policy.gradient_reason(bool(found.mods.gradients))
-    if reason is not None:  # asked for since the graph was compiled
+    if reason is not None:  # the setting changed after the graph was compiled
         raise _refusal(reason)
     upstream = FlexUpstream(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
     run = launch.find_backward(found, inputs, scale, upstream)
@@ -95,13 +96,13 @@ def _refusal(reason: str) -> RuntimeError:
 
 
 def _graph_strides(x: Any, like: Any) -> Any:
-    """Return memory for a result as PyTorch lays it out: its axes in the order in which those of ``like`` lie."""
+    """Return an empty tensor of x's shape whose axes lie in memory in the order of like's, as PyTorch's results do."""
     module = sys.modules["torch._higher_order_ops.flex_attention"]  # the package has the operator under its name
     return module._permute_strides(x, like.stride())
 
 
 def _as_in_graph(x: Tensor, like: Tensor) -> Tensor:
-    """Return a result with the strides that the graph expects, those of axes of one element too."""
+    """Return ``x`` with the strides that the graph expects, even in axes of one element."""
     own, strides = x.stride(), _dense_strides(x.shape, like.stride())
     if own == strides:
         return x
@@ -112,7 +113,7 @@ def _as_in_graph(x: Tensor, like: Tensor) -> Tensor:
 
 @functools.lru_cache(1024)
 def _dense_strides(shape: torch.Size, like: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of dense memory with its axes in the order of the strides ``like``."""
+    """Return the strides of a dense tensor whose axes lie in memory in the order of the strides ``like``."""
     order = sorted(range(len(shape) - 1), key=like.__getitem__, reverse=True)
     strides, step = [1] * len(shape), shape[-1]
     for axis in reversed(order):
@@ -133,7 +134,7 @@ def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> lis
 
 
 def _define() -> Library:
-    """Register the operators, for every device: a graph from disk may run before any policy is acquired."""
+    """Register our operators for every device at import: a graph from disk may run before flex is switched on."""
     library = Library(_NAMESPACE, "DEF")
     implementations = {FORWARD: (_forward, _fake_forward), BACKWARD: (_backward, _fake_backward)}
     for name, (run, fake) in implementations.items():
@@ -151,7 +152,7 @@ _originals: dict[Any, Callable[..., Any]] = {}
 
 
 def replace(active: Policy) -> None:
-    """Replace inductor's lowerings, which calls of this policy then pass first."""
+    """Put our lowerings in place of inductor's, for calls that the policy ``active`` serves."""
     lowering = _import_lowerings()
     for target, make in _targets():
         current = lowering.lowerings.get(target)
@@ -175,7 +176,7 @@ def _targets() -> Iterator[tuple[Any, Callable[..., Any]]]:
 
 
 def _import_lowerings() -> Any:
-    """Import inductor's lowerings, PyTorch's own of flex_attention among them."""
+    """Return inductor's module of lowerings, after an import that registers PyTorch's own for flex_attention."""
     lowering = importlib.import_module("torch._inductor.lowering")
     try:
         importlib.import_module("torch._inductor.kernel.flex.flex_attention")
@@ -198,7 +199,7 @@ def _make_forward_lowering(active: Policy, original: Callable[..., Any]) -> Call
         out, lse = _call(FORWARD, *call[:3], *lists_of(call.block_mask)[:4], *rest)
         if not returns_maxima():
             return out, lse
-        # Nobody asked for them; a second lse would be one tensor for autograd.
+        # max_scores stay unset, since no caller asked for them. lse itself, twice, would be one tensor for autograd.
         return out, lse, _import_lowerings().empty_strided(lse.get_size(), None, dtype=torch.float32, device=device)
 
     return _marked(lower, active)
@@ -227,7 +228,7 @@ def _marked(lower: Callable[..., Any], active: Policy) -> Callable[..., Any]:
 
 
 def _graphs_of(call: FlexCall, score_mod: Any) -> tuple[Captured, Captured]:
-    """Return the graphs of a call's functions, which are inductor's subgraphs."""
+    """Return a call's score_mod and mask_mod, which inductor holds as subgraphs, with their captured arguments."""
     nodes: tuple[Any, ...] = call[:3]  # of inductor
     device, found, first = nodes[0].get_device(), [], 0
     for subgraph, names in ((score_mod, SCORE_ARGUMENTS), (call.mask_mod, MASK_ARGUMENTS)):
@@ -240,7 +241,7 @@ def _graphs_of(call: FlexCall, score_mod: Any) -> tuple[Captured, Captured]:
 
 
 def _check_and_pass(active: Policy, call: FlexCall, found: Functions, backward: bool) -> list[Any]:
-    """Return our operator's arguments behind the lists. Raises Declined for a call that the kernels do not serve."""
+    """Return our operator's arguments after the BlockMask's lists. Raises Declined if our kernels decline the call."""
     nodes: tuple[Any, ...] = call[:3]  # of inductor
     reasons = [
         *policy.device_reasons(active, nodes[0].get_device()),
@@ -265,7 +266,7 @@ def _check_and_pass(active: Policy, call: FlexCall, found: Functions, backward: 
 
 
 def _is_packaged() -> bool:
-    """Whether AOTInductor lowers the graph, for processes that may lack our operators."""
+    """Whether AOTInductor lowers the graph: its packages run in processes that may lack our operators."""
     from torch._inductor.virtualized import V
 
     return bool(getattr(V.graph, "aot_mode", False))
@@ -274,7 +275,7 @@ def _is_packaged() -> bool:
 def _kernels_reason(
     found: Functions, call: FlexCall, captured: Sequence[Any], sizes: tuple[int, int], backward: bool
 ) -> str | None:
-    """Return the kernels' reason against a call, of which the sizes are those of its example."""
+    """Return the kernels' reason to decline a call, or None. sizes: queries and keys of a block of its BlockMask"""
     from torch._inductor.virtualized import V
 
     with V.graph.fake_mode:
@@ -287,7 +288,7 @@ def _kernels_reason(
 
 
 def _example(box: Any) -> Tensor:
-    """Return a fake tensor like an inductor node."""
+    """Return a fake tensor with the dtype and device of an inductor node, and with its shape as far as known."""
     return torch.empty([_hint(size) for size in box.get_size()], dtype=box.get_dtype(), device=box.get_device())
 
 
@@ -301,7 +302,7 @@ def _hint(size: Any) -> int:
 
 
 def _fixed(size: Any) -> int:
-    """Return a size that the graph guards from now on."""
+    """Return a size as an int. The graph gets a guard: it is compiled again if the size changes."""
     from torch._inductor.virtualized import V
 
     if isinstance(size, int):

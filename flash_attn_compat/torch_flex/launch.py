@@ -1,4 +1,4 @@
-"""The only file of torch_flex that runs kernels. It keeps one run for calls of equal shapes and functions."""
+"""The only file of torch_flex that runs kernels. It caches how calls of equal shapes and functions run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _runs: dict[Any, Any] = {}
 
 
 def find_forward(functions: Functions, inputs: FlexInputs, scale: float) -> flex.ForwardRun | str:
-    """Return the run of a forward, or the reason to decline it. Raises ValueError for lists that do not fit."""
+    """Return the function that computes a forward, or the reason to decline it. ValueError: block lists do not fit."""
     found: flex.ForwardRun | str
     found = _find(functions, inputs, scale, None, lambda: small_blocks.prepare(functions.mods, inputs, scale))
     return found
@@ -27,14 +27,14 @@ def find_forward(functions: Functions, inputs: FlexInputs, scale: float) -> flex
 def find_backward(
     functions: Functions, inputs: FlexInputs, scale: float, upstream: FlexUpstream
 ) -> flex.BackwardRun | str:
-    """Return the run of a backward, or the reason why no kernel serves it. Raises as ``find_forward``."""
+    """Return the function that computes a backward, or the reason to decline it. Raises as ``find_forward``."""
     prepare = lambda: small_blocks.prepare_backward(functions.mods, inputs, scale, upstream)  # noqa: E731
     found: flex.BackwardRun | str = _find(functions, inputs, scale, upstream, prepare)
     return found
 
 
 def find_reason(functions: Functions, inputs: FlexInputs, backward: bool) -> str | None:
-    """Return the kernels' reason to decline such calls, or None. Compiles them; inputs may be fake."""
+    """Return the kernels' reason to decline calls like this one, or None. Compiles the kernels; inputs may be fake."""
     reason = small_blocks.decline_reason(functions.mods, inputs, backward)
     return reason or _try(lambda: small_blocks.load(functions.mods, inputs, backward))
 
@@ -47,7 +47,7 @@ def _find(
     key = (
         functions.mods, scale, inputs.numbers, blocks and blocks[:2],
         call_cache.tensor_signatures((*inputs[:3], *(upstream or ()))),
-        # Kernels read these by element, of any alignment.
+        # Without alignment: kernels read single elements of these.
         tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in (*inputs.captured, *lists)]),
         call_cache.context_key(inputs.q),
     )  # fmt: skip
@@ -59,7 +59,7 @@ def _find(
 
 
 def _try(prepare: Callable[[], Any]) -> Any:
-    """Return what a function returns, or the reason why it failed, of which the user is warned."""
+    """Return prepare()'s result. If our kernels fail, warn the user and return the reason instead."""
     try:
         return prepare()
     except KernelsFailed as error:

@@ -1,7 +1,8 @@
 """Eager calls of torch.ops.higher_order.flex_attention and of its backward.
 
-PyTorch's function hands its operators graphs, below autograd, autocast, dispatch modes and transforms; a kernel for the
-backend's own dispatch key goes before PyTorch's composition, which serves what we decline.
+flex_attention passes graphs of its functions to these operators. We register a kernel under the device's own dispatch
+key: PyTorch calls it after autograd, autocast, dispatch modes and transforms, and before its own composition, which
+computes the calls that we decline.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Operator = Callable[..., Any]
 
 
 class Switch:
-    """The active policy; None passes every call on to PyTorch."""
+    """Holds the active policy; while it is None, our kernel passes every call on to PyTorch."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy
 
 
 def make_forward(switch: Switch, original: Operator) -> Operator:
-    """Return the forward operator. original: PyTorch's"""
+    """Return our kernel of the forward operator. original: PyTorch's, for the calls that we decline"""
 
     def forward(*arguments: Any) -> Any:
         active = switch.policy
@@ -54,7 +55,7 @@ def make_forward(switch: Switch, original: Operator) -> Operator:
 
 
 def make_backward(switch: Switch, original: Operator) -> Operator:
-    """Return the backward operator, for any kernel's forward. original: PyTorch's"""
+    """Return our kernel of the backward operator, whoever computed the forward. original: PyTorch's kernel"""
 
     def backward(*arguments: Any) -> Any:
         active = switch.policy
@@ -73,12 +74,12 @@ def returns_maxima() -> bool:
 
 
 def _no_maxima(lse: Tensor) -> Tensor:
-    """Return memory that nobody asked for in place of max_scores, as Triton's kernels leave it."""
+    """Return unset memory in place of max_scores, which no caller asked for, as Triton's kernels do."""
     return torch.empty_like(lse)
 
 
 def _find_forward(active: Policy, call: FlexCall) -> tuple[Any, FlexInputs | None]:
-    """Return the run of a call and its inputs, or the first reason to decline it and None."""
+    """Return the function that computes a call and its inputs, or the first reason to decline the call and None."""
     reason = next(policy.eager_reasons(active, call), None)
     if reason is not None:
         return reason, None
@@ -92,7 +93,7 @@ def _find_forward(active: Policy, call: FlexCall) -> tuple[Any, FlexInputs | Non
 
 
 def _make_inputs(found: Functions, call: FlexCall, backward: bool) -> FlexInputs | str:
-    """Return a call's inputs, or the reason to decline it: PyTorch raises its own error then."""
+    """Return the kernels' inputs, or the reason to decline the call, for which PyTorch may raise its own error."""
     tensors = functions.captured_tensors(found, call.captured)
     reason = functions.find_short_tensor(found, tensors, call[:2])
     if reason is not None:
@@ -118,7 +119,7 @@ def _all_reasons(active: Policy, call: FlexCall) -> Iterator[str]:
 
 
 def _explain(reasons: list[str]) -> None:
-    """Raise Explained, which ends ``explain``."""
+    """Raise Explained, which carries the answer to ``flash_attn_compat.explain``. reasons: to decline the call"""
     computed_by = launch.PYTORCH if reasons else launch.KERNELS
     raise choice.Explained(choice.Explanation(computed_by, {launch.KERNELS: reasons, launch.PYTORCH: []}))
 

@@ -1,4 +1,4 @@
-"""Puts our kernels under flex_attention while at least one policy is acquired, for every thread of the process."""
+"""Puts our kernels under flex_attention while flex is switched on, for every thread of the process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flex(always: bool = False) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def applied(policy: Policy) -> Iterator[None]:
-    """Acquire a policy during a block."""
+    """Switch flex on during a block, for the calls that ``policy`` serves."""
     acquire(policy)
     try:
         yield
@@ -42,7 +42,7 @@ def applied(policy: Policy) -> Iterator[None]:
 
 
 def acquire(policy: Policy) -> None:
-    """Put our kernels under PyTorch's operators. Of several policies, the one that serves most calls is active.
+    """Put our kernels under PyTorch's operators. If several policies are acquired, the widest is active.
 
     Raises RuntimeError before PyTorch 2.6.
     """
@@ -65,7 +65,7 @@ def find_old_version() -> str | None:
 
 
 def release(policy: Policy) -> None:
-    """Undo one ``acquire``; after the last one, PyTorch's operators are as before the first."""
+    """Undo one ``acquire``; once all are undone, PyTorch's operators are as before."""
     with _lock:
         if policy in _holders:
             _holders.remove(policy)
@@ -86,7 +86,7 @@ def _apply_policy() -> None:
         and (policy is None or policy.device != _active.policy.device)
     ):
         _remove(_active.policy)
-        _active.policy = None  # for calls of other threads that have found our kernel already
+        _active.policy = None  # a call of another thread may be in our kernel already
         _active = None
     if policy is not None:
         if _active is None:

@@ -16,8 +16,9 @@ from flash_attn_compat.torch_flex import functions, launch
 from flash_attn_compat.torch_flex.calls import FlexCall
 
 HALF = frozenset({torch.float16, torch.bfloat16})
-LEAST_CAPABILITY, OWN_CAPABILITY = (7, 5), (8, 0)  # of our kernels, and of GPUs for which Triton compiles its own
-# PyTorch's own choice; Triton's kernels are what ours replace.
+# The least compute capability for our kernels, and the least for which PyTorch compiles Triton's kernels.
+LEAST_CAPABILITY, OWN_CAPABILITY = (7, 5), (8, 0)
+# Values of BACKEND in kernel_options with which PyTorch runs Triton's kernels: those are what ours replace.
 _SERVED_BACKENDS = frozenset({"AUTO", "TRITON"})
 
 
@@ -32,7 +33,7 @@ class Policy(NamedTuple):
 
 
 def eager_reasons(policy: Policy, call: FlexCall) -> Iterator[str]:
-    """Yield every reason to decline an eager call, but for those of its functions and of the kernels."""
+    """Yield every reason to decline an eager call, except reasons of its two functions and of the kernels."""
     q, k, v = call[:3]
     if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         yield "q, k and v must be plain tensors"
@@ -52,7 +53,7 @@ _by_device: dict[object, tuple[str, ...]] = {}
 
 
 def device_reasons(policy: Policy, device: torch.device) -> tuple[str, ...]:
-    """Return the reasons that follow from a device and the settings; found once for each of both."""
+    """Return the reasons to decline that follow from the device and the settings; cached by both."""
     key = policy, device, settings.context(), None if settings.are_unset() else settings.values(), nvrtc.decline_reason
     found = _by_device.get(key)
     if found is None:
@@ -81,7 +82,7 @@ def _find_device_reasons(policy: Policy, device: torch.device) -> Iterator[str]:
 
 
 def dtype_reasons(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> Iterator[str]:
-    """Yield the reason against the dtypes of q, k and v."""
+    """Yield the reason to decline the dtypes of q, k and v, if there is one."""
     if not (q is k is v and q in HALF):
         names = ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (q, k, v)))
         yield f"our kernels compute float16 and bfloat16 alone, not {names}"
@@ -101,7 +102,8 @@ def option_reasons(call: FlexCall) -> Iterator[str]:
 def gradient_reason(of_captured: bool) -> str | None:
     """Return the reason to leave a backward to PyTorch, or None. of_captured: whether captured tensors need gradients
 
-    PyTorch's eager backward adds these up in one order if a program asks for deterministic algorithms or warnings.
+    If a program asks for deterministic algorithms, PyTorch's eager backward adds up these gradients in a fixed order,
+    and our kernels do not.
     """
     if of_captured and torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and our kernels add up gradients of captured tensors by atomics"

@@ -1,8 +1,8 @@
 """aten::scaled_dot_product_attention, the operator below F.scaled_dot_product_attention.
 
-PyTorch composes it of other operators; on Turing, of the plain formula for grouped heads and for bfloat16. A call that
-our kernels serve is one call of dispatch, recorded by dispatch's autograd function. Dispatch modes, traces and
-transforms see PyTorch's operators; efficient.py serves the efficient ones that they execute.
+PyTorch composes it of other operators; on Turing, grouped heads and bfloat16 get the plain formula. A call that our
+kernels serve becomes one call of this package's dispatch, with its autograd Function. Dispatch modes, traces and
+transforms see PyTorch's operators. If these include the memory-efficient ones, efficient.py serves them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAME = "scaled_dot_product_attention"
 # The kernels round the probability to keep a key to 1/256, but not the factor 1 / (1 - dropout_p): at 0.9, answers are
 # 1.6 % too large on average, at 0.999 four times as large as they should be.
 MOST_DROPOUT = 0.9
-BROADCAST = "batches or heads are broadcast"  # no reason to decline: see decline_reason
+BROADCAST = "batches or heads are broadcast"  # decline_reason returns it for a call to serve after _broadcast
 _is_deterministic = torch._C._get_deterministic_algorithms
 _has_efficient, _has_flash = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_flash_sdp_enabled
 _has_formula = torch._C._get_math_sdp_enabled
@@ -88,7 +88,7 @@ def make_operator(override: Override) -> Callable[..., Tensor]:
         if out is not None:
             return out
         served[bridge.PYTORCH] += 1
-        before, DECIDED.yet = DECIDED.yet, True  # as_decided, inlined to save the time of its frame
+        before, DECIDED.yet = DECIDED.yet, True  # as_decided() in place, to save a call
         try:
             return graphs.compose(*arguments, **named)
         finally:
@@ -100,10 +100,10 @@ def make_operator(override: Override) -> Callable[..., Tensor]:
 def decline_reason(policy: Policy, call: SdpaCall) -> str | None:
     """Return the reason to leave a call to PyTorch, or None; the kernels' own reasons come later.
 
-    BROADCAST means: to be served once ``_broadcast`` has expanded its tensors.
+    BROADCAST is no reason to decline: our kernels serve the call once ``_broadcast`` has expanded its tensors.
 
-    A declined call pays for every check, so the checks that decide most calls come first. With dropout, every call
-    counts as recorded: its recomputation under a checkpoint must drop the same.
+    The checks that decline most calls come first, to save time. Every call with dropout counts as recorded by autograd:
+    a checkpoint's forward is not, its recomputation is, and both must get the same kernel and drop the same keys.
     """
     q, k, v, attn_mask, dropout_p, is_causal, _, enable_gqa = call
     dtype = q.dtype
@@ -143,7 +143,7 @@ def decline_reason(policy: Policy, call: SdpaCall) -> str | None:
 
 
 def _allows_fused() -> bool:
-    """Whether the program prefers a fused kernel to the plain formula (torch.nn.attention.sdpa_kernel)."""
+    """Whether the program's sdpa_kernel settings prefer a fused kernel of PyTorch's to the plain formula."""
     if not _has_formula():
         return _has_efficient() or _has_flash()
     for backend in _order():
@@ -155,7 +155,7 @@ def _allows_fused() -> bool:
 
 
 def _broadcast_sizes(call: SdpaCall) -> tuple[int, int] | None:
-    """Return the batch size and query heads to which the plain formula broadcasts a call; None if it refuses it."""
+    """Return the batch size and query heads to which PyTorch's formula broadcasts the call; None if they do not fit."""
     batches, all_heads = zip(*(x.shape[:2] for x in call[:3]))
     batch, heads = _broadcast_size(batches), _broadcast_size(all_heads)
     if call.enable_gqa:
@@ -165,15 +165,15 @@ def _broadcast_sizes(call: SdpaCall) -> tuple[int, int] | None:
 
 
 def _broadcast_size(sizes: Collection[int]) -> int | None:
-    """Return the size to which axes of these sizes are broadcast; None if they differ or one of them is empty."""
+    """Return the size to which axes of these sizes are broadcast; None if they do not fit."""
     largest = max(sizes)
     return largest if {*sizes} <= {1, largest} else None
 
 
 def _broadcast(call: SdpaCall) -> SdpaCall:
-    """Expand q, k and v to one batch size, k and v to the same heads, and q to a multiple of these."""
+    """Expand q, k and v to one batch size, k and v to the same heads, and q to a multiple of that number."""
     sizes, (q, k, v, *_) = _broadcast_sizes(call), call
-    assert sizes is not None  # decline_reason has asked
+    assert sizes is not None  # or decline_reason would not return BROADCAST
     (batch, heads), heads_k = sizes, k.shape[1] if k.shape[1] == v.shape[1] else sizes[1]
     k, v = (x.expand(batch, heads_k, -1, -1) for x in (k, v))
     return call._replace(query=q.expand(batch, heads, -1, -1), key=k, value=v)
@@ -193,8 +193,9 @@ def _as_flash(call: SdpaCall) -> tuple[DenseInputs, Options]:
 def _run_fused(call: SdpaCall) -> Tensor | None:
     """Compute a call by our kernels; None if another backend would serve it.
 
-    A group's heads of one row under one mask become rows, so that their keys are read once. Not with dropout or
-    gradients: a forward and its recomputation must drop the same.
+    If each sequence has one row, and the query heads of a key head share a mask, these heads are passed as rows of one
+    head, so that the kernel reads their keys once. Not with dropout or gradients: a checkpoint's forward and its
+    recomputation would then take different ways and drop different keys.
     """
     q, k, v, mask, dropout_p, *_ = call
     heads, heads_k = q.shape[1], k.shape[1]
@@ -212,9 +213,9 @@ def _run_fused(call: SdpaCall) -> Tensor | None:
 
 
 def _repeat_keys_in_graphs(policy: Policy, call: SdpaCall) -> tuple[Tensor, Tensor]:
-    """Return k and v; in a compiled graph of grouped heads, repeated for each group.
+    """Return k and v. In a compiled graph, repeat the heads of grouped-query attention for each query head.
 
-    The graph then holds an operator that efficient.py serves, instead of the plain formula.
+    PyTorch then puts its memory-efficient operator into the graph, which efficient.py serves, not the plain formula.
     """
     q, k, v = call[:3]
     if call.attn_mask is not None or not call.enable_gqa or not q.dim() == k.dim() == v.dim() == 4:

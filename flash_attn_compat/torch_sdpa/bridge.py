@@ -34,9 +34,10 @@ def attend(x: DenseInputs, options: Options) -> Tensor | None:
 
 
 def _with_deciding_use(options: Options, use: int) -> Options:
-    """Return the options by which a backend is chosen: with dropout those of a recorded call.
+    """Return the options with the use that decides the backend: with dropout, that of a call recorded by autograd.
 
-    Under a reentrant checkpoint the forward is not recorded and its recomputation is; both must drop the same.
+    A reentrant checkpoint records the recomputation of a forward, not the forward. One backend must compute both, so
+    that both drop the same keys.
     """
     use = Feature.BACKWARD if options.dropout_p else use
     return options._replace(use=use) if use else options
@@ -54,7 +55,7 @@ def forward(x: Inputs, options: Options, return_lse: bool) -> Result | None:
 def backward(
     x: Inputs, options: Options, upstream: BackwardInputs, into: Gradients | None
 ) -> Gradients | None:  # fmt: skip
-    """Return dq, dk, dv from any kernel's out and LSE, outside of autograd; None if another backend would serve.
+    """Return dq, dk, dv from the out and LSE of any kernel, outside of autograd; None if our kernels decline the call.
 
     into: tensors to write to, or None for new ones
     """
@@ -74,6 +75,6 @@ def decline_reasons(x: Inputs, options: Options) -> list[str]:
 
 
 def explain(reasons: list[str]) -> NoReturn:
-    """Raise Explained, which ends ``explain``. reasons: our kernels' to decline the call; none if they serve it"""
+    """Raise Explained, which carries the answer to `explain`. reasons: why our kernels decline the call, if they do"""
     computed_by = PYTORCH if reasons else KERNELS
     raise choice.Explained(choice.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))

@@ -1,8 +1,9 @@
 """aten::_efficient_attention_forward and _backward, the operators of PyTorch's memory-efficient kernel.
 
 Their callers are aten::_scaled_dot_product_efficient_attention (in compiled graphs and DTensors), nested tensors and
-xformers. A call reaches us below autograd and modes, above the device's own kernel, which serves declined calls. Calls
-with dropout are declined: forward and backward may be served by different kernels, which draw different masks.
+xformers. PyTorch's dispatcher calls us after autograd and dispatch modes, and before the device's own kernel, which
+computes the calls that we decline. We decline dropout: if another kernel computed the backward, it would draw another
+dropout mask.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Problem(NamedTuple):
 
     @property
     def has_equal_lengths(self) -> bool:
-        """Whether each sequence is known to have as many rows as keys, so that both causal masks are the same."""
+        """Whether each sequence surely has as many rows as keys: masks TOP_LEFT and BOTTOM_RIGHT are then the same."""
         starts_q, starts_k = self.cu_seqlens_q, self.cu_seqlens_k
         if starts_q is None or starts_k is None:
             return self.query.shape[1] == self.key.shape[1]
@@ -87,7 +88,7 @@ class Problem(NamedTuple):
 
 
 def make_operator(override: Override, name: str) -> Callable[..., Any]:
-    """Return an operator for PyTorch's dispatcher, which passes its keys first: declined calls go on to lower keys."""
+    """Return our kernel for PyTorch's dispatcher. Its first argument, the dispatch keys, serves to pass calls on."""
     compute = forward if name == FORWARD else backward
     redispatch = getattr(torch.ops.aten, name).default._handle.redispatch_boxed
 
@@ -122,7 +123,7 @@ def forward(
     out = result.out.contiguous()
     no_rows = problem.sequences, q.shape[-2], 0
     lse = _pad_lse(problem, result.lse) if return_lse else q.new_empty(no_rows, dtype=torch.float32)
-    # PyTorch's place for them without dropout; during a capture all results are on the GPU.
+    # Seed and offset, unused without dropout: PyTorch returns them on the CPU, during a capture on the GPU.
     place = q.device if cuda_capture.is_capturing(q.get_device()) else "cpu"
     seed, offset = (torch.empty((), dtype=torch.int64, device=place) for _ in range(2))
     return out[None] if problem.is_packed else out, lse, seed, offset, problem.rows, problem.keys
@@ -135,7 +136,7 @@ def backward(
     *, scale: float | None = None, num_splits_key: int | None = None, window_size: int | None = None,
     shared_storage_dqdkdv: bool = False,
 ) -> Any:  # fmt: skip
-    """Compute the backward operator, of our forward or of another kernel's; None to decline it."""
+    """Compute the backward operator, whichever kernel computed the forward, or return None to decline it."""
     if shared_storage_dqdkdv or bias_requires_grad:
         return None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -162,7 +163,7 @@ def backward(
 
 
 def _fits_forward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> bool:
-    """Whether dout, out and lse have the shapes and dtypes of the problem's forward: no kernel checks their ends."""
+    """Whether dout, out and lse have the shapes and dtypes of the problem's forward: kernels read them unchecked."""
     q, heads = problem.query, problem.query.shape[2]
     shape = (*q.shape[:3], problem.value.shape[3])
     fits = dout.shape == out.shape == shape and dout.dtype is out.dtype is q.dtype and lse.dtype is torch.float32
@@ -170,7 +171,7 @@ def _fits_forward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> b
 
 
 def decline_reason(policy: Policy, problem: Problem, is_recorded: bool) -> str | None:
-    """Return the reason to decline a problem, or None; the kernels' own reasons come later. is_recorded: see policy"""
+    """Return the reason to decline a problem, before the kernels' own, or None. is_recorded: a backward may follow"""
     q, k, v, bias = problem[:4]
     if q.dtype not in HALF:
         return dtype_reason(q.dtype)

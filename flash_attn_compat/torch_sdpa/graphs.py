@@ -1,7 +1,7 @@
-"""Makes compiled graphs depend on the override, which changes the operator of calls with grouped heads.
+"""Recompiles graphs with grouped heads when sdpa is switched on or off, since they then hold another operator.
 
-A trace of such a call adds a guard to Dynamo, so that graphs with and without the override coexist, and a mark to the
-key of PyTorch's caches on disk, so that processes with and without it do not share graphs.
+Each trace of such a call adds a guard to the graph, so that graphs with and without our override coexist. It also
+changes the key of PyTorch's caches on disk, so that processes with and without our override do not share graphs.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _NOWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
-# Call PyTorch's composition, the operator's kernel for no device; redispatch_boxed parses fewer arguments than a call.
+# Calls PyTorch's composition: with no dispatch key, PyTorch runs that kernel. A redispatch is faster than a call.
 compose = functools.partial(_OPERATOR._handle.redispatch_boxed, _NOWHERE)
 
 
 class _State:
-    """switch: the device type of the active override, or None; is_watching: whether _watch_traces has run"""
+    """switch: the device type that sdpa serves, None while it is off; is_watching: whether _watch_traces has run"""
 
     switch: str | None = None
     is_watching = False
 
 
 def trace(query: Any, *others: Any, **named: Any) -> Any:
-    """Run PyTorch's composition of a call that may be traced."""
+    """Run PyTorch's composition of a call. If a compiler traces grouped heads, add the guard to its graph."""
     if named.get("enable_gqa") and type(query) not in PLAIN:
         _add_guard()
     return compose(query, *others, **named)
@@ -47,9 +47,10 @@ def follow(policy: Policy | None) -> None:
 
 
 def _watch_traces() -> None:
-    """From the first override on, let traces of PyTorch's composition add the guard, with the override active or not.
+    """Let every trace of PyTorch's composition from now on add the guard, whether or not sdpa is on at that time.
 
-    Only tracing reads the operator's table in Python. Older graphs have no guard and are compiled again.
+    It enters ``trace`` into the operator's Python table, which PyTorch reads only in traces. Graphs traced before have
+    no guard, so they are compiled again.
     """
     if _State.is_watching:
         return
@@ -73,12 +74,12 @@ def _add_guard() -> None:
 
 @functools.cache
 def _guard_of(then: str | None) -> functools.partial[None]:
-    """Return the same guard for the same state of the switch, since Dynamo compares guards."""
+    """Return the guard for a state of sdpa, one object for each state, since Dynamo compares guards."""
     return functools.partial(SDPA_SWITCH, then=then)
 
 
 def SDPA_SWITCH(builder: Any, guard: Any, then: str | None) -> None:
-    """A guard, named as Dynamo names guards: the switch is unchanged."""
+    """Add a guard to Dynamo: the state of sdpa is ``then``. Named in capitals, as Dynamo names its guards."""
     words = [f"flash_attn_compat.sdpa is {then or 'off'}"]
     add, is_unchanged = builder.guard_manager.root.add_lambda_guard, lambda _: _State.switch == then
     try:

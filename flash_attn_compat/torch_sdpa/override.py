@@ -1,4 +1,4 @@
-"""Overrides PyTorch's attention operators while at least one policy is acquired.
+"""Overrides PyTorch's attention operators while sdpa is switched on: while at least one policy is acquired.
 
 PyTorch's dispatcher belongs to the process, so a policy applies to every thread.
 """
@@ -36,7 +36,7 @@ def sdpa(always: bool = False) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def applied(policy: Policy) -> Iterator[None]:
-    """Acquire a policy during a block."""
+    """Override PyTorch's operators during a block, for the calls that ``policy`` serves."""
     acquire(policy)
     try:
         yield
@@ -45,7 +45,7 @@ def applied(policy: Policy) -> Iterator[None]:
 
 
 def acquire(policy: Policy) -> None:
-    """Override PyTorch's operators from now on. Of several policies, the one that serves most calls is active.
+    """Override PyTorch's operators from now on. If several policies are acquired, the widest is active.
 
     Before PyTorch 2.5, which has no enable_gqa, this warns and changes nothing.
     """
@@ -63,7 +63,7 @@ def acquire(policy: Policy) -> None:
 
 
 def release(policy: Policy) -> None:
-    """Undo one ``acquire``; after the last one, PyTorch's operators are as before the first."""
+    """Undo one ``acquire``; once all are undone, PyTorch's operators are as before."""
     with _lock:
         if policy in _holders:
             _holders.remove(policy)
@@ -99,14 +99,14 @@ def _register_or_remove() -> None:
         override = Override(policy)
         _active = override, _register(override)
     for name in (attention.NAME, efficient.FORWARD, efficient.BACKWARD):
-        # Tracing caches the kernel behind each key; only registrations from C++ would clear that cache.
+        # Traces cache each operator's kernels, and a registration from Python does not clear that cache.
         getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
 def _other_threads_run() -> bool:
-    """Whether another thread may be about to run an implementation: waiting for the GIL, it would run a destroyed one.
+    """Whether there are other threads: one may wait for the GIL to run our kernel, and would crash without it.
 
-    The override then stays and passes every call on to PyTorch, until a process of one thread releases a later policy.
+    The kernel then stays registered and passes every call on to PyTorch.
     """
     return threading.active_count() > 1
 
@@ -121,7 +121,7 @@ def _register(override: Override) -> Library:
 
 
 class Activated:
-    """The handle of an activated implementation that torch.nn.attention keeps."""
+    """The handle that torch.nn.attention keeps while our implementation is activated; ``remove`` ends that."""
 
     def __init__(self) -> None:
         self._policy = Policy(always=True)

@@ -13,18 +13,18 @@ from flash_attn_compat import settings
 from flash_attn_compat.core.entry import PLAIN
 
 HALF = frozenset({torch.float16, torch.bfloat16})
-# Small calls take only host time, and ours take more of it than PyTorch's. Measured on an H200 as 7.5, with 132
-# multiprocessors: forwards of 7e8 products as fast, of 1e9 faster; with the backward, of 2e9 slower and of 6e9 faster;
-# one row over 1,024 keys slower, over 8,192 keys six times as fast.
+# For small calls only host time counts, and ours take more of it than PyTorch's. Measured on an H200 treated as 7.5,
+# with 132 multiprocessors. Forwards: ours are as fast at 7e8 products and faster at 1e9. With the backward: slower at
+# 2e9, faster at 6e9. One row: slower over 1,024 keys, six times as fast over 8,192.
 LEAST_PRODUCTS = 3 * 2**21
 RECORDED = 4
-# Biases are read from memory: at twice the least products, 0.95 of the speed of PyTorch's kernel.
+# Our kernels read biases from memory: at twice the least products they have 0.95 of the speed of PyTorch's kernel.
 BIASED = 2
 LEAST_KEYS = 2048
-# GPU time on an H100, as a Turing GPU, of 512 sequences, as a share of PyTorch's kernel: the shapes below took 1.01 to
-# 1.08 times as long with gradients, and 1.03 to 1.5 times without; of their neighbours all took at most as long. On an
-# H200, biases that differ in each sequence and head took up to 1.4 times as long, 1.7 with gradients: PyTorch's kernel
-# reads them once.
+# Our GPU time over that of PyTorch's kernel, for 512 sequences on an H100 treated as a Turing GPU. In the shapes that
+# _is_short selects by these bounds it is 1.01 to 1.08 with gradients and 1.03 to 1.5 without; in the shapes around them
+# at most 1. On an H200, a bias of its own for each sequence and head makes it up to 1.4, and 1.7 with gradients, since
+# PyTorch's kernel reads such a bias once.
 SHORT, FEW_TOKENS, SOME_TOKENS, MORE_TOKENS = 32, 64, 96, 128
 FEW_CHANNELS, SOME_CHANNELS, MORE_CHANNELS, MANY_CHANNELS = 32, 64, 96, 192
 
@@ -46,7 +46,7 @@ class Policy(NamedTuple):
 
 
 class Override:
-    """An override of PyTorch's operators; without a policy it passes every call on to them."""
+    """Holds the active policy for the kernels that we registered. While it is None, PyTorch computes every call."""
 
     def __init__(self, policy: Policy) -> None:
         self.device = policy.device
@@ -88,7 +88,7 @@ def dtype_reason(dtype: torch.dtype) -> str:
 def check_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int], drops: bool = False) -> str | None:
     """Return the reason to decline a dense mask, or None. shape: (batch, heads, rows, keys), to which it is broadcast
 
-    drops: whether there is dropout. The result is then the same for recorded and unrecorded calls.
+    drops: whether the call has dropout: the decision must then not depend on whether autograd records the call
     """
     if drops and mask.dtype is not torch.bool:
         return "it has dropout, and attn_mask may require a gradient only in a checkpoint's recomputation"
@@ -107,9 +107,9 @@ def check_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int], drops:
 
 
 def _largest_index(mask: Tensor, copy_stride: int) -> int:
-    """Return the largest number that kernels hold in an int: strides of the mask or of its copy, or its row count.
+    """Return the largest number that kernels need as an int32: a stride of the mask or of its copy, or its rows.
 
-    copy_stride: of a head in the copy, rows * keys, which counts if kernels copy the mask; a batch's stride is no int
+    copy_stride: rows * keys, the stride of a head in the copy, if kernels copy the mask. A batch's stride is no int32.
     """
     strides = [stride for size, stride in zip(mask.shape[-3:], mask.stride()[-3:]) if size > 1]
     is_copied = mask.stride(-1) != 1 and mask.dtype is not torch.bool
@@ -143,7 +143,7 @@ def check_size(
 
 
 def _is_short(tokens: int, head_dim: int, is_causal: bool, has_mask: bool, is_recorded: bool) -> bool:
-    """Return whether PyTorch's kernel is faster for sequences of at most so many tokens."""
+    """Whether PyTorch's kernel is faster than ours for sequences whose longer side has ``tokens`` tokens."""
     if not SHORT < tokens <= MORE_TOKENS:
         return False
     if not is_recorded:
@@ -154,11 +154,11 @@ def _is_short(tokens: int, head_dim: int, is_causal: bool, has_mask: bool, is_re
 
 
 def _count_stored(mask: Tensor) -> int:
-    """Return the count of numbers in memory: expanded axes count once."""
+    """Return how many numbers the mask has in memory: an expanded axis counts as one."""
     return math.prod(size for size, stride in zip(mask.shape, mask.stride()) if stride)
 
 
 @functools.cache
 def count_multiprocessors(index: int) -> int:
-    """Return the number of a GPU's multiprocessors; 1 for index -1, which is another device's."""
+    """Return the number of multiprocessors of the GPU ``index``; 1 for index -1, which means no CUDA GPU."""
     return torch.cuda.get_device_properties(index).multi_processor_count if index >= 0 else 1

@@ -1,6 +1,6 @@
 """Time a function's forward and backward with torch.utils.benchmark, as flash-attn's scripts do.
 
-Functions take their inputs as positional and keyword arguments; the backward starts at the first of several outputs. A
+The timed function gets ``inputs`` and ``kwinputs``. If it returns several outputs, the backward starts at the first. A
 `torch.utils.benchmark.Timer` measures the times and waits for the GPU. autocast applies to the inputs' device.
 """
 
@@ -46,7 +46,7 @@ def benchmark_backward(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> Timing:
-    """Time the backward alone, from `grad` (random by default); inputs' .grad is left set."""
+    """Time the backward alone, from `grad` (random by default). It leaves gradients in the inputs' .grad."""
     y = _run_forward(fn, inputs, kwinputs, amp, amp_dtype)
     upstream = _make_gradient(grad, y)
 
@@ -126,7 +126,7 @@ def pytorch_profiler(
 ) -> None:
     """Profile one call after 30 others: print a table if verbose, write a Chrome trace to trace_filename.
 
-    cpu: also profile the CPU; always done without CUDA.
+    cpu: also profile the CPU. Without CUDA the CPU is always profiled.
     """
     grad: Tensor | None = None
 
@@ -143,7 +143,7 @@ def pytorch_profiler(
     activities = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     if cpu or not activities:
         activities.insert(0, torch.profiler.ProfilerActivity.CPU)
-    # Without CUDA, a table with stacks would list Python's functions.
+    # No stacks without CUDA: the table would then list Python functions.
     stack = torch.cuda.is_available()
     with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=stack) as profile:
         run()
@@ -158,7 +158,7 @@ def benchmark_memory(
 ) -> float:
     """Return the peak of CUDA memory allocated during one call, in units of 1000 MiB, which flash-attn calls GB.
 
-    Raises RuntimeError without CUDA: only its allocator counts.
+    Raises RuntimeError without CUDA, whose allocator does the counting.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("benchmark_memory reads CUDA's allocator, and PyTorch sees no CUDA device")

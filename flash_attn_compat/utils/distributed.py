@@ -46,7 +46,7 @@ def reduce_scatter_raw(
     )
     part = input_.shape[0] // world_size
     if dist.get_backend(process_group) == "gloo":
-        # Not every release's gloo can reduce_scatter.
+        # Some releases of gloo lack reduce_scatter.
         total = input_.clone(memory_format=torch.contiguous_format)
         handle = dist.all_reduce(total, group=process_group, async_op=async_op)
         start = dist.get_rank(process_group) * part

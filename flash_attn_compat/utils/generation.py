@@ -35,7 +35,7 @@ class InferenceParams:
     lengths_per_sample: Tensor | None = None
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
-        """Start over and use the same caches up to these sizes."""
+        """Prepare for new sequences, which may use the caches up to these sizes."""
         self.max_seqlen = max_seqlen
         self.max_batch_size = max_batch_size
         self.seqlen_offset = 0
@@ -45,7 +45,10 @@ class InferenceParams:
 
 @dataclass
 class DecoderOutput:
-    """sequences: (batch, prompt + generated) token ids; scores: the logits (batch, vocab) of every step."""
+    """The result of `decode`.
+
+    sequences: (batch, prompt + generated) token ids; scores: the logits (batch, vocab) of every step
+    """
 
     sequences: Tensor
     scores: tuple[Tensor, ...] | None = None
@@ -118,9 +121,9 @@ def decode(
         max_length: prompt and generated tokens together.
         top_k, top_p, temperature: as `sample`.
         eos_token_id: stop as soon as every sample's token of one step is this one.
-        teacher_outputs: (batch, n) tokens to use instead of the drawn ones, as far as they go.
+        teacher_outputs: (batch, n) tokens of the whole sequence, used instead of drawn ones up to position n.
         vocab_size: ignore logits past this one.
-        tensor_parallel: heads of the model are shared out over so many ranks; matters with cg alone.
+        tensor_parallel: the number of ranks that share the model's heads; used only with cg.
         cg: replay CUDA graphs, which are kept in model._decoding_cache; see `update_graph_cache`.
         enable_timing: print the time that decoding took.
     """
@@ -213,7 +216,7 @@ def allocate_inference_cache(
     return {index: torch.empty(shape, device=device, dtype=dtype) for index in indices}
 
 
-# A step: (input_ids, position_ids, tokens in the cache) to logits.
+# A decoding step: takes (input_ids, position_ids, number of tokens in the cache) and returns logits.
 Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
@@ -223,9 +226,9 @@ class DecodingCGCache:
 
     Attributes:
         max_batch_size, max_seqlen, device, dtype: the largest sizes, the device and the dtype of the captures.
-        callables: a step by (batch size, tokens in a step).
+        callables: the step for each (batch size, tokens in a step).
         mempool: the graphs' memory; None without CUDA.
-        run: the step that fits its input_ids (batch, tokens).
+        run: a Step that calls the one of callables for the shape of its input_ids (batch, tokens).
     """
 
     max_batch_size: int = 0
@@ -250,7 +253,7 @@ def update_graph_cache(
     dtype: torch.dtype | None = None,
     n_warmups: int = 2,
 ) -> DecodingCGCache:
-    """Capture the steps that `cache` lacks, and all of them if it is too small or has another device or dtype.
+    """Capture the steps that `cache` lacks, or all if its sizes are too small or its device or dtype differ.
 
     Args:
         model: called as `decode` does, with num_last_tokens = tokens of the step. Its caches come from
@@ -270,7 +273,7 @@ def update_graph_cache(
     if too_small or (device, dtype) != (cache.device, cache.dtype):
         if cache.callables:
             cache.callables, cache.mempool, cache.inference_params = {}, None, None
-            gc.collect()  # graphs hold their memory until they are gone
+            gc.collect()  # frees the old graphs' memory before the new captures
         cache.device, cache.dtype, cache.max_batch_size, cache.max_seqlen = device, dtype, batch_size, max_seqlen
         cache.inference_params = InferenceParams(
             max_seqlen=max_seqlen,
@@ -334,7 +337,7 @@ def capture_graph(
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # no rank may capture while another rank's collectives run
     torch.cuda.current_stream(device).wait_stream(side)
-    # The tensors that the graph reads must outlive it: a longer sequence replaces the rotary tables.
+    # replay() keeps every tensor that the graph may read: a longer sequence replaces, say, the module's rotary tables.
     read = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(graph, pool=mempool):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# In the order of preference of flash-attn; the index files name the shards.
+# File names in flash-attn's order of preference. An index file names the files of a checkpoint in several parts.
 _FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
@@ -26,7 +26,7 @@ def state_dict_from_pretrained(
 
     Args:
         model_name: a directory, or a model's name on the hub. Needs transformers, and safetensors for such files.
-        device: of the tensors; a dtype other than fp32 is cast on the CPU first.
+        device: of the tensors. A cast to another dtype than fp32 is done on the CPU before.
         dtype: of the tensors; by default as stored.
     Raises:
         OSError: the checkpoint has none of the known files.

@@ -54,7 +54,7 @@ def generate_qkv(
     query_unused_mask: Tensor | None = None,
     key_unused_mask: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Pack padded inputs for the varlen functions. Returns leaves with gradients, and functions that pad results again.
+    """Pack padded inputs for the varlen functions. Returns leaves that require gradients, and functions that pad again.
 
     Args:
         q: (batch, seqlen_q, nheads, d); k (batch, seqlen_k, nheads_k, d); v (batch, seqlen_k, nheads_k, d_v).
@@ -96,7 +96,7 @@ def generate_qkv(
 
 
 class _Packing:
-    """The packing of a padded tensor's tokens: of all tokens, or of the masks' tokens."""
+    """Packs padded tensors, and pads packed ones again: all tokens, or with a mask only the mask's tokens."""
 
     def __init__(self, padded: Tensor, mask: Tensor | None, unused: Tensor | None) -> None:
         self.batch, self.seqlen = padded.shape[:2]
@@ -163,7 +163,7 @@ def construct_chunk_mask(
     key_leftpad: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return the keys that chunks hide: each row sees only the chunk of attention_chunk keys with its own key."""
+    """Return a mask, True = hidden: each row sees only the chunk of attention_chunk keys in which it stands itself."""
     rows, columns, _ = _align(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
     first = rows - rows % attention_chunk
     return (columns < first) | (columns >= first + attention_chunk)
@@ -177,7 +177,7 @@ def _align(
     key_leftpad: Tensor | None,
     device: torch.device | str | None,
 ) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Return each row's aligned key (the last row has the last key), each column's key, and the number of keys."""
+    """Return the key at which each row stands (the last row at the last key), each column's key, and the key count."""
     columns = torch.arange(seqlen_k, device=device)
     if key_leftpad is not None:
         leftpad = rearrange(key_leftpad, "b -> b 1 1 1")
@@ -265,7 +265,7 @@ def attention_ref(
     if attn_bias is not None:
         scores = scores + attn_bias
     attention = _softmax(scores, learnable_sink).to(v.dtype)
-    # The softmax of rows without keys and of padding is nan, which would make all of dv nan.
+    # The softmax of padding and of rows without keys is nan. Set to 0, or all of dv would be nan.
     queries = None if query_padding_mask is None else rearrange(~query_padding_mask, "b s -> b 1 s 1")
     for dead in (queries, padding, None if hidden is None else hidden.all(dim=-1, keepdim=True)):
         attention = attention if dead is None else attention.masked_fill(dead, 0.0)

@@ -24,11 +24,11 @@ from flash_attn_compat.vllm.layer import CACHE_DTYPES, ENCODERS, FUSED, PAGE, Co
 
 
 class CompatBackend(versions.CacheShape, AttentionBackend):
-    """The layers that our kernels serve, in the words of vLLM's interface."""
+    """Tells vLLM, by the methods of its interface, which layers our kernels serve."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*CACHE_DTYPES]
-    forward_includes_kv_cache_update = True  # decode steps write new keys in their own launch
+    forward_includes_kv_cache_update = True  # for decode steps, one launch writes new keys and attends
 
     @staticmethod
     def get_name() -> str:
@@ -70,7 +70,7 @@ class CompatBackend(versions.CacheShape, AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False  # the decode steps of a batch are told from its prefills by the CPU's lengths
+        return False  # count_decodes needs the true lengths on the CPU
 
     @classmethod
     def supports_combination(
@@ -82,22 +82,22 @@ class CompatBackend(versions.CacheShape, AttentionBackend):
 
 
 def _kernels_decline_reason() -> str | None:
-    """Return the reason why no kernels of ours run in this process; None where they do."""
+    """Return the reason why our kernels cannot run in this process, or None."""
     for reason in FUSED.unavailable_reasons():
         return reason
     try:
-        nvrtc.compiler()  # and not the driver: a process that forks later must not touch the GPU
+        nvrtc.compiler()  # not the driver, since a process that forks later must not use the GPU
     except nvrtc.KernelError as error:
         return f"no NVRTC to compile the kernels: {error}"
     return None
 
 
 class CompatMetadataBuilder(AttentionMetadataBuilder):
-    """Builds the metadata of a batch, once for all layers of a group. Nothing waits for the GPU.
+    """Builds the metadata of a batch, once for all layers of a group. The host never waits for the GPU.
 
-    In a captured graph of decode steps everything is read from vLLM's own tensors: rows by query_start_loc, lengths by
-    seq_lens, pages by block_table; and from the builder's ``_before``. The host's numbers are bounds that hold for each
-    replay.
+    A CUDA graph of decode steps is replayed for later batches. So kernels read all that differs between batches from
+    tensors that vLLM (query_start_loc, seq_lens, block_table) or the builder (``_before``) updates in place. Numbers
+    that the host passes are upper bounds for every replay.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -108,10 +108,11 @@ class CompatMetadataBuilder(AttentionMetadataBuilder):
         if getattr(vllm_config.model_config, "rswa_window", None) is not None:
             raise NotImplementedError("reference sliding windows (rswa_window) are not supported: name another backend")
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        # Graphs read it again at each replay. Speculative decoding changes lengths after they were built.
+        # One tensor for all batches, since CUDA graphs read it in each replay. Empty with speculative decoding, which
+        # changes lengths after the metadata was built: it is not used then.
         count = 0 if vllm_config.speculative_config else vllm_config.scheduler_config.max_num_seqs
         self._before = torch.empty(count, dtype=torch.int32, device=device)
-        if device.type == "cuda":  # or the first requests would wait for compilation
+        if device.type == "cuda":  # now, or the first requests would wait for compilation
             layers = vllm_config.compilation_config.static_forward_context
             for impls in _impls_by_kind(layers.get(name) for name in layer_names):
                 appends = impls[0].warm_up(vllm_config.model_config.dtype, device)
@@ -141,12 +142,12 @@ class CompatMetadataBuilder(AttentionMetadataBuilder):
         return self._with_before(with_parts(metadata, min(self.reorder_batch_threshold or 1, batch.max_query_len)))
 
     def _with_before(self, metadata: CompatMetadata) -> CompatMetadata:
-        """Return the metadata; with the lengths before this step if it has one new key for each sequence."""
+        """Return the metadata, with the lengths before this step if every sequence has one new key."""
         part, count, slots = metadata.parts[0], metadata.seq_lens.shape[0], metadata.slot_mapping
         if len(metadata.parts) > 1 or part.starts is not None or count > min(len(self._before), len(slots)):
             return metadata
         before = torch.sub(metadata.seq_lens, 1, out=self._before[:count])
-        before.masked_fill_(slots[:count] < 0, -1)  # padding, and dummy runs
+        before.masked_fill_(slots[:count] < 0, -1)  # sequences of padding or of a dummy run write no key
         return replace(metadata, parts=(part._replace(before=before),))
 
     def update_block_table(self, metadata: CompatMetadata, blk_table: Tensor, slot_mapping: Tensor) -> CompatMetadata:
@@ -155,7 +156,7 @@ class CompatMetadataBuilder(AttentionMetadataBuilder):
 
 
 def _impls_by_kind(layers: Iterable[Any]) -> list[list[CompatImpl]]:
-    """Return the layers' attention, a list of each kind: kinds need different kernels."""
+    """Return the layers' CompatImpl grouped by ``kind``: each kind needs kernels of its own."""
     found: dict[tuple[Any, ...], list[CompatImpl]] = {}
     for layer in layers:
         if isinstance(impl := getattr(layer, "impl", None), CompatImpl):

@@ -1,4 +1,4 @@
-"""A batch of vLLM's for our kernels: its decode steps and its prefills, a call for each."""
+"""Splits a batch of vLLM into its decode steps and its prefills: our kernels compute each in one call."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# From so many rows on, the longest query length of a batch is rounded up: fewer different calls are prepared.
+# A longest query length above this is rounded up to a multiple of it, so that fewer different calls are prepared.
 _ROUNDED = 128
 
 
 class Part(NamedTuple):
     """Neighbouring sequences of a batch, computed by one call.
 
-    rows: of the batch's tokens, None for all
-    starts: where each sequence starts in them, and the last one's end; None where each sequence has one row
-    longest: the most rows of a sequence; table, lengths: the pages and the keys of each sequence
-    before: the keys that each sequence had before this step, -1 for one that writes none; None where the step's launch
-        cannot write them
+    rows: the part's range in the batch's tokens; None for all
+    starts: where each sequence starts in this range, and where the last one ends; None if each sequence has one row
+    longest: the most rows of a sequence
+    table, lengths: the pages of each sequence, and its number of keys
+    before: the number of keys of each sequence before this step, -1 for a sequence that writes none; None if the launch
+        that attends cannot write the new keys too
     """
 
     rows: slice | None
@@ -32,9 +33,9 @@ class Part(NamedTuple):
 
 @dataclass
 class CompatMetadata:
-    """A batch: what vLLM's CommonAttentionMetadata says, and the calls that compute it.
+    """A batch: the fields of vLLM's CommonAttentionMetadata, and the parts that our kernels compute, one call each.
 
-    The first ``num_decodes`` sequences have few rows (a token, and drafts of it), the others any number.
+    The first ``num_decodes`` sequences are decode steps of few rows (a token, and draft tokens), the others prefills.
     """
 
     num_actual_tokens: int
@@ -51,7 +52,7 @@ class CompatMetadata:
 
 
 def count_decodes(batch: Any, threshold: int) -> tuple[int, int]:
-    """Return the sequences in front that have at most ``threshold`` rows each, and their rows."""
+    """Return how many sequences at the front have at most ``threshold`` rows each, and how many rows these have."""
     if batch.max_query_len <= threshold:
         return batch.num_reqs, batch.num_actual_tokens
     starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
@@ -62,15 +63,15 @@ def count_decodes(batch: Any, threshold: int) -> tuple[int, int]:
 
 
 def with_parts(batch: CompatMetadata, few: int) -> CompatMetadata:
-    """Return the metadata with its calls: the decode steps, of at most ``few`` rows, apart from the prefills."""
+    """Fill in the parts: the decode steps, of at most ``few`` rows each, and the prefills."""
     first, tokens = batch.num_decodes, batch.num_decode_tokens
     longest = batch.max_query_len
     if longest > _ROUNDED:
         longest = -(-longest // _ROUNDED) * _ROUNDED
     starts, tables, lengths = batch.query_start_loc, split(batch.block_table, batch), split(batch.seq_lens, batch)
-    # Row i is sequence i's. A graph is padded with as many sequences as rows; they have no keys.
+    # Row i then belongs to sequence i, also in a CUDA graph, which vLLM pads by sequences of one row without keys.
     has_one_row_each = few == 1 and tokens == first > 0
-    if len(tables) == 1:  # padding behind the rows lies outside of all sequences
+    if len(tables) == 1:  # one part: starts leave padded rows outside of all sequences
         return replace(batch, parts=(Part(None, None if has_one_row_each else starts, longest, *tables, *lengths),))
     decodes = Part(slice(0, tokens), None if has_one_row_each else starts[: first + 1], few, tables[0], lengths[0])
     prefills = Part(slice(tokens, None), starts[first:] - tokens, longest, tables[1], lengths[1])
@@ -78,7 +79,7 @@ def with_parts(batch: CompatMetadata, few: int) -> CompatMetadata:
 
 
 def split(of_sequences: Tensor, batch: CompatMetadata) -> tuple[Tensor, ...]:
-    """Return the share of each part of a tensor with a row for each sequence."""
+    """Split a tensor, a row for each sequence, into decode steps and prefills; unsplit if all are of one sort."""
     first = batch.num_decodes
     is_whole = first in (0, batch.seq_lens.shape[0])
     return (of_sequences,) if is_whole else (of_sequences[:first], of_sequences[first:])

@@ -1,4 +1,4 @@
-"""One layer's attention in vLLM, over its cache or among the tokens of an encoder.
+"""The attention of one layer in vLLM: over its KV cache, or in an encoder over the tokens themselves.
 
 vLLM's cache of a layer has the logical shape (pages, heads, page size, 2 * head_dim): each slot holds a key and its
 value side by side. The kernels read both as views, through any strides, so NHD and HND need no copy.
@@ -28,18 +28,19 @@ from flash_attn_compat.vllm import versions
 from flash_attn_compat.vllm.batch import CompatMetadata, with_parts
 
 FUSED = next(backend for backend in BACKENDS if backend.name == "fused")
-PAGE = 16  # the page size is a multiple
+PAGE = 16  # page sizes must be multiples of it
 # vLLM's names of 8-bit caches, which have one scale for the keys of a layer and one for its values.
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *EIGHT_BITS)
 _LSE = int(Feature.LSE)
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-# A decode step, a few rows, and prefills of more; over more pages than kernels for short sequences serve.
+# warm_up makes calls of so many rows: a decode step, a few rows, and two prefills. They have so many pages that the
+# kernels for long sequences are chosen.
 _WARM_UP_ROWS, _WARM_UP_PAGES = (1, 8, 64, 512), 256
 
 
 class CompatImpl(AttentionImpl):
-    """The attention of one layer."""
+    """The attention of one layer: vLLM makes an instance for each layer and calls ``forward`` in each step."""
 
     supports_dcp = False
     supports_pcp = False
@@ -78,11 +79,11 @@ class CompatImpl(AttentionImpl):
         self.logits_soft_cap = float(logits_soft_cap or 0.0)
         self.sliding_window = -1 if sliding_window is None else sliding_window - 1
         self.sinks, self._fp32_sinks = sinks, None if sinks is None else sinks.float()
-        self.appends_in_launch = False  # until a warm-up has found that our kernels serve
+        self.appends_in_launch = False  # warm_up's answer is stored here; False until then
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The properties that kernels are compiled for."""
+        """The properties of the layer for which kernels are compiled: equal kinds share kernels."""
         features = self.alibi_slopes is not None, self.logits_soft_cap > 0.0, self.sinks is not None
         shape = self.num_heads, self.num_kv_heads, self.head_size
         return *shape, self.sliding_window, self.attn_type, self.cache_dtype, self._writes_keys, *features
@@ -90,7 +91,7 @@ class CompatImpl(AttentionImpl):
     def warm_up(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Compile and self-test the kernels of decode steps and prefills, by calls over a cache of zeros.
 
-        Returns whether our kernels serve decode steps that write their new keys.
+        Returns whether our kernels serve decode steps in which one launch writes the new keys and attends.
         """
         if self.attn_type in ENCODERS:
             return False
@@ -146,11 +147,11 @@ class CompatImpl(AttentionImpl):
     ) -> Tensor:
         """Write attention of query (tokens, heads, head_dim) to output, of the same shape, and return it.
 
-        key, value: (tokens, heads_k, head_dim); written to their slots of the cache before, but for encoders
+        key, value: (tokens, heads_k, head_dim); first written to their slots of the cache, except in encoders
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("a quantised output is not supported")
-        if attn_metadata is None:  # vLLM measures memory
+        if attn_metadata is None:  # a dummy run, in which vLLM measures memory
             return output.fill_(0)
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
@@ -172,7 +173,7 @@ class CompatImpl(AttentionImpl):
                 if starts is None:
                     self._attend_to_pages(part_out, part_q, k, v, lengths, table, *descales)
                     continue
-                # The longest number of keys bounds nothing but windows: the table bounds the keys.
+                # MOST_TOKENS is no real bound. The page table bounds the keys; this argument could only bound windows.
                 x = PackedInputs(part_q, k, v, self.alibi_slopes, starts, starts, lengths, None, table, *descales)
                 self._attend(part_out, x, attn_metadata.causal, longest, MOST_TOKENS)
         return output
@@ -186,14 +187,14 @@ class CompatImpl(AttentionImpl):
             versions.write_keys(key, value, k, v, slot_mapping, self.kv_cache_dtype, layer)
 
     def _attend_among(self, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, batch: CompatMetadata) -> None:
-        """An encoder's attention, among the tokens of each sequence."""
+        """Write an encoder's attention to ``out``: each token sees all tokens of its sequence."""
         if k is None or v is None:
             raise ValueError("an encoder's layer must get keys and values")
         starts, longest = batch.query_start_loc, batch.max_query_len
         self._attend(out, PackedInputs(q, k, v, self.alibi_slopes, starts, starts), False, longest, longest)
 
     def _attend(self, out: Tensor, x: PackedInputs, causal: bool, longest_q: int, longest_k: int) -> None:
-        """Write one call's result to ``out``. Windows of rows that see later keys reach to both sides."""
+        """Write the attention of ``x`` to ``out``. Without a causal mask, the layer's window reaches to both sides."""
         left, s_aux = self.sliding_window, self._fp32_sinks
         right = 0 if causal and left >= 0 else left
         use = _LSE if s_aux is not None else 0
@@ -206,9 +207,9 @@ class CompatImpl(AttentionImpl):
         self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor, k_scale: Tensor | None,
         v_scale: Tensor | None, key: Tensor | None = None, value: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Write the attention of each sequence's only row, the last one, to ``out``.
+        """Write the attention of sequences with one row each, their last token, to ``out``.
 
-        key, value: written behind ``lengths`` of the cache before; None where they are in it
+        key, value: new, to be appended at ``lengths`` of the cache first; None if the cache has them already
         """
         left, s_aux, count = self.sliding_window, self._fp32_sinks, lengths.shape[0]
         if q.shape[0] != count:
@@ -226,7 +227,7 @@ class CompatImpl(AttentionImpl):
             sinks.absorb_in_place(out, lse, s_aux)
 
     def _descales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return the layer's scales of an 8-bit cache, (1, 1) fp32 each: kernels read them, so that graphs may too."""
+        """Return the scales of keys and values in an 8-bit cache as (1, 1) fp32 tensors, which CUDA graphs may read."""
         if self.cache_dtype is None or layer is None:
             return None, None
         k_scale, v_scale = layer._k_scale, layer._v_scale
@@ -249,7 +250,7 @@ class CompatImpl(AttentionImpl):
                 f"strides {cache.stride()}"
             )
         by_slot = cache.transpose(1, 2)
-        return by_slot.narrow(3, 0, width), by_slot.narrow(3, width, width)  # in a fifth of split's time
+        return by_slot.narrow(3, 0, width), by_slot.narrow(3, width, width)  # five times as fast as split
 
 
 _NONE = contextlib.nullcontext()
@@ -258,8 +259,8 @@ _NONE = contextlib.nullcontext()
 def _surroundings(q: Tensor) -> contextlib.AbstractContextManager[object]:
     """Return the context of a call: which backends may serve, and how graphs are replayed.
 
-    On GPUs from 8.0 on only our kernels serve: backends that go before them there wait for the GPU to read lengths.
-    vLLM replays the graphs that it captures one after another.
+    On GPUs from 8.0 on only our kernels may serve: the backends that come before them there would wait for the GPU to
+    read lengths. During a capture the context says that graphs are replayed one after another, as vLLM does.
     """
     if not q.is_cuda:
         return _NONE

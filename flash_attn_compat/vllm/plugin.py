@@ -1,7 +1,7 @@
 """The entry point: vLLM calls ``register`` in each of its processes before it builds anything.
 
-Our backend is registered as CUSTOM, for whoever asks. On GPUs before compute capability 8.0 it also becomes vLLM's own
-choice, in place of TRITON_ATTN, for each layer that it supports; any other layer gets vLLM's choice as before.
+Our backend is registered as CUSTOM, which a user can name. On GPUs before compute capability 8.0 it also becomes vLLM's
+own choice, in place of TRITON_ATTN, for each layer that it supports; any other layer gets vLLM's choice as before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IS_OURS = "_chooses_flash_attn_compat"
 
 
 def register() -> None:
-    """Register the backend with vLLM. Logs one line where vLLM starts without it; never raises."""
+    """Register the backend with vLLM. If that is not possible, log one line; never raise."""
     try:
         reason = _register()
     except Exception as error:  # noqa: BLE001  # a plugin's failure must not stop vLLM
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def _register() -> str | None:
-    """Register the backend; return the reason why not, or None."""
+    """Register the backend and return None, or return the reason why it cannot be used."""
     switch = settings.value_of(settings.VLLM)
     if switch == "0":
         return None
@@ -49,7 +49,7 @@ def _register() -> str | None:
 
 
 def prefer_ours(platform: Any) -> None:
-    """Let ``platform.get_attn_backend_cls`` choose our backend where the user named none and the GPU is before 8.0."""
+    """Let ``platform.get_attn_backend_cls`` choose our backend if the user named none and the GPU is older than 8.0."""
     vllms_choice = platform.get_attn_backend_cls
     if getattr(vllms_choice, _IS_OURS, False):
         return
@@ -65,7 +65,7 @@ def prefer_ours(platform: Any) -> None:
 
 
 def _is_chosen(platform: Any, config: Any) -> bool:
-    """Whether our backend takes a layer; a failure counts as no."""
+    """Whether our backend serves the layer that ``config`` describes. An error counts as no."""
     try:
         capability = platform.get_device_capability()
         if (settings.forced_capability() or tuple(capability)) >= (8, 0):
@@ -94,7 +94,7 @@ def _models() -> frozenset[str]:
 
 @functools.cache
 def _log_choice(reasons: tuple[str, ...]) -> None:
-    """Log each choice once."""
+    """Log that our backend is chosen for a layer, or the reasons against it. The same line is logged once."""
     if reasons:
         _log.info("flash_attn_compat declines a layer: %s", "; ".join(reasons))
     else:

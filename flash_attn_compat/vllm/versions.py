@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-# The first and the last release with which the tests ran.
+# The first and the last release of vLLM that the tests cover.
 FIRST, LAST = (0, 26), (0, 33)
-# Models that ask their layers for something that vLLM's choice of a backend does not know of: ALiBi over square roots,
-# and chunks that look back.
+# Models that keep vLLM's TRITON_ATTN. Their layers need ALiBi over square roots, or chunks that look back, and vLLM
+# does not tell a backend so when it asks whether the backend serves a layer.
 NEED_TRITON = frozenset({"Step1ForCausalLM", "Rnj1ForCausalLM"})
 
 _IMPL = ("self", "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype")
@@ -29,7 +29,7 @@ _BATCH = frozenset({
 def decline_reason(version: str, accepts_any: bool = False) -> str | None:
     """Return the reason not to extend this vLLM, or None.
 
-    version: vLLM's; accepts_any: whether a release that the tests do not know may be extended, if its interface fits
+    version: of vLLM; accepts_any: also accept releases that the tests do not cover, if their interface fits
     """
     found = _parse(version)
     if not accepts_any and (found is None or not FIRST <= found <= LAST):
@@ -87,16 +87,16 @@ def write_keys(
 ) -> None:
     """Write keys and values to their slots by vLLM's own kernel, which its wheel holds for Turing too.
 
-    key, value: (tokens or more, heads, head_dim); k_cache, v_cache: (pages, page size, heads, head_dim)
-    slots: (tokens,), each a page times the page size plus a slot of it
+    key, value: (at least tokens, heads, head_dim); k_cache, v_cache: (pages, page size, heads, head_dim)
+    slots: (tokens,), where each token goes: page * page size + slot in the page
     """
     _writer()(key, value, k_cache, v_cache, slots, dtype, layer._k_scale, layer._v_scale)
 
 
 class CacheShape:
-    """The shape of the cache and the order of its axes in memory, which backends say themselves up to vLLM 0.28.
+    """The shape of the KV cache and the order of its axes in memory: up to vLLM 0.28, a backend must define both.
 
-    Later releases have the same shape and any order, as long as a backend asks for none.
+    Later releases use the same shape, and any order unless a backend asks for one.
     """
 
     @staticmethod
@@ -114,6 +114,6 @@ class CacheShape:
         layout = get_kv_cache_layout()
         if layout not in ("NHD", "HND"):
             raise ValueError(f"unknown layout {layout} of the KV cache: NHD and HND are known")
-        if include_num_layers_dimension:  # in front of the logical axes; pages stay outermost in memory
+        if include_num_layers_dimension:  # an axis of layers in front; pages stay outermost
             return (1, 0, 3, 2, 4) if layout == "NHD" else (1, 2, 0, 3, 4)
         return (0, 2, 1, 3) if layout == "NHD" else (0, 1, 2, 3)

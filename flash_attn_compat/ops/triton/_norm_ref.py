@@ -26,7 +26,7 @@ def layer_norm_ref(
     dropout_mask1: Tensor | None = None,
     upcast: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`layer_norm_fn` step by step; arguments as there, and:
+    """`layer_norm_fn` step by step, in plain PyTorch; further arguments than `layer_norm_fn` has:
 
     Args:
         dropout_mask, dropout_mask1: bool, x's shape, True = kept; drawn by torch if None.

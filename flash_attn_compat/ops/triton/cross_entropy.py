@@ -56,7 +56,7 @@ class CrossEntropyLoss(torch.autograd.Function):
         if world_size > 1:
             lse, label_logit, logit_sum = _combine_ranks(lse, label_logit, logit_sum, rank, world_size, process_group)
 
-        # A label that is no class has only the terms of smoothing and z-loss.
+        # Rows whose label is no class keep only the terms of smoothing and z-loss.
         losses = (1.0 - smoothing) * torch.where(known, lse - label_logit, 0.0)
         if smoothing > 0.0:
             losses = losses + smoothing * (lse - logit_sum / total_classes)
@@ -75,12 +75,12 @@ class CrossEntropyLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor, grad_z_losses: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, local_labels, local, ignored = ctx.saved_tensors
-        # detach() shares the version counter: another backward that needs these logits raises, instead of reading
-        # garbage.
+        # detach() shares the version counter: another backward that needs the overwritten logits raises an error,
+        # instead of reading gradients as logits.
         dlogits = logits.detach() if ctx.inplace_backward else torch.empty_like(logits)
         row_scale = (grad_losses.to(lse.dtype) * ctx.logit_scale)[:, None]
         lse_factor = (1.0 + 2.0 * ctx.lse_square_scale * lse)[:, None]
-        # torch.where of two numbers has the default dtype, which may be fp16.
+        # No torch.where of two numbers: it would return the default dtype, which may be fp16.
         at_label = (local.to(lse.dtype) * -(1.0 - ctx.smoothing))[:, None]
         columns = torch.where(local, local_labels, 0)[:, None]
         for rows in _split_rows(logits):
@@ -92,7 +92,7 @@ class CrossEntropyLoss(torch.autograd.Function):
             if logits.shape[1]:
                 grad.scatter_add_(1, columns[rows], at_label[rows])
             _multiply_into(dlogits[rows], grad, row_scale[rows])
-        # Not left to row_scale = 0: the logits of padding may be nan.
+        # Set, not multiplied by 0: ignored rows may have nan as logits.
         dlogits.masked_fill_(ignored[:, None], 0.0)
         return dlogits, None, None, None, None, None, None, None, None
 
@@ -207,7 +207,7 @@ def _combine_ranks(
     world_size: int,
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three quantities over all ranks' classes, by one collective that every backend has."""
+    """Return lse, label_logit and logit_sum over all ranks' classes, by one all_reduce, which every backend has."""
     shared = lse.new_zeros(world_size + 2, lse.shape[0])
     shared[rank] = lse
     shared[world_size] = label_logit

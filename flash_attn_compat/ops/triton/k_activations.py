@@ -19,7 +19,7 @@ _LEAK = 0.01
 
 
 class Activation(str, Enum):
-    """The names that `triton_linear_act` and the lookups below go by."""
+    """The names of activations for `triton_linear_act` and the two functions below."""
 
     SquaredReLU = "squared_relu"
     GeLU = "gelu"

@@ -63,7 +63,7 @@ def triton_dgrad_act(
 
 
 def _check(name: str, x: Tensor, weight: Tensor, activation: str) -> None:
-    """weight: (to, from), from being x's last axis."""
+    """Raise AssertionError unless x and weight (any, x's last axis) fit and the activation is known."""
     assert activation in _NAMES, f"activation is {activation!r}, expected one of {', '.join(_NAMES)}"
     assert x.dtype == weight.dtype, f"{name} has dtype {x.dtype}, weight has dtype {weight.dtype}"
     assert x.shape[-1] == weight.shape[1], (
