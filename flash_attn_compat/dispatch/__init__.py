@@ -1,1 +1,1 @@
-"""Serving a call: which backend, gradients, and what torch.compile sees. It knows the backends; the engine does not."""
+"""Dispatch: choose the backend of a call, run it, record its gradients, and show it to torch.compile as an operator."""

@@ -1,6 +1,6 @@
-"""One autograd Function for every backend: from a call to outputs, with gradients where autograd records.
+"""One autograd.Function that runs every backend, and computes gradients if autograd records.
 
-Packed inputs enter the graph whole, so that their gradient is one packed tensor written once.
+Packed inputs (qkv, or q and kv) enter the autograd graph whole. So their gradient is one packed tensor, written once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return inputs if len(inputs) == 3 else (*inputs[:-1], *inputs[-1].unbind(-3))
 
 
-# out, softmax_lse, S_dmask. Any, because an output is None exactly where the call does not ask for it.
+# out, softmax_lse, S_dmask. The type is Any, because an output that the call does not ask for may be None.
 _Outputs = tuple[Any, Any, Any]
 
 
 def attend(inputs: tuple[Tensor, ...], x: Inputs, options: Options) -> _Outputs:
     """Return (out, softmax_lse, S_dmask) of a call over views of ``inputs``, recorded if the call needs gradients.
 
-    softmax_lse and S_dmask may be None where the call does not ask for them. x, options: as ``find`` takes them
+    softmax_lse and S_dmask may be None if the call does not ask for them. x, options: as in ``find`` of serve.py
     """
     if options.use & _BACKWARD:
         slopes = unwrapped(x.alibi_slopes) if options.use & SLOPES_GRADIENT else None
@@ -47,7 +47,7 @@ def attend(inputs: tuple[Tensor, ...], x: Inputs, options: Options) -> _Outputs:
 
 
 def record_heads_first(name: str, x: DenseInputs, options: Options) -> Tensor | None:
-    """Return a call's out, recorded, with its second and third axes swapped, as a tensor that is no view.
+    """Return ``out`` as (batch, heads, seqlen, head_dim), recorded by autograd, as a tensor that is no view.
 
     Returns None if another backend than ``name`` would serve the call.
     """
@@ -60,7 +60,7 @@ def _outputs(result: Result) -> _Outputs:
 
 
 def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
-    """Return dlse as kernels take it: 0 where a row has no keys, for its LSE, +inf, depends on nothing."""
+    """Return dlse as kernels take it: 0 for a row without keys, since its LSE is +inf whatever the inputs are."""
     return None if dlse is None or lse is None else dlse.masked_fill(lse.isinf(), 0.0).resolve_neg()
 
 
@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, x: Inputs, options: Options, heads_first_by: str | None, slopes: Tensor | None, *inputs: Tensor
     ) -> _Outputs:  # fmt: skip
-        """heads_first_by: None, or the only backend that may serve a call of ``record_heads_first``"""
+        """heads_first_by: the only backend that may serve, for a call from ``record_heads_first``; None for others"""
         found = compute(x, options) if heads_first_by is None else compute_by(heads_first_by, x, options)
         if found is None:
             return None, None, None
@@ -101,7 +101,7 @@ class _Attention(torch.autograd.Function):
         if ctx.watch is not None and dout is not None:
             dout = dout.transpose(1, 2)
             x = heads_first.with_mask_of_forward(ctx.watch, ctx.entry, x, result.saved)
-            if ctx.watch.out._version and not is_differentiated:  # another forward's gradients need no ``out``
+            if ctx.watch.out._version and not is_differentiated:  # differentiable_gradients computes its own ``out``
                 result = result._replace(out=_out_again(ctx.entry, x, result.rng_state))
         x = backward_inputs(x, result.rng_state)
         _, _, _, wants_slopes, *wanted = ctx.needs_input_grad
@@ -121,13 +121,13 @@ class _Attention(torch.autograd.Function):
 
 
 def _out_again(entry: Entry, x: Any, rng_state: Tensor | None) -> Tensor:
-    """Return ``out`` as it was before the caller wrote to it."""
+    """Compute ``out`` a second time, because the caller has overwritten the first one."""
     again = x._replace(rng_state=rng_state)
-    return compute(again, entry.options)[1].out  # found anew, for hooks may have moved tensors
+    return compute(again, entry.options)[1].out  # not by ``entry``'s run: hooks may have moved tensors
 
 
 def _restore(ctx: Any) -> tuple[tuple[Tensor, ...], Inputs, Result]:
-    """Return the recorded inputs, those of the call, and its result, as ``forward`` saved them."""
+    """Return what ``forward`` saved: the recorded tensors, the call's inputs (views of these), and its result."""
     saved = iter(ctx.saved_tensors)  # read once: activation checkpointing recomputes them at the first access only
     inputs = tuple(islice(saved, ctx.inputs))
     out, lse, rng_state = islice(saved, 3)
@@ -136,7 +136,7 @@ def _restore(ctx: Any) -> tuple[tuple[Tensor, ...], Inputs, Result]:
 
 
 def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
-    """Return the gradient of ``call.alibi_slopes``, by a second forward in differentiable operations."""
+    """Return the gradient of ``call.alibi_slopes``: compute the forward again by differentiable operators."""
     q, k, v, slopes = call.q.detach(), call.k.detach(), call.v.detach(), call.alibi_slopes
     assert slopes is not None
     leaf = slopes.detach().requires_grad_()
@@ -152,7 +152,7 @@ def is_wrapped(gradient: Tensor | None) -> bool:
     return gradient is not None and (_is_transformed(gradient) or _is_batched(gradient))
 
 
-# The parts of Function.apply that are needed here; the rest is Python that looks for transforms, and costs time.
+# Used in place of Function.apply, which spends time in Python on a search for transforms that cannot be here.
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _record, unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C._functorch.unwrap_if_dead
@@ -162,9 +162,9 @@ def differentiable_gradients(
     inputs: tuple[Tensor | None, ...], wanted: tuple[bool, ...], call: AttentionCall, dout: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return gradients that can be differentiated again, by a second forward in differentiable operations.
+    """Return gradients that autograd can differentiate again: compute the forward again by differentiable operators.
 
-    inputs: the call's slopes, then its tensors as ``unpack`` takes them
+    inputs: the call's slopes, then (q, k, v), (q, kv) or (qkv,)
     wanted: for each input, whether its gradient is wanted; the others are None in the result
     """
     create_graph = torch.is_grad_enabled()
@@ -176,7 +176,7 @@ def differentiable_gradients(
         )
     at_exit.wait_for_autograd(call.q)
     with torch.enable_grad(), torch_state.without_autocast(call.q.device):
-        # Separate views: flash_attn_func(x, x, x) has three gradients in x.
+        # Separate views, because flash_attn_func(x, x, x) needs three gradients, one for each use of x.
         slopes = None if inputs[0] is None else inputs[0].view_as(inputs[0])
         tensors = tuple([tensor.view_as(tensor) for tensor in inputs[1:] if tensor is not None])
         (q, k, v), inputs = unpack(tensors), (slopes, *tensors)
@@ -201,7 +201,7 @@ def differentiable_gradients(
 
 
 def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
-    """Return the gradient, or differentiable zeros where no row sees a key."""
+    """Return the gradient; if autograd found none, as when no row sees a key, zeros that can be differentiated."""
     if gradient is not None:
         return gradient
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)

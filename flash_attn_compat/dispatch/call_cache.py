@@ -1,11 +1,11 @@
-"""The cache of prepared calls: equal keys lead to one checked call, its backend and its run.
+"""The cache of prepared calls: calls with equal cache keys share one entry, with its backend and its run.
 
 A key holds the type of the inputs, the options, the signatures of the tensors (shape, strides, dtype, device,
-alignment), a relation of lengths, and the context: settings, autocast, PyTorch's active flash implementation. The
-relation is, of packed inputs, whether all sequences have as many queries as keys; of a cache whose length is an int,
-whether there are more keys than rows. A tensor's identity, address and version are not in the key: ``x.data = y`` keeps
-all three under a new shape. Each call still checks the numbers in its tensors. Entries are added and dropped in this
-file alone, the oldest first.
+alignment), a comparison of lengths, and the context: settings, autocast, PyTorch's active flash implementation. For
+packed inputs the comparison says whether all sequences have as many queries as keys; for a cache whose length is an
+int, whether there are more keys than rows. A key holds no identity, address or version of a tensor, since
+``x.data = y`` changes the shape and keeps all three. Each call still checks the numbers in its tensors. Only this file
+adds and drops entries, the oldest first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _context, _are_unset = settings.context, settings.are_unset  # functions in C
 
 
 class Tables(NamedTuple):
-    """Prepared calls by key, and chosen backends by traits and context, which many keys share."""
+    """The cache's two tables: prepared calls by cache key, and chosen backends by traits and context."""
 
     calls: dict[Key, Entry]
     choices: dict[Key, Any]
@@ -48,9 +48,9 @@ def current() -> Tables:
 
 
 def forget() -> None:
-    """Discard all prepared calls and choices: a backend's abilities have changed in a way that no key shows.
+    """Discard all prepared calls and chosen backends, because a backend can do more or less than before.
 
-    Entries added concurrently land in the discarded tables.
+    Entries that other threads add meanwhile go to the discarded tables.
     """
     global _current  # noqa: PLW0603
     _current = empty_tables()
@@ -65,7 +65,10 @@ def keep(table: dict[Key, Kept], key: Key, value: Kept, most: int | None = None)
 
 
 def look_up(x: Inputs, options: Options, length: int | None) -> tuple[Key | None, Entry | None]:
-    """Return the cache key of a call and its entry, or None for each that does not exist. length: as in ``find``"""
+    """Return a call's cache key, None if it can have none, and its entry, None if there is none yet.
+
+    length: cache_seqlens if it is one int for all sequences, else None
+    """
     if transforms_are_on():
         return None, None
     try:
@@ -78,17 +81,20 @@ def look_up(x: Inputs, options: Options, length: int | None) -> tuple[Key | None
         key = family, options, signatures, relation, context_key(x.q)
         return key, _current.calls.get(key)
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        return None, None  # q is no tensor, a tensor has no address, an option has no hash: the checks name it
+        return None, None  # q is no tensor, a tensor has no address, or an option no hash: later checks raise
 
 
 def _compare_lengths(x: Inputs, length: int) -> int | None:
-    """Return the sign of keys - rows of a call over a cache, on which the backend depends; None without keys."""
+    """Return 1, 0 or -1 as a call over a cache has more, as many or fewer keys than rows; None without keys.
+
+    The choice of the backend depends on it.
+    """
     keys, rows = length + (0 if x.k_new is None else x.k_new.shape[1]), x.q.shape[1]
     return (keys > rows) - (keys < rows) if keys > 0 else None
 
 
 def backward_key(q: Tensor, tensors: Iterable[Any]) -> Key | None:
-    """Return the cache key of a backward's tensors, q among them; None where it cannot be cached."""
+    """Return the cache key of a backward's tensors, q among them; None if it cannot be cached."""
     try:
         return tensor_signatures(tensors), context_key(q)
     except RuntimeError:

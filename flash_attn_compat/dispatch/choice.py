@@ -1,6 +1,6 @@
-"""Which backend serves a call, why, and how often each one has.
+"""Choose the backend that serves a call, explain the choice, and count the calls that each backend has served.
 
-A decision depends on a call's traits and its context_key only, so it is remembered by them.
+A choice depends only on a call's traits and context_key. It is cached by these two.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class BackendNotSupported(RuntimeError):
     """No backend, or not the one that was asked for, can serve a call. The message holds every reason."""
 
 
-# How many calls each backend has served, by name; and PyTorch, where a call could have been ours and was declined. A
-# Counter takes six times as long, and every call counts.
+# How many calls each backend has served, by name. Under "pytorch": calls of PyTorch's attention functions that were
+# offered to our kernels and left to PyTorch. No Counter, since that takes six times as long in every call.
 served: defaultdict[str, int] = defaultdict(int)
 
 
@@ -32,8 +32,7 @@ served: defaultdict[str, int] = defaultdict(int)
 class Explanation:
     """The backend that a call would get, and each backend's reasons to decline it (an empty list: it is eligible).
 
-    slopes_gradient: the backend whose differentiable operators compute the gradient of alibi_slopes; None where
-        autograd does not want it
+    slopes_gradient: the backend that would compute the gradient of alibi_slopes; None if they need no gradient
     """
 
     backend: str | None
@@ -51,7 +50,7 @@ class Explanation:
 
 
 class Explained(BaseException):
-    """Carries an explanation out of the function under ``explain``, past any ``except Exception``."""
+    """Raised inside the function that ``explain`` calls, with the explanation; not caught by ``except Exception``."""
 
     def __init__(self, explanation: Explanation) -> None:
         self.explanation = explanation
@@ -61,9 +60,9 @@ class Explained(BaseException):
 def use_backend(name: str) -> Iterator[None]:
     """Let only the backend ``name`` serve calls of this thread or task; a call it can't serve raises.
 
-    Gradients are computed by the backend that served the forward, wherever and in whichever thread the backward runs.
-    Some cannot compute gradients of softmax_lse, or any that can be differentiated again (create_graph=True): those
-    come from the first backend that can. Raises ValueError for unknown names.
+    The backend that served the forward computes the gradients, even if the backward runs after this block or in another
+    thread. Some backends cannot compute gradients of softmax_lse, or gradients for create_graph=True. Then the first
+    backend that can computes these. Raises ValueError for unknown names.
     """
     _find(name)
     with settings.using_backend(name):
@@ -73,8 +72,8 @@ def use_backend(name: str) -> Iterator[None]:
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Return the backend of the call ``function(*args, **kwargs)`` and all reasons to decline it; computes nothing.
 
-    ``function`` is one of flash_attn's, or anything that calls one: then its first attention call counts.
-    Raises ValueError if no attention was called, and as the call itself for malformed arguments.
+    ``function`` is one of flash_attn's, or any function that calls one; the first attention call in it is explained.
+    Raises ValueError if it calls no attention, and the call's own error if the arguments are malformed.
     """
     try:
         with settings.explaining():
@@ -116,7 +115,7 @@ def choose_backend(call: AttentionCall) -> Backend | None:
 
 
 def choose_fallback(refusing: Backend, call: AttentionCall, refusal: CallRefused) -> Backend:
-    """Return the fallback for a call that ``refusing`` declined for its sizes. Raises ``refusal`` if there is none."""
+    """Return the backend for a call whose sizes ``refusing`` cannot serve. Raises ``refusal`` if no other can."""
     other = _first_able(call.traits(), settings.forced_backend(), besides=refusing)
     if other is None:
         raise refusal
@@ -126,13 +125,13 @@ def choose_fallback(refusing: Backend, call: AttentionCall, refusal: CallRefused
 def choose_unforced(call: AttentionCall) -> Backend:
     """Return the first backend that can compute a call, even if the user forces another one.
 
-    Backwards need it whose features the forced backend may lack: gradients of softmax_lse, and of gradients.
+    For backwards with features that the forced backend may lack: gradients of softmax_lse, and of gradients.
     """
     return _decide(call, heeds_name=False)
 
 
 def as_differentiable(call: AttentionCall) -> AttentionCall:
-    """Return ``call`` as one that a backend computes by differentiable operators."""
+    """Return ``call`` changed so that only backends that compute by differentiable operators are eligible."""
     return call._replace(use=(call.use | Feature.TRANSFORMS) & ~Feature.BACKWARD)
 
 
@@ -146,7 +145,7 @@ def _check_settings() -> None:
 def reasons_against(name: str, call: AttentionCall) -> list[str]:
     """Return the reasons why the backend ``name`` would not serve ``call``; an empty list if it would.
 
-    Without reasons of its own, the one reason is the backend that goes first, or that another was forced.
+    If the backend is eligible but not chosen, the reason is the backend that goes first, or that another was forced.
     """
     explanation = _explain(call.traits(), settings.forced_backend())
     if explanation.backend == name:
@@ -166,13 +165,13 @@ def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
     backend = _first_able(traits, named)
     if backend is None:
         raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
-    if not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
+    if not cuda_capture.is_capturing(call.q.get_device()):  # in a capture no self-test could run: choose again later
         call_cache.keep(current.choices, key, backend)
     return backend
 
 
 def _first_able(traits: Traits, forced: str | None, besides: Backend | None = None) -> Backend | None:
-    """Return the first eligible backend. Later ones are not asked: some load a library first, which takes seconds."""
+    """Return the first eligible backend. Later ones are not asked, since some load a library for that, in seconds."""
     candidates = [_find(forced)] if forced is not None else _ordered(traits)
     return next((backend for backend in candidates if backend is not besides and not backend.reasons(traits)), None)
 
@@ -187,7 +186,7 @@ def _ordered(traits: Traits) -> list[Backend]:
 
 
 def _sort_timed(ordered: list[Backend], times: Mapping[str, float]) -> None:
-    """Sort the timed backends by their times among their own places; backends without a time stay where they are."""
+    """Sort backends that have a time by it, within the places that they hold; those without a time keep theirs."""
     places = [place for place, backend in enumerate(ordered) if backend.name in times]
     by_time = sorted((ordered[place] for place in places), key=lambda backend: times[backend.name])
     for place, backend in zip(places, by_time):

@@ -1,6 +1,6 @@
-"""Attention over a cache: new keys and values are rotated and appended, then q attends to all of them.
+"""Attention over a KV cache: rotate the new keys, append them and the new values, then attend to the whole cache.
 
-Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
+All arguments are checked and the backend is chosen before the cache is written. Lengths in tensors stay on the device.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ def attend(
     window_size: Sequence[int], softcap: float, rotary_interleaved: bool, num_splits: int,
     k_descale: float | Tensor | None, v_descale: float | Tensor | None, return_lse: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """Return (out, softmax_lse), softmax_lse None or without elements unless return_lse.
+    """Return (out, softmax_lse). The arguments are those of flash_attn_with_kvcache.
 
-    The arguments are flash_attn_with_kvcache's.
+    Without return_lse, softmax_lse is None or has no elements.
     """
-    length = None  # an int length is in no cache key, for it differs in each step
+    length = None  # an int length is kept out of the cache key, because it differs in each step
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         length = cache_seqlens if type(cache_seqlens) is int else integer("cache_seqlens", cache_seqlens)
         cache_seqlens = None
@@ -72,15 +72,13 @@ def attend(
 
 
 def attend_into(out: Tensor, x: CacheInputs, options: Options) -> Tensor | None:
-    """Write the result of a call over pages to ``out``, which no input shares; return softmax_lse if asked for.
+    """Write the result of a call over pages to ``out``; return softmax_lse if asked for. Autograd records nothing.
 
     Args:
-        out: as x.q
-        x: q is (batch, seqlen_q, nheads, headdim); k_new and v_new are written behind seqused_k, (batch,) int32. To our
-            kernels a length of -seqlen_new says that the sequence has no keys, and that nothing is written
-        options: ``use`` holds Feature.LSE or nothing
-
-    Nothing is recorded for autograd.
+        out: of the shape and dtype of x.q; it shares memory with no input
+        x: q is (batch, seqlen_q, nheads, headdim); k_new and v_new are written behind seqused_k, (batch,) int32. For
+            our kernels, seqused_k = -seqlen_new marks a sequence without keys, for which nothing is written
+        options: ``use`` is Feature.LSE or 0
     """
     if not isinstance(out, Tensor):
         checks.is_tensor("out", out)  # raises

@@ -1,10 +1,10 @@
-"""Custom operators for torch.compile, traces, dispatch modes and tensors without memory.
+"""Custom operators for torch.compile, traces, dispatch modes and tensors without memory. Eager calls do not use them.
 
 Each operator takes the tensors and scalars of an eager call, so a graph holds one opaque node per attention, with known
-shapes. Gradients and the LSE are left out where tracing shows that they are not used. The forward takes the dropout's
+shapes. Gradients and the LSE are left out if tracing shows that they are not used. The forward takes the dropout's
 rng_state as a tensor drawn by torch.randint. Compilers, checkpoints and vmap know that torch.randint is random: a
 recomputation gets the same numbers, and two draws are never merged into one.
-The namespace is flash_attn_compat, for flash_attn:: belongs to flash-attn. Eager calls use no operator.
+The operators' namespace is flash_attn_compat, because flash_attn:: belongs to flash-attn.
 """
 
 import typing
@@ -40,7 +40,7 @@ _LSE = int(Feature.LSE)
 def forward(x: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, softmax_lse, S_dmask, rng_state); outputs that tracing shows to be unused have no elements.
 
-    options.use: LSE and DMASK count, the other bits follow from the tensors
+    options.use: only LSE and DMASK are read; the other bits are computed from the tensors
     """
     q, k, v, slopes = x.q, x.k, x.v, x.alibi_slopes
     arguments, trains_slopes = _flatten(x, options), observers.are_trained(slopes)
@@ -48,7 +48,7 @@ def forward(x: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor
     return_lse, return_dmask = bool(options.use & _LSE), bool(options.use & DMASK) and drops
     theirs = under_flash_attns_name
     if theirs is not None and not (trains_slopes or is_compiling() or is_jit_traced()):
-        # Where make_fx records, flash-attn's operators draw inside, so a compiler may merge two of them.
+        # flash-attn's operators draw the dropout mask inside. In a graph of make_fx a compiler may merge two of them.
         draws_in_graph = drops and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
         if PLAIN.issuperset(map(type, (q, k, v))) and not draws_in_graph:
             found = theirs(arguments, return_dmask)
@@ -63,7 +63,7 @@ def forward(x: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 def _draw_rng_state(q: Tensor) -> Tensor:
     """Return rng_state of a new dropout mask, (2,) int64."""
-    if not is_compiling() and is_jit_traced():  # a saved module may go to another device
+    if not is_compiling() and is_jit_traced():  # the traced module may later run on another device
         return dropout.rng_state_beside(q)
     return dropout.new_rng_state(q.device)
 
@@ -74,18 +74,19 @@ def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return asks or (not is_compiling() and is_jit_traced())
 
 
-# Set by dropin/operators.py: ``forward`` by the operators of torch.ops.flash_attn, or None where these cannot say it.
+# Set by dropin/operators.py to a function that computes ``forward`` by the operators of torch.ops.flash_attn. It
+# returns None for a call that these operators cannot express.
 under_flash_attns_name: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | None] | None = None
 
 
 def backward(x: Inputs, options: Options, upstream: BackwardInputs) -> Gradients:
     """Return dq, dk and dv as new tensors."""
-    # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
+    # Unpacked and not sliced, because Dynamo of PyTorch 2.6 cannot slice a NamedTuple.
     dout, out, softmax_lse, rng_state, _, _ = upstream
     return Gradients(*backward_op(dout, out, softmax_lse, rng_state, None, *_flatten(x, options)))
 
 
-# The operators' arguments: tensors, the longest lengths where they are tensors, then numbers.
+# The operators' arguments: the tensors, then max_seqlen_q and max_seqlen_k if they are tensors, then the numbers.
 _NAMED = [name for name in PackedInputs._fields if name != "rng_state"]
 _LONGEST = {"max_seqlen_q_tensor": "max_seqlen_q", "max_seqlen_k_tensor": "max_seqlen_k"}
 _NOT_TAKEN = {"use", "rotary_interleaved", "num_splits", "has_rows", "has_length"}
@@ -94,13 +95,13 @@ _NUMBERS |= {"softcap": float, "max_seqlen_q": int, "max_seqlen_k": int}
 NAMES = *_NAMED, *_LONGEST, *_NUMBERS
 _SLOPES, _DROPOUT_P = NAMES.index("alibi_slopes"), NAMES.index("dropout_p")
 _COUNT = len(NAMES)
-# Integers may be a compiler's symbols, and the operator's schema checks them.
+# Without the integers: the operator's schema checks them, and they may be a compiler's symbols.
 _CHECKS = {name: CHECKS[name] for name, kind in _NUMBERS.items() if kind in (float, bool)}
 
 
 def _flatten(x: Inputs, options: Options) -> tuple[Any, ...]:
-    """Return the operators' arguments. A longest length given as a tensor stays one: tracing need not read it."""
-    if type(x) is DenseInputs:  # in PyTorch 2.4 Dynamo can't read what a named tuple has beside its fields
+    """Return the operators' arguments. max_seqlen stays a tensor if it is one, so that tracing need not read it."""
+    if type(x) is DenseInputs:  # Dynamo of PyTorch 2.4 cannot read its class attributes, which _NAMED includes
         x = PackedInputs(x.q, x.k, x.v, x.alibi_slopes)
     tensors = [getattr(x, name) for name in _NAMED]
     longest = [getattr(options, name) for name in _LONGEST.values()]
@@ -116,7 +117,7 @@ def _operator_number(name: str, value: Any) -> Any:
 
 
 def _find(arguments: Sequence[Any], use: int) -> tuple[Inputs, Options]:
-    """Return the arguments of ``find`` from the operators'."""
+    """Return the inputs and options of a call from the operators' arguments."""
     named = dict(zip(NAMES, arguments))
     numbers = {name: named[name] for name in _NUMBERS}
     numbers |= {name: named[as_tensor] for as_tensor, name in _LONGEST.items() if named[as_tensor] is not None}
@@ -129,11 +130,11 @@ def _find(arguments: Sequence[Any], use: int) -> tuple[Inputs, Options]:
 
 SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
 SPELLINGS |= {kind | None: f"{spelling}?" for kind, spelling in SPELLINGS.items()}
-SPELLINGS[int | Tensor | None] = "Tensor?"  # the int goes by an argument of its own
+SPELLINGS[int | Tensor | None] = "Tensor?"  # an int has an argument of its own
 
 
 def schema(kinds: Mapping[str, Any]) -> str:
-    """Return an operator's arguments, from their names and types, as its schema names them."""
+    """Return the argument list of an operator's schema, from the arguments' names and types."""
     return ", ".join(f"{SPELLINGS[kind]} {name}" for name, kind in kinds.items())
 
 
@@ -143,16 +144,16 @@ _SCHEMA = schema(dict.fromkeys(NAMES, Tensor | None) | dict.fromkeys("qkv", Tens
 @torch.library.custom_op(
     "flash_attn_compat::attention",
     mutates_args=(),
-    # rng_state: (2,) int64, the dropout mask. With None the operator draws one: older exported graphs lack it.
+    # rng_state: (2,) int64, the dropout mask. None, as in older exported graphs, makes the operator draw one.
     schema=f"({_SCHEMA}, bool return_lse, bool return_dmask, bool needs_grad, Tensor? rng_state=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return_lse, return_dmask, needs_grad, rng_state = _asked(arguments)
-    # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
+    # The backward chooses its backend anew, so the dropout mask must be one that every backend can draw.
     use = Feature.SHARED_DROPOUT_MASK | (Feature.BACKWARD if needs_grad else 0)
     use |= (Feature.LSE if return_lse else 0) | (DMASK if return_dmask else 0)
-    # A copy, since an operator must not return its argument.
+    # A copy: the call returns its rng_state, and a custom operator must not return an argument.
     copy = None if rng_state is None else rng_state.clone(memory_format=torch.contiguous_format)
     x: Any
     x, options = _find(arguments, use)
@@ -161,7 +162,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _asked(arguments: Sequence[Any]) -> tuple[bool, bool, bool, Tensor | None]:
-    """Return the forward's last arguments. PyTorch leaves out the last one if it has its default."""
+    """Return (return_lse, return_dmask, needs_grad, rng_state). PyTorch omits rng_state if it is None, its default."""
     return_lse, return_dmask, needs_grad, rng_state = (*arguments[_COUNT:], None)[:4]
     return return_lse, return_dmask, needs_grad, rng_state
 
@@ -178,14 +179,14 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _rounded_length(number: int, tensor: Tensor | None) -> Any:
-    """A length that a tensor holds is known at run time only; a symbolic size stands for it until then."""
+    """Return a length rounded up to 128. A length in a tensor is unknown while compiling: return a symbolic size."""
     return round_up(number, 128) if tensor is None else torch.library.get_ctx().new_dynamic_size()
 
 
 def unwritten(
     q: Tensor, v: Tensor, starts_q: Tensor | None, return_lse: bool, dmask: tuple[Any, Any] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A forward's results, as compilers are told of them. dmask: the rows and keys of S_dmask, None without it"""
+    """Return empty results of a forward, for compilers. dmask: the numbers of rows and keys of S_dmask, or None"""
     per_sequence = (q.shape[0] if starts_q is None else starts_q.shape[0] - 1, q.shape[-2])
     lse_shape = (*per_sequence, q.shape[1]) if starts_q is None else (q.shape[1], q.shape[0])
     return (
@@ -245,7 +246,7 @@ def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     _, _, needs_grad, _ = _asked(inputs)
     ctx.count, ctx.is_expected, ctx.used = len(inputs), needs_grad, settings.used_backend()
     inputs = inputs[:_COUNT]
-    # The returned rng_state, not the argument: a checkpoint may keep ``out`` and draw the argument anew.
+    # Save the returned rng_state. A checkpoint may keep ``out`` and draw the argument again, with another result.
     out, lse, _, rng_state = output
     ctx.scalars = tuple(None if isinstance(value, Tensor) else value for value in inputs)
     ctx.save_for_backward(out, lse, rng_state, *(value if isinstance(value, Tensor) else None for value in inputs))
@@ -265,7 +266,7 @@ def _compiled_backward(
     inputs = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
     with settings.using_backend(ctx.used):
         dout = torch.zeros_like(out) if dout is None else dout
-        if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):  # they are differentiated again, or batched
+        if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):  # create_graph, or batched by vmap
             if sharding.is_distributed(dout):
                 sharding.refuse("second derivatives")
             wanted = ctx.needs_input_grad[_SLOPES], *ctx.needs_input_grad[:3]
@@ -285,16 +286,16 @@ _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
 def differentiable(
     dout: Tensor, dlse: Tensor | None, rng_state: Tensor | None, arguments: Sequence[Any], wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """Return gradients of the slopes, q, k and v, where each is wanted, that can be differentiated again.
+    """Return gradients of the slopes, q, k and v that autograd can differentiate again; None for those not wanted.
 
-    arguments: the operators'
+    arguments: those of the operators
     """
     call = serve.differentiable_call(*_find(arguments, Feature.TRANSFORMS | Feature.LSE), rng_state)
     return differentiable_gradients((call.alibi_slopes, call.q, call.k, call.v), wanted, call, dout, dlse)
 
 
 def _refuse_joint_graph(*arguments: Any, **named: Any) -> NoReturn:
-    """A traced out has lost what it was computed from, so that derivatives would silently miss a part."""
+    """Raise RuntimeError: a traced ``out`` no longer depends on q, k, v, so second derivatives would miss a part."""
     raise RuntimeError(
         "a traced graph that computes gradients of attention (flash_attn_compat::attention_backward) cannot be "
         "differentiated again: trace the forward alone and differentiate that, or differentiate without tracing"
@@ -305,7 +306,10 @@ def _refuse_joint_graph(*arguments: Any, **named: Any) -> NoReturn:
 
 
 def attend_over_cache(x: CacheInputs, options: Options, length: int | None) -> tuple[Tensor, Tensor]:
-    """Return (out, softmax_lse), softmax_lse without elements unless options.use asks for it. x, ...: of ``compute``"""
+    """Return (out, softmax_lse) of a call over a cache, by one operator.
+
+    softmax_lse has no elements unless options.use asks for it. The arguments are those of ``compute``.
+    """
     rows, pages = (x.block_table, None) if options.has_rows else (None, x.block_table)
     results: tuple[Tensor, Tensor] = _kvcache_op(
         x.q, x.k, x.v, x.k_new, x.v_new, x.rotary_cos, x.rotary_sin, x.seqused_k, rows, x.leftpad_k, pages,
@@ -351,7 +355,7 @@ def _kvcache_op(
 
 @_kvcache_op.register_fake
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, *arguments: object) -> tuple[Tensor, Tensor]:
-    if k is not None and k.shape[1]:  # a compiler may pass the operator copies of the caches, which do not overlap
+    if k is not None and k.shape[1]:  # check now: at run time a compiler may pass copies, which never overlap
         overlap.refuse("k_cache", k_cache)
         overlap.refuse("v_cache", v_cache)
     batch, seqlen_q, nheads, _ = q.shape
@@ -369,4 +373,4 @@ for operator in (_forward_op, backward_op, slopes_backward_op):
     observers.refuse_transforms(operator, observers.refuse_in_graphs)
 observers.refuse_transforms(_kvcache_op, observers.refuse_private)
 
-sharding.register_if_needed()  # for compiled calls, which cannot while they are traced
+sharding.register_if_needed()  # now, since a compiled call cannot while it is traced

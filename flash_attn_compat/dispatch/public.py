@@ -1,4 +1,4 @@
-"""Public functions but flash_attn_with_kvcache: one operator under a compiler, trace or mode, else an eager call."""
+"""The public functions, except flash_attn_with_kvcache: one operator if compiled, traced or observed, else eager."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def attend(
     )  # fmt: skip
     if is_one_operator:
         if is_packed:
-            checks.is_given("cu_seqlens_q", cu_seqlens_q)  # which tells packed calls from dense ones
+            checks.is_given("cu_seqlens_q", cu_seqlens_q)  # without it the operator would take the call for dense
         outputs = ops.forward(family(*tensors), Options(*numbers))[:3]
     else:
         x = new_tuple(family, tensors)
@@ -77,10 +77,10 @@ def attend(
 
 
 def _scale_queries(inputs: tuple[Any, ...], scale: Tensor) -> tuple[tuple[Any, ...], Tensor | None]:
-    """Return inputs and softmax_scale, with a differentiable scale moved into the queries and None in its place.
+    """Return inputs and softmax_scale; if the scale needs a derivative, multiply the queries by it, and return None.
 
-    Kernels take a number: they get the default scale, head_dim ** -0.5, and the queries are multiplied by the rest.
-    Both are returned unchanged if the scale needs no derivative.
+    Kernels take the scale as a number, without a derivative. With None they use the default, head_dim ** -0.5, so the
+    queries are multiplied by scale * head_dim ** 0.5.
     """
     queries = inputs[0]
     wants_gradient = scale.requires_grad and torch.is_grad_enabled()
@@ -88,11 +88,11 @@ def _scale_queries(inputs: tuple[Any, ...], scale: Tensor) -> tuple[tuple[Any, .
     if not (wants_gradient or is_traced or are_transformed((scale,))):
         return inputs, scale
     if scale.numel() != 1 or not isinstance(queries, Tensor):
-        return inputs, scale  # the checks say what is wrong
+        return inputs, scale  # malformed: a later check raises
     if len(inputs) == 1 and (queries.dim() < 4 or queries.shape[-3] != 3):
         return inputs, scale
     q, *others = inputs if len(inputs) > 1 else queries.unbind(-3)
-    wide = q.to(torch.promote_types(q.dtype, torch.float32))  # in which the scale's gradient is summed
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))  # so the scale's gradient is summed in fp32
     return ((wide * (scale.reshape(()) * q.shape[-1] ** 0.5)).to(q.dtype), *others), None
 
 

@@ -1,6 +1,6 @@
-"""The private functions' forward and backward, outside of autograd: a gradient through their results is an error.
+"""Forward and backward of flash-attn's private functions, outside of autograd: backward() through them raises.
 
-The backward accepts the ``out`` and ``softmax_lse`` of a longer sequence, and writes into the caller's gradients.
+The backward here accepts ``out`` and ``softmax_lse`` of a longer sequence, and writes into the caller's gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flash_attn_compat.dispatch import choice, ops
 from flash_attn_compat.dispatch.pytorch.observers import are_strided, must_be_one_operator, plain_use, recorded_use
 from flash_attn_compat.dispatch.serve import backward_inputs, compute, find, gradients, run_outside_autograd
 
-# Options.use. rng_state describes the dropout mask, and any backend may draw it again.
+# Values of Options.use. SHARED_DROPOUT_MASK: the returned rng_state must let any backend draw the mask again.
 _FORWARD = Feature.LSE | Feature.SHARED_DROPOUT_MASK
 _FORWARD_WITH_DMASK = _FORWARD | DMASK
 BACKWARD = Feature.GIVEN_LSE | Feature.SHARED_DROPOUT_MASK
@@ -36,7 +36,7 @@ _Written = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def forward_use(return_softmax: bool) -> int:
-    """Return Options.use of a forward, with S_dmask or without."""
+    """Return Options.use of a private function's forward. return_softmax: whether it returns S_dmask"""
     return _FORWARD_WITH_DMASK if return_softmax else _FORWARD
 
 
@@ -58,7 +58,7 @@ def forward(x: Inputs, options: Options) -> _Results:
 
 
 def varlen_forward(x: Inputs, options: Options, zero_tensors: bool, num_splits: int) -> _Results:
-    """As ``forward`` of a packed call. zero_tensors, num_splits: as in _flash_attn_varlen_forward"""
+    """Return what ``forward`` does, for a packed call. zero_tensors, num_splits: as in _flash_attn_varlen_forward"""
     q, starts_q = x.q, x.cu_seqlens_q
     checks.is_given("cu_seqlens_q", starts_q)
     if num_splits > 1 and x.block_table is not None:
@@ -70,10 +70,10 @@ def varlen_forward(x: Inputs, options: Options, zero_tensors: bool, num_splits: 
 
 
 def forward_into(out: Tensor, x: Inputs, options: Options) -> Tensor | None:
-    """Write a forward's result to ``out``; return softmax_lse if ``options.use`` asks. Autograd records nothing.
+    """Write a forward's result to ``out``; return softmax_lse if ``options.use`` asks for it. Autograd records nothing.
 
-    The kernel itself writes to a contiguous ``out``. No input may share its memory. Tokens outside of all packed
-    sequences get 0, or keep what ``out`` holds.
+    A kernel writes to a contiguous ``out`` directly. No input may share its memory. Rows of ``out`` that belong to no
+    packed sequence become 0 or stay unchanged.
     """
     if not isinstance(out, Tensor):
         checks.is_tensor("out", out)  # raises
@@ -95,7 +95,7 @@ def _check_num_splits(num_splits: int, x: Inputs, options: Options) -> None:
 
 
 class _WithoutFormula(torch.autograd.Function):
-    """Raises in its backward, as an operator without a registered autograd formula does."""
+    """Raises in its backward, just as operators without a registered autograd formula do in PyTorch."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], _Results], *inputs: object) -> _Results:
@@ -113,11 +113,11 @@ class _WithoutFormula(torch.autograd.Function):
 
 
 def backward(x: Inputs, options: Options, upstream: BackwardInputs, written: _Written) -> Tensor:
-    """Write dq, dk and dv; return softmax_d as _flash_attn_backward and _flash_attn_varlen_backward do.
+    """Write dq, dk and dv to ``written``; return softmax_d as flash-attn's private backwards do.
 
-    options.use: BACKWARD
+    options: ``use`` is BACKWARD
     """
-    # By the type, for in PyTorch 2.4 Dynamo can't read what a named tuple has beside its fields.
+    # Ask for the type first: Dynamo of PyTorch 2.4 cannot read cu_seqlens_q of the other inputs, a class attribute.
     starts_q = x.cu_seqlens_q if type(x) is PackedInputs else None
     dout, out, q = upstream.dout, upstream.out, x.q
     observed = dout, q, x.k, x.v, out, upstream.softmax_lse
@@ -175,14 +175,14 @@ def _write(found: Gradients, targets: _Written) -> None:
 
 
 def _packed_softmax_d(delta: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    """(nheads, total_q) as (nheads, total_q + 128 * batch), 128 more columns after each sequence.
+    """Return delta (nheads, total_q) as flash-attn lays it out: with 128 more columns after each sequence.
 
-    0 for tokens outside of all sequences, where kernels leave whatever the memory held.
+    Columns that belong to no token of a sequence are 0; kernels write nothing for tokens outside of all sequences.
     """
     nheads, total_q = delta.shape
     batch = cu_seqlens_q.shape[0] - 1
     softmax_d = delta.new_zeros(nheads, total_q + 128 * batch)
     tokens = torch.arange(total_q, device=delta.device)
-    sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)  # batch behind the last one
+    sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)  # tokens after the last sequence get ``batch``
     lies_outside = (sequence == batch) | (tokens < cu_seqlens_q[0])
     return softmax_d.index_copy_(1, tokens + 128 * sequence, delta.masked_fill(lies_outside, 0.0))

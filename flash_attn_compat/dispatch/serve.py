@@ -1,4 +1,4 @@
-"""Finds or prepares a call and runs it, for every function.
+"""Find a prepared call in the cache, or prepare it, and run it. Every function of this package computes that way.
 
 If a kernel fails to compile, load, launch or pass its self-test, at a first call or later, forward or backward, its
 backend keeps the reason, the cache of prepared calls is discarded, and the next backend computes.
@@ -32,43 +32,43 @@ LSE = int(Feature.LSE)
 def compute(
     x: Inputs, options: Options, length: int | None = None, out: Tensor | None = None
 ) -> tuple[Entry, Result]:  # fmt: skip
-    """Return the prepared call of these arguments, or the fallback's that served it in the end, and its result.
+    """Compute a call. Return its result and its prepared call, which is a fallback's if the first backend failed.
 
-    x, options, length: as ``find`` takes them; out: as ``run`` takes it
-    Raises as ``find`` and ``run`` do.
+    x, options, length, and errors: as of ``find``; out: as in ``run``
     """
     return run(find(x, options, length), x, length, out)
 
 
 def compute_by(name: str, x: Inputs, options: Options) -> tuple[Entry, Result] | None:
-    """As ``compute``; None if another backend would serve the call."""
+    """Compute a call as ``compute`` does, if the backend ``name`` serves it; else return None."""
     entry = find(x, options)
     return run(entry, x) if entry.backend is not None and entry.backend.name == name else None
 
 
 def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
-    """Return the prepared call of these arguments. The numbers in tensors pass their checks here.
+    """Return the prepared call for these arguments. Lengths and positions in tensors are checked here.
 
     Args:
-        x: of packed calls over pages as ``with_page_lengths`` returns them
+        x: the inputs; for packed calls over pages, as ``with_page_lengths`` returns them
         options: the numbers as the caller gave them
-        length: an int cache_seqlens for all sequences, which is in no key
+        length: cache_seqlens if it is one int for all sequences, else None; no cache key holds it
     Raises:
-        BackendNotSupported, CallRefused: no backend serves the call, or not the forced one
-        RuntimeError, IndexError: an argument is malformed (core/checks.py); ValueError: an environment variable is
+        BackendNotSupported, CallRefused: no backend serves the call, or the forced one does not
+        RuntimeError, IndexError: an argument is malformed (core/checks.py)
+        ValueError: an environment variable is malformed
     """
     try:
-        has_integers = type(sum(integers_of(options))) is int  # in a fifth of the time of looking at each
+        has_integers = type(sum(integers_of(options))) is int  # a fifth of the time of checking each
     except TypeError:
         has_integers = False
-    if not has_integers:  # 1.0 is no bound, and equals 1 in a key
+    if not has_integers:  # check them before the look-up: in a cache key 1.0 would equal 1
         options = checked(options)
     key, entry = call_cache.look_up(x, options, length)
     if entry is None and (numbers := checked(options)) is not options:
         options = numbers
         key, entry = call_cache.look_up(x, options, length)
     if entry is None:
-        sharding.check_alike(zip(x._fields, x))  # of plain q, k and v
+        sharding.check_alike(zip(x._fields, x))  # q, k, v are plain here: raises if another tensor is a DTensor
         return _prepare(x, options, length, key)
     if entry.check is not None:
         entry.check(x, length)
@@ -78,7 +78,7 @@ def find(x: Inputs, options: Options, length: int | None = None) -> Entry:
 def run(
     entry: Entry, x: Inputs, length: int | None = None, out: Tensor | None = None
 ) -> tuple[Entry, Result]:  # fmt: skip
-    """Run a prepared call; return its result, and the entry that served in the end (a fallback's, maybe).
+    """Run a prepared call. Return its entry and its result; if its kernels fail, the entry of the fallback.
 
     out: a tensor to write the result's ``out`` to, or None; no input shares its memory
     Raises BackendNotSupported or CallRefused if kernels fail and no other backend serves.
@@ -94,7 +94,7 @@ def run(
             if failure.appended is None:
                 key, _ = call_cache.look_up(x, options, length)
                 entry = _prepare(x, options, length, key, backend, failure)
-            else:  # nothing is written twice
+            else:  # the failed backend has appended the new keys already: the next one only attends
                 _note(backend, call_of(x, options, length)[0], failure)
                 x, length = _after_append(x, length, failure.appended)
                 entry = find(x, options, length)
@@ -105,7 +105,7 @@ def run(
 
 
 def _run_into(entry: Entry, x: Inputs, out: Tensor) -> Result:
-    """Run a prepared call and write its ``out`` to the caller's, by the kernel if it can, else by a copy."""
+    """Run a prepared call that writes to the caller's ``out``: the kernel does if it can, else the result is copied."""
     write: RunInto | None = None
     if entry.backend is not None and out.is_contiguous():
         write = entry.backend.run_into(entry.run)
@@ -117,7 +117,7 @@ def _run_into(entry: Entry, x: Inputs, out: Tensor) -> Result:
 
 
 def _without_negated_views(entry: Entry, x: Inputs) -> Inputs:
-    """Return inputs without lazily negated views. Raises NegatedView if the only one is a cache to write to."""
+    """Return inputs with copies of lazily negated views. Raises NegatedView if only a cache to write to is one."""
     stored: Any = new_tuple(type(x), [None if one is None else one.resolve_neg() for one in x])
     if entry.call.use & Feature.APPEND:
         stored = stored._replace(k=x.k, v=x.v)
@@ -130,7 +130,7 @@ def _without_negated_views(entry: Entry, x: Inputs) -> Inputs:
 
 
 def _after_append(x: Any, length: int | None, q: Tensor) -> tuple[Inputs, int | None]:
-    """Return the inputs and the length of a call over a cache whose new keys are in the cache. q: as rotated"""
+    """Return inputs and length of a call over a cache after its new keys were appended. q: after rotation"""
     count, lengths = x.k_new.shape[1], x.seqused_k
     length, lengths = (None if one is None else one + count for one in (length, lengths))
     nothing = dict.fromkeys(("k_new", "v_new", "rotary_cos", "rotary_sin"))
@@ -151,8 +151,8 @@ def run_outside_autograd(x: Inputs, options: Options) -> tuple[Tensor, Tensor, T
 
 
 def backward_inputs(x: Inputs, rng_state: Tensor | None) -> Inputs:
-    """Return a call's inputs as a backward takes them: no negated views, and the rng_state of the forward."""
-    state = None if rng_state is None else rng_state.contiguous()  # kernels read two neighbours
+    """Return a call's inputs for its backward: with the forward's rng_state, and without lazily negated views."""
+    state = None if rng_state is None else rng_state.contiguous()  # kernels read its two numbers side by side
     found: Inputs = new_tuple(type(x), [
         state if name == "rng_state" else one if one is None or not one.is_neg() else one.resolve_neg()
         for name, one in zip(x._fields, x)
@@ -171,7 +171,7 @@ def gradients(
     Args:
         x: as backward_inputs returns them
         into: tensors to write to, through their strides, or None for new ones
-        check: raises if upstream or into do not fit; skipped where tensors of the same signatures passed before
+        check: raises if upstream or into are malformed; not called if equally laid out tensors passed before
     """
     at_exit.wait_for_autograd(x.q)
     if entry.backend is None:
@@ -182,10 +182,10 @@ def gradients(
         return None, BackwardResult(found)
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
-    if entry.tables is not call_cache.current():  # discarded, and held by an autograd graph
+    if entry.tables is not call_cache.current():  # the cache was discarded; an autograd graph kept the entry
         entry.tables, entry.backward = call_cache.current(), {}
     dout, out, lse, _, saved, dlse = upstream
-    given = *x, dout, out, lse, dlse, *saved, *(into or ())  # hooks may have moved saved tensors
+    given = *x, dout, out, lse, dlse, *saved, *(into or ())  # in the key, since hooks may have moved saved tensors
     key = call_cache.backward_key(x.q, given)
     kept = None if key is None else entry.backward.get(key)
     if kept is None or into is None:
@@ -199,7 +199,7 @@ def gradients(
 
 
 def differentiable_call(x: Inputs, options: Options, rng_state: Tensor | None) -> AttentionCall:
-    """Return the checked call of a transformed function. No backend is chosen: a forced one may lack derivatives."""
+    """Return the checked call for differentiable_gradients, without a backend: a forced one may lack derivatives."""
     options = checked(options)
     check = check_arguments(x, options, None)
     call, _ = call_of(x, options)
@@ -244,16 +244,16 @@ def _prepare(
     if run is not None and torch_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
     entry = Entry(options, described, check, backend, run or never_run, tables)
-    if key is not None and not cuda_capture.is_capturing(call.q.get_device()):  # where no self-test may run
+    if key is not None and not cuda_capture.is_capturing(call.q.get_device()):  # in a capture no self-test could run
         call_cache.keep(tables.calls, key, entry)
     return entry
 
 
 def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | None) -> Backend | None:
-    """Keep a failure's reason and discard prepared calls; return the fallback if it is known already, else None."""
+    """Record a backend's failure and discard prepared calls. If it only refused this call's size, return a fallback."""
     if failed is None or failure is None:
         return None
-    if isinstance(failure, CallRefused):  # for the sizes of this call alone
+    if isinstance(failure, CallRefused):  # only this call's sizes are refused: the backend stays in use
         return choice.choose_fallback(failed, call, failure)
     failed.record_failure(call.traits(), failure)
     call_cache.forget()
@@ -274,7 +274,7 @@ def _prepare_backward(
         BackendNotSupported, CallRefused: no backend serves the backward
     """
     call, has_dlse, own = entry.call.over(x), upstream.dlse is not None, entry.backend
-    # The call as a fallback would see it: a backward from another backend's results.
+    # How a fallback sees the call: it starts from the out and LSE of another backend.
     use = call.use | Feature.GIVEN_LSE | Feature.SHARED_DROPOUT_MASK
     given = call._replace(use=use | Feature.LSE_GRADIENT if has_dlse else use)
     backend = _note(failed, given, failure)
@@ -288,7 +288,7 @@ def _prepare_backward(
             backend = choice.choose_backend(given) if own.has_failed(given.traits()) else own
     assert backend is not None
     is_own = backend is own
-    start = upstream if is_own else upstream._replace(saved=())  # ``saved`` is readable by its own backend alone
+    start = upstream if is_own else upstream._replace(saved=())  # only the forward's backend can read ``saved``
     try:
         run = backend.prepare_backward(call if is_own else given, start, into)
     except KernelsFailed as error:
@@ -323,7 +323,7 @@ def _without_autocast(run: Any, device: torch.device) -> Any:
 
 
 def _nothing(options: Options) -> Run:
-    """Return a run for calls without rows or without keys: out is 0, LSE +inf; new keys are still appended."""
+    """Return the run for calls without any rows or keys: out is 0 and the LSE +inf. It still appends new keys."""
 
     def run(x: Inputs, length: int | None) -> Result:
         call, new = call_of(x, options, length)

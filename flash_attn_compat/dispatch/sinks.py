@@ -1,11 +1,11 @@
 """Attention sinks: a logit per head that takes part in the softmax and has no value (Xiao et al. 2024; gpt-oss).
 
-They follow from an ordinary call. With lse the log of its softmax denominator,
+The result out', lse' with sinks follows from the result out, lse of an ordinary call:
 
-    out' = out * sigmoid(lse - sink),   lse' = log(exp(lse) + exp(sink)),
+    out' = out * sigmoid(lse - sink),   lse' = log(exp(lse) + exp(sink)).
 
-and so do the gradients, for those of lse are computed as those of out are. A row that sees no key has the sink alone:
-out' = 0, lse' = sink, although its lse is +inf.
+Autograd then gives the gradients, since an ordinary call has gradients of both out and lse. A row that sees no key has
+only the sink: out' = 0, lse' = sink, although its lse is +inf.
 Not part of flash-attn 2; the argument's name, s_aux, is that of FlashAttention 3's forks.
 """
 
@@ -27,7 +27,7 @@ def check(s_aux: Tensor, nheads: int, device: torch.device, alibi_slopes: Tensor
 
 
 def absorb(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]:
-    """(out', lse') of (out, lse).
+    """Return (out', lse'), the result with sinks, from (out, lse), the result without.
 
     out: (..., rows, nheads, headdim); lse: (..., nheads, rows); s_aux: (nheads,).
     """
@@ -38,10 +38,10 @@ def absorb(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def absorb_in_place(out: Tensor, lse: Tensor, s_aux: Tensor) -> None:
-    """Turn ``out`` into out', for a caller that needs no lse'; shapes as in ``absorb``, s_aux in fp32."""
+    """Turn ``out`` into the result with sinks, in place, without an LSE. Shapes as in ``absorb``; s_aux is fp32."""
     out.mul_(_share_of_keys(lse, s_aux))
 
 
 def _share_of_keys(lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the share of a row's softmax that is not the sink's, (..., rows, nheads, 1)."""
+    """Return the part of each row's softmax that goes to keys, not to the sink: (..., rows, nheads, 1)."""
     return torch.sigmoid(lse.transpose(-2, -1) - sink)[..., None]

@@ -1,1 +1,1 @@
-"""What PyTorch asks of a call besides its result: observers, FLOP counts, sharded tensors, exits, heads before rows."""
+"""PyTorch's demands on a call besides its result: modes that observe it, FLOP counts, sharded tensors, process exit."""

@@ -1,6 +1,6 @@
-"""What FlopCounterMode counts for the operators: every row times every key, masked or not, as for PyTorch's own.
+"""FLOP formulas of our operators for PyTorch's FlopCounterMode: every row times every key, masked or not, as PyTorch's.
 
-The counter's module imports Triton, so it is not imported for this.
+This file does not import the counter's module, because that imports Triton.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Given = dict[str, Any]
 
 
 def register_if_needed() -> None:
-    """Give the formulas to PyTorch's counter if this process has it."""
+    """Register the formulas with PyTorch's FLOP counter, if this process has imported it."""
     if "torch.utils.flop_counter" not in sys.modules:
         return
     from torch.utils import flop_counter
@@ -29,16 +29,16 @@ def register_if_needed() -> None:
         for name, formula in formulas.items()
         if (operator := getattr(namespace, name, None)) and operator not in flop_counter.flop_registry
     }
-    flop_counter.flop_registry.update(found)  # in PyTorch 2.4 register_flop_formula writes where nobody looks
+    flop_counter.flop_registry.update(found)  # PyTorch 2.4 does not read what register_flop_formula writes
     for mode in _get_current_dispatch_mode_stack() if found else ():
-        # Those that count already have copied what was known when they were made.
+        # A counter that is active already has its own copy of the registry, from when it was made.
         getattr(getattr(mode, "counter", mode), "flop_registry", {}).update(found)
 
 
 def _count(operator: Any, formula: Callable[[_Given], int], *arguments: Any, out_val: Any = None) -> int:
     names = [argument.name for argument in operator.default._schema.arguments]
-    given = dict(zip(names, arguments))  # fewer, where the last ones are defaults
-    return formula(given) if "k" in given else 0  # else somebody's own, of flash-attn's name
+    given = dict(zip(names, arguments))  # trailing arguments with default values are missing
+    return formula(given) if "k" in given else 0  # without k it is another library's operator of flash-attn's name
 
 
 def _forward(given: _Given) -> int:
@@ -46,7 +46,7 @@ def _forward(given: _Given) -> int:
 
 
 def _backward(given: _Given) -> int:
-    """Scores once more, the gradients of probabilities and values, and those of queries and keys."""
+    """Count five products: the scores again, and the gradients of probabilities, values, queries and keys."""
     return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
 
 
@@ -61,19 +61,19 @@ def _over_a_cache(given: _Given) -> int:
 
 
 def _pairs(given: _Given) -> int:
-    """Rows times keys, of all heads and sequences."""
+    """Return rows times keys, summed over all heads and sequences."""
     q, k, starts_q = given["q"], given["k"], given.get("cu_seqlens_q")
     if starts_q is None:
         return int(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1])
     rows, keys = _values(starts_q.diff()), _values(given.get("seqused_k"))
     keys = _values(given["cu_seqlens_k"].diff()) if keys is None else keys
-    if rows is None or keys is None:  # values that nobody has: the most that they can be
+    if rows is None or keys is None:  # fake lengths: count the most that they can be
         return int(q.shape[1] * (starts_q.shape[0] - 1) * given["max_seqlen_q"] * given["max_seqlen_k"])
     return int(q.shape[1] * sum(row * key for row, key in zip(rows, keys)))
 
 
 def _values(tensor: Tensor | None) -> list[int] | None:
-    """A tensor's numbers, if there is one that has any: fake tensors have none."""
+    """Return a tensor's values; None for no tensor, or a fake one, which has no values."""
     has_values = type(tensor) is Tensor and not tensor.is_meta
     return tensor.tolist() if tensor is not None and has_values else None
 

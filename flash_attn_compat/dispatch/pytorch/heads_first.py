@@ -1,7 +1,7 @@
-"""Attention over (batch, heads, seqlen, head_dim), recorded as PyTorch's own operators are: out is a tensor of its own.
+"""Results as (batch, heads, seqlen, head_dim) that behave like those of PyTorch's own attention operators.
 
-It is no view, its version is 0, and it may be written to before its backward; so may a mask of booleans. autograd.py
-records the call.
+``out`` is no view and its version is 0. The caller may write to it, and to a boolean mask, before the backward.
+dispatch/autograd.py records the call.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from flash_attn_compat.core.inputs import Inputs
 
 
 class _Watch(NamedTuple):
-    """Tells after a forward whether the caller has written to its ``out`` or to its mask of booleans.
+    """Tells, after a forward, whether the caller has written to its ``out`` or to its boolean mask.
 
-    out, mask: tensors without elements that have the versions of these, mask None without such a mask
-    mask_version: the mask's version in the forward
+    out, mask: empty tensors that share the version counters of ``out`` and of the mask; mask is None if there is none
+    mask_version: the version of the mask during the forward
     """
 
     out: Tensor
@@ -29,14 +29,15 @@ class _Watch(NamedTuple):
 
 
 def as_own(out: Tensor) -> Tensor:
-    """(batch, seqlen, heads, head_dim) with its axes swapped, as a tensor that is no view."""
+    """Return (batch, seqlen, heads, head_dim) as (batch, heads, seqlen, head_dim), as a tensor that is no view."""
     return out.contiguous().transpose(1, 2).data
 
 
 def make_own(out: Tensor, x: Any) -> tuple[Tensor, _Watch, Inputs]:
-    """Return ``out`` as a tensor of its own, its watch, and inputs whose mask of booleans may be saved and written to.
+    """Return ``out`` with heads first, a _Watch of it and the mask, and the inputs to save for the backward.
 
-    The tensor shares the memory of ``out`` and has another version: writing to it does not end the graph.
+    The returned tensor and the saved boolean mask share memory with ``out`` and the caller's mask, but no version
+    counter. So autograd raises no error if the caller writes to them.
     """
     own, mask = as_own(out), x.bias
     if mask is None or mask.dtype is not torch.bool:
@@ -45,14 +46,14 @@ def make_own(out: Tensor, x: Any) -> tuple[Tensor, _Watch, Inputs]:
 
 
 def with_mask_of_forward(watch: _Watch, entry: Entry, x: Any, saved: tuple[Any, ...]) -> Inputs:
-    """Return the inputs with the mask of booleans as it was in the forward, even if the caller has written to it."""
+    """Return the inputs with the boolean mask as it was in the forward, even if the caller has written to it since."""
     is_written = watch.mask is not None and watch.mask._version != watch.mask_version
     found: Inputs = x._replace(bias=_kept_mask(entry, x.bias, saved)) if is_written else x
     return found
 
 
 def _version(tensor: Tensor) -> Tensor:
-    """A tensor without elements whose version is that of ``tensor``, now and later."""
+    """Return an empty tensor that shares the version counter of ``tensor``."""
     alias = tensor.detach()
     alias.data = _nothing(tensor.dtype, tensor.device)
     return alias
@@ -65,7 +66,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _kept_mask(entry: Entry, mask: Tensor, saved: tuple[Any, ...]) -> Tensor:
-    """The mask of booleans as the forward saw it."""
+    """Return the boolean mask as the forward saw it. Raises RuntimeError if the backend kept no copy."""
     found: Tensor | None = entry.backend.saved_mask(mask, saved)
     if found is None:
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """Who observes or differentiates a call: compilers, traces, dispatch modes, tensor classes, transforms and autograd.
 
-Every call asks before anything is converted or checked. The answers decide between an operator and an eager call, and
-set how the latter is used (Options.use). Operators refuse transforms.
+Every call asks these functions before it converts or checks anything. The answers choose between a custom operator and
+an eager call, and set Options.use of an eager call. The operators raise under transforms.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _WITH_SLOPES = BACKWARD | Feature.SHARED_DROPOUT_MASK | SLOPES_GRADIENT
 
 
 def plain_use(inputs: tuple[Any, ...]) -> int | None:
-    """Return Options.use of a call that at most autograd observes, as nearly all are; None of any other call.
+    """Return Options.use of a call that nothing but autograd observes, as nearly all calls are; None for others.
 
-    ``must_be_one_operator`` and ``recorded_use`` say more of the others, in twice the time.
+    For the others, ``must_be_one_operator`` and ``recorded_use`` decide, in twice the time.
     """
     if is_dynamo_compiling() or count_modes() or is_jit_traced() or transforms_are_on():
         return None
@@ -46,8 +46,9 @@ def plain_use(inputs: tuple[Any, ...]) -> int | None:
 def must_be_one_operator(tensors: tuple[Any, ...], has_derivatives: bool = True) -> bool:
     """Whether a call must be one operator: under torch.compile, torch.jit.trace or a dispatch mode, or on a subclass.
 
-    Dispatch modes are fake tensors, selective checkpointing, counters and the like; a subclass may have no memory for a
-    kernel to read. Transforms of torch.func differentiate plain operators instead; without derivatives they raise.
+    Dispatch modes are fake tensors, selective checkpointing, counters and the like. A tensor subclass may have no
+    memory that a kernel could read. Under torch.func transforms the call consists of plain operators instead.
+    has_derivatives: whether plain operators can compute this call; if not, transforms raise
     """
     if is_dynamo_compiling():
         return True
@@ -62,7 +63,7 @@ def must_be_one_operator(tensors: tuple[Any, ...], has_derivatives: bool = True)
 
 
 def _are_seen(tensors: tuple[object, ...]) -> bool:
-    """Whether operators are intercepted by a mode, a trace or a tensor's class; if not, tensors have memory."""
+    """Whether a mode, a trace or a tensor's class intercepts operators. If none does, all tensors have memory."""
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
         return False
     if not are_strided(tensors):
@@ -73,7 +74,7 @@ def _are_seen(tensors: tuple[object, ...]) -> bool:
 
 
 def are_strided(values: tuple[object, ...]) -> bool:
-    """Whether no tensor is nested or sparse: an eager call refuses those by name, an operator would not."""
+    """Whether no tensor is nested or sparse. The eager call raises a clear error for these, an operator would not."""
     return is_dynamo_compiling() or not any(
         [isinstance(x, Tensor) and (x.is_nested or x.layout != torch.strided) for x in values]
     )
@@ -84,7 +85,7 @@ def _has_dispatch(tensor: object) -> bool:
 
 
 def recorded_use(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> int:
-    """Return Options.use for a call that autograd records, or that torch.func or forward-mode AD derives; else 0."""
+    """Return Options.use of a call that autograd, torch.func or forward-mode AD differentiates; 0 for others."""
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
         sharding.check_untransformed((*inputs, slopes))
         if is_traced():
@@ -92,19 +93,19 @@ def recorded_use(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> in
         return TRANSFORMS
     if torch.is_grad_enabled():
         if slopes is not None and are_trained(slopes):
-            # The slopes' gradient comes from another backend's operators, which draw the same dropout mask.
+            # Another backend may compute the slopes' gradient, and must be able to draw the same dropout mask.
             return _WITH_SLOPES
         try:
             for tensor in inputs:
                 if tensor.requires_grad:
                     return BACKWARD
-        except AttributeError:  # an input is no tensor, and the checks will name it
+        except AttributeError:  # an input is no tensor: a later check raises
             pass
     return 0
 
 
 def are_trained(slopes: object) -> bool:
-    """Whether ALiBi slopes want a gradient where autograd records."""
+    """Whether autograd records and the ALiBi slopes require a gradient."""
     return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
 
 
@@ -114,22 +115,25 @@ def are_transformed(inputs: tuple[object, ...]) -> bool:
 
 
 def have_tangents(values: tuple[object, ...]) -> bool:
-    """Whether a tensor is dual, at the one level there is: compiled graphs enter it unseen by PyTorch's Python."""
-    with torch._C._DisableTorchDispatch():  # looking is no operator that a mode or trace should see
+    """Whether a tensor has a forward-mode tangent, at level 0, the only one.
+
+    forward_ad's current level would not tell: compiled graphs enter level 0 without setting it.
+    """
+    with torch._C._DisableTorchDispatch():  # so that no mode or trace records the look-up as an operator
         return any(
             isinstance(x, Tensor) and x.is_floating_point() and forward_ad.unpack_dual(x, level=0).tangent is not None
             for x in values
         )
 
 
-# More specific than Autograd, which torch.library.custom_op takes for itself.
+# Dispatch keys that go before Autograd, which torch.library.custom_op uses itself.
 _AUTOGRAD = [f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "Meta", "PrivateUse1")]
 
 
 def refuse_transforms(operator: Any, refuse: Callable[..., NoReturn]) -> None:
-    """Let ``refuse`` raise where a torch.func transform or a tangent meets a custom operator.
+    """Make a custom operator call ``refuse``, which raises, under a torch.func transform or for a tangent.
 
-    PyTorch would fail in words of its own at a transform, and lose a tangent without any.
+    Otherwise PyTorch raises an unclear error under a transform, and drops a tangent without any error.
     """
     as_registered = make_autograd_impl(operator._opoverload, operator)
 
@@ -144,7 +148,7 @@ def refuse_transforms(operator: Any, refuse: Callable[..., NoReturn]) -> None:
 
 
 def refuse_in_graphs(*arguments: Any, **named: Any) -> NoReturn:
-    """Of the operators of public functions."""
+    """Raise RuntimeError for a transform of a public function's operator."""
     raise RuntimeError(
         "attention in a compiled, traced or exported graph, or under a dispatch mode, cannot be combined with "
         "torch.func transforms (vmap, grad, jvp, ...) or forward-mode derivatives: transform the function without "
@@ -153,7 +157,7 @@ def refuse_in_graphs(*arguments: Any, **named: Any) -> NoReturn:
 
 
 def refuse_private(*arguments: Any, **named: Any) -> NoReturn:
-    """Of functions outside autograd."""
+    """Raise RuntimeError for a transform of a function that autograd does not record."""
     raise RuntimeError(
         "flash_attn_with_kvcache and the functions whose names begin with an underscore cannot be combined with "
         "forward-mode derivatives or torch.func transforms, since no autograd formula was registered for them: "

@@ -1,7 +1,7 @@
-"""How DTensors are computed: each process has its share of the batch or of the heads; else all is brought together.
+"""Rules by which PyTorch splits our operators over DTensors: by batch or by heads; otherwise it gathers the tensors.
 
-PyTorch asks for the rules as soon as an operator meets a DTensor. They are registered then, for importing
-torch.distributed.tensor takes seconds. PyTorch has them from 2.5 on. REFUSED lists the calls without a rule.
+The rules are registered only once a process has DTensors, because importing torch.distributed.tensor takes seconds.
+PyTorch takes such rules from 2.5 on. REFUSED lists the calls without a rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_attn_compat.core.entry import PLAIN
 
-# What no call with DTensors may have, with the error's words; docs/distributed.md has the same list.
+# Features that raise an error in a call with DTensors, with the error's text. docs/distributed.md has the same list.
 REFUSED = {
     "dropout": "dropout_p must be 0 for DTensors: each process would draw a mask of its own",
     "caches": "flash_attn_with_kvcache takes no DTensors: give it each process's own heads, x.to_local()",
@@ -29,13 +29,13 @@ REFUSED = {
     "PyTorch 2.4": "DTensors need PyTorch 2.5 or newer, which can register rules for them",
 }
 
-# Tensors with rows and heads; softmax_lse has its rows behind its heads, and so does what is of its size.
+# Tensors with rows and heads. Their second to last axis is the heads.
 _OF_HEADS = frozenset({"dout", "out", "softmax_lse", "dlse", "q", "k", "v"})
 _DESCALES = frozenset({"k_descale", "v_descale"})  # (batch or 1, nheads_k or 1)
 
 
 def register_if_needed() -> None:
-    """Register the rules if this process has DTensors."""
+    """Register the rules, if this process has imported DTensors."""
     if "torch.distributed.tensor" in sys.modules:
         _register()
 
@@ -47,11 +47,11 @@ def refuse(what: str, detail: str = "") -> NoReturn:
 
 def is_distributed(x: object) -> bool:
     """Whether ``x`` is a DTensor."""
-    return type(x) not in PLAIN and hasattr(x, "placements")  # in this order: Dynamo of 2.4 cannot trace hasattr
+    return type(x) not in PLAIN and hasattr(x, "placements")  # hasattr last: Dynamo of PyTorch 2.4 cannot trace it
 
 
 def check_alike(tensors: Iterable[tuple[str, object]]) -> bool:
-    """Return whether these tensors, by name, are DTensors. Raises NotImplementedError if only some are."""
+    """Return whether all tensors, given as (name, tensor), are DTensors. NotImplementedError if only some are."""
     distributed: list[str] = []
     plain: list[str] = []
     for name, x in tensors:
@@ -63,9 +63,9 @@ def check_alike(tensors: Iterable[tuple[str, object]]) -> bool:
 
 
 def check_call(tensors: Iterable[tuple[str, object]], dropout_p: float) -> None:
-    """Raise NotImplementedError if a call's tensors are DTensors and it has no rule.
+    """Raise NotImplementedError if a call's tensors are DTensors and no rule covers the call.
 
-    The rule itself may not be asked: PyTorch keeps its answers, and their keys lack the arguments before the first int.
+    The rule itself cannot check that: PyTorch caches a rule's answers, under keys without arguments such as dropout_p.
     """
     if check_alike(tensors):
         if dropout_p > 0.0:
@@ -85,7 +85,7 @@ def check_untransformed(tensors: Iterable[object]) -> None:
 
 @functools.cache
 def _register() -> bool:
-    """Register the rules; return whether PyTorch can."""
+    """Register the rules; return False if this PyTorch has no such registration."""
     try:
         from torch.distributed.tensor.experimental import register_sharding
     except ImportError:  # PyTorch 2.4
@@ -100,7 +100,7 @@ def _register() -> bool:
 
 
 def _forward(given: dict[str, Any], by: str | None) -> list[Any]:
-    """Placements of out, softmax_lse, S_dmask and rng_state; what was not asked for has no elements to share out."""
+    """Return the placements of out, softmax_lse, S_dmask and rng_state. Outputs not asked for are empty: replicated."""
     q = given["q"].ndim
     lse = _placement("softmax_lse", q - 1, by if given["return_lse"] else None)
     return [_placement("out", q, by), lse, _placement("", 1, None), _placement("", 1, None)]
@@ -114,15 +114,15 @@ def _slopes_backward(given: dict[str, Any], by: str | None) -> list[Any]:
     from torch.distributed.tensor import Partial
 
     ndim = given["alibi_slopes"].ndim
-    is_summed = by == "batch" and ndim == 1  # each process has the terms of its sequences
+    is_summed = by == "batch" and ndim == 1  # each process adds up its own sequences
     return [Partial() if is_summed else _placement("alibi_slopes", ndim, by)]
 
 
 def _rule(
     names: tuple[str, ...], outputs: Callable[[dict[str, Any], str | None], list[Any]], *arguments: Any
 ) -> list[tuple[list[Any], list[Any]]]:
-    """Pairs of outputs' and arguments' placements that are right, in the order of preference."""
-    given = dict(zip(names, arguments))  # PyTorch leaves out the last argument if it has its default
+    """Return all correct pairs (placements of the outputs, placements of the arguments): replicated, then sharded."""
+    given = dict(zip(names, arguments))  # PyTorch omits the last argument if it has its default value
     if given["dropout_p"] > 0.0:
         refuse("dropout")
     found = []
@@ -133,7 +133,7 @@ def _rule(
 
 
 def _divides(given: dict[str, Any], by: str) -> bool:
-    """Whether a tensor comes in equal shares ``by`` this, into which all tensors can be divided."""
+    """Whether a tensor is sharded by ``by`` (batch or heads), and all tensors can be divided into as many shards."""
     if by == "batch" and given["cu_seqlens_q"] is not None:
         return False
     parts = max(_parts(x, _dim(name, x.ndim, by)) for name, x in given.items() if name in _OF_HEADS and _is_tensor(x))
@@ -142,7 +142,7 @@ def _divides(given: dict[str, Any], by: str) -> bool:
 
 
 def _parts(x: Any, dim: int | None) -> int:
-    """Into how many shares a tensor is cut along ``dim``."""
+    """Return into how many shards a DTensor is cut along ``dim``."""
     found = 1
     for index, placement in enumerate(x.placements):
         found *= x.mesh.size(index) if dim is not None and placement.is_shard(dim) else 1
@@ -162,7 +162,7 @@ def _placement(name: str, ndim: int, by: str | None) -> Any:
 
 
 def _dim(name: str, ndim: int, by: str) -> int | None:
-    """The axis of sequences or of heads, if the tensor of this name has one."""
+    """Return the axis of sequences (by="batch") or of heads of the tensor ``name``; None if it has none."""
     if name in _OF_HEADS:
         return 0 if by == "batch" else ndim - 2
     if name == "alibi_slopes":
