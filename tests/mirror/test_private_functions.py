@@ -318,7 +318,9 @@ def test_nothing_is_recorded_and_gradients_through_a_forward_are_flash_attns_err
 
     right = run(values)
     with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        answers = run(recorded(values)), run(recorded(values), torch.compile(backward, backend="eager"))
+        answers = [run(recorded(values))]
+        if (backend, mask) == ("reference", "plain"):  # a graph calls the same operator whoever serves it
+            answers.append(run(recorded(values), torch.compile(backward, backend="eager")))
     for found in answers:
         close(found[3], right[3], 16)  # softmax_d: kernels and operators add up in another order
         alike = [index for index in range(len(right)) if index != 3]

@@ -83,8 +83,7 @@ def test_no_backends_answer_depends_on_the_callers_state(
     calls = [call for call in TABLE.values() if call.name in PROBLEMS and call.name.startswith(CHOSEN[backend])]
     assert len(calls) >= len(CHOSEN[backend])
     for index, state in enumerate(AROUND):
-        some_calls = calls if len(calls) < 12 else calls[index % 2 :: 2]
-        assert not examine(state, torch.device("cpu"), some_calls), state.name
+        assert not examine(state, torch.device("cpu"), calls[index % 2 :: 2]), state.name
 
 
 @on_devices
@@ -175,8 +174,8 @@ def test_the_rule_finds_planted_violations(source: str, count: int) -> None:
 
 
 def complaints_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    called = set()
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    called, nodes = set(), list(ast.walk(tree))
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
         function, *given = [call.func, *call.args]
         if isinstance(function, ast.Attribute) and function.attr == "partial" and given:
             function, *given = given
@@ -189,8 +188,8 @@ def complaints_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
         is_whole = name in OF_WHOLE_NUMBERS and not any(_is_fraction(argument) for argument in given)
         if "dtype" not in keywords and not is_whole:
             yield call.lineno, f"torch.{name} without a dtype"
-    for node in set(ast.walk(tree)) - called:
-        if _factory(node) is not None:
+    for node in nodes:
+        if node not in called and _factory(node) is not None:
             yield node.lineno, f"torch.{_factory(node)} under another name, where nobody sees what it is given"
 
 
