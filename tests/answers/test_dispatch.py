@@ -179,17 +179,11 @@ def test_a_forced_capability_is_another_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.gpu(torch.device("cuda", 1)) == "Tesla T4 as 7.5"
 
 
-# ---------------------------------------------------------------- refusals
-
-
 def test_the_refusal_says_all_that_every_backend_has_against_the_call() -> None:
     with use_backend("sdpa"), pytest.raises(BackendNotSupported) as refusal:
         flash_attn_func(*qkv(), softcap=2.0, dropout_p=0.1)
     told = dict(line.split(maxsplit=1) for line in str(refusal.value).splitlines()[1:])
     assert list(told) == NAMES and "softcap" in told["sdpa"] and "dropout" in told["sdpa"]
-
-
-# ---------------------------------------------------------------- explain and counts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shown where PyTorch alone computes it")
@@ -251,8 +245,6 @@ def test_a_forward_and_its_backward_count_as_one_call() -> None:
         flash_attn_func(q, k, v)
     assert counted() == {"chunked": 2}
 
-
-# ---------------------------------------------------------------- the tables
 
 Change = tuple[dict[str, Any], str]
 

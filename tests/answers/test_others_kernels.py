@@ -44,9 +44,6 @@ def on(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("backend", names, indirect=True)
 
 
-# ---------------------------------------------------------------- what they compute
-
-
 @functools.lru_cache(16)
 def examined(problem: Problem) -> Examination:
     """Return the examination of a problem, whose right answer the next backends are held against too."""
@@ -179,8 +176,6 @@ def test_slopes_are_read_through_their_strides(backend: str) -> None:
         assert torch.equal(found, flash_attn_func(*q, alibi_slopes=slopes.contiguous()))
     assert others_kernels.calls
 
-
-# ---------------------------------------------------------------- what their tables cannot say
 
 PLAIN = Traits("cuda", (9, 0), torch.float16, 64, 64, "=", 0)
 WIDE: dict[str, Any] = {"capability": (8, 6), "head_dim": 200, "head_dim_v": 200}

@@ -14,8 +14,7 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as ours
 from flash_attn_compat.dropin import patch, unpatch
 from tests.forms.inputs import cumulative, qkv, randn
-from tests.forms.kinds import CALLS, Operators
-from tests.observers.test_kinds import check
+from tests.forms.kinds import CALLS, Operators, check
 from tests.tools.interpreters import forked
 
 OPERATORS = [f"_flash_attn_{kind}" for kind in ("forward", "varlen_forward", "backward", "varlen_backward")]

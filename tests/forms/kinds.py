@@ -191,9 +191,6 @@ def _compiled(call: Call) -> Tensors:
     return torch.compile(call.function, backend="aot_eager", fullgraph=True)(*call.make())
 
 
-# ---------------------------------------------------------------- modes
-
-
 class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -245,9 +242,6 @@ def _same_gradients(call: Call, function: Function) -> None:
 
     for x, y in zip(gradients(function), gradients(call.function), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
-
-
-# ---------------------------------------------------------------- copies, threads and memory
 
 
 def _threads(call: Call) -> Tensors:
@@ -321,3 +315,38 @@ KINDS: dict[str, Callable[[Call], Tensors]] = {
 def _both(outer: Any, inner: Any) -> Iterator[None]:
     with outer, inner:
         yield
+
+
+# What is an error: of ours where nothing else says it, else PyTorch's own.
+_DERIVATIVES = r"cannot be combined with forward-mode derivatives or torch.func transforms"
+_WITHIN = r"Tensor.requires_grad_|trace_autograd_ops|torch.autograd.grad"
+_TRANSFORMS = "vmap", "grad", "jvp", "functionalize"
+ERRORS: dict[tuple[str, str], str] = {
+    **{(kind, call): _DERIVATIVES for kind in (*_TRANSFORMS, "dual") for call in ("cache", "private")},
+    **{(kind, "backward"): _WITHIN for kind in (*_TRANSFORMS, "compile", "strict export")},
+    **{("jit.script", call): "keyword-only arguments|NamedTuple|cannot be used as a value" for call in CALLS},
+    ("jit.trace", "backward"): "sym_eq",
+    ("export", "backward"): "fake tensor in the exported program|does not require grad",
+}
+FAKE = {"fake", "fake, on a GPU", "fake outside of its mode", "meta"}
+
+
+def check(kind: str, name: str, device: torch.device) -> None:
+    call = call_on(name, device)
+    right = call.function(*call.make())
+    if (kind, name) in ERRORS:
+        with pytest.raises(Exception, match=ERRORS[kind, name]):
+            KINDS[kind](call)
+    else:
+        compare(KINDS[kind](call), right, kind in FAKE)
+    compare(call.function(*call.make()), right)  # what is kept of such calls must serve ordinary ones
+
+
+def compare(found: Tensors, right: Tensors, are_fake: bool = False) -> None:
+    for x, y in zip(found, right, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if are_fake:
+            assert isinstance(x, FakeTensor) or x.is_meta
+        else:
+            assert x.device == y.device
+            torch.testing.assert_close(x.detach(), y, rtol=4e-3, atol=4e-3)

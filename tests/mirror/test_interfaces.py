@@ -1,4 +1,4 @@
-"""Every function has flash-attn's arguments, by signatures.txt; the raw extension; Triton's functions; refusals."""
+"""Every function has flash-attn's arguments, by signatures.txt; the raw extension, and the private functions."""
 
 from __future__ import annotations
 
@@ -6,41 +6,34 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import flash_attn_compat
+from flash_attn_compat import flash_attn_2_cuda as raw
 from flash_attn_compat import (
-    bert_padding,
-    flash_attn_2_cuda,
+    flash_attn_func,
     flash_attn_interface,
-    flash_attn_triton,
     flash_attn_with_kvcache,
 )
-from flash_attn_compat import flash_attn_2_cuda as raw
-from flash_attn_compat.flash_attn_triton import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from flash_attn_compat.layers.patch_embed import PatchEmbed
-from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb_qkv_
-from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
-from flash_attn_compat.modules.block import Block, StochasticDepth
-from flash_attn_compat.modules.embedding import ParallelGPT2Embeddings
-from flash_attn_compat.modules.mha import MHA
-from flash_attn_compat.modules.mlp import FusedMLP
-from flash_attn_compat.ops.triton.cross_entropy import cross_entropy_loss
-from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
-from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
-from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
-from flash_attn_compat.ops.triton.rotary import apply_rotary
-from flash_attn_compat.utils import benchmark, testing
-from flash_attn_compat.utils.generation import GenerationMixin, InferenceParams
-from tests.forms.inputs import ints, randn
-from tests.forms.plain import attention, check_function, pairwise
+from flash_attn_compat.flash_attn_interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _get_block_size_n,
+    maybe_contiguous,
+)
+from tests.forms.inputs import cumulative, qkv, randn
+from tests.forms.plain import pairwise
+from tests.forms.support import GENERAL, close, on_backend, on_general_backends
+from tests.kernels import fused_on_cpu
+from verify import oracle
 
 LINES = [line for line in (Path(__file__).parent / "signatures.txt").read_text().splitlines() if line[0] != "#"]
 SIGNATURES = dict(line[:-1].split("(", 1) for line in LINES if "::" not in line)
@@ -76,11 +69,8 @@ def test_getfullargspec_finds_the_arguments_as_ring_attention_looks_for_them(nam
     function = found(name)
     spec = inspect.getfullargspec(function if inspect.isfunction(function) else function._init_fn)  # type: ignore[attr-defined]
     assert spec.args == [part.split("=")[0] for part in SIGNATURES[name].split(", ")]
-    assert (
-        spec.varargs is None
-        and extensions().issuperset(spec.kwonlyargs)
-        and len(spec.defaults or ()) == SIGNATURES[name].count("=")
-    )
+    assert spec.varargs is None and extensions().issuperset(spec.kwonlyargs)
+    assert len(spec.defaults or ()) == SIGNATURES[name].count("=")
 
 
 def test_the_package_has_the_interfaces_functions() -> None:
@@ -202,8 +192,6 @@ def test_fwd_kvcache_appends_and_attends(preallocated: bool) -> None:
 def test_an_out_that_does_not_fit_is_refused_before_a_cache_is_touched(out: Tensor, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         by_position("fwd", DENSE | {"out": out})
-    with pytest.raises(RuntimeError, match="generator"):
-        by_position("fwd", DENSE | {"gen": torch.Generator()})
     k_cache, v_cache = torch.zeros(2, 16, 2, 16), torch.zeros(2, 16, 2, 16)
     with pytest.raises(RuntimeError, match=message):
         lengths = torch.zeros(2, dtype=torch.int32)
@@ -211,244 +199,269 @@ def test_an_out_that_does_not_fit_is_refused_before_a_cache_is_touched(out: Tens
     assert k_cache.abs().sum() == 0 and v_cache.abs().sum() == 0
 
 
-# ------------------------------------------------------------- what 2.8.4, the head of flash-attn's repository, changed
-
-TABLE = torch.stack((ints(4, 0), ints(1, 3)))
-RAW = ("fwd", "varlen_fwd", "bwd", "varlen_bwd")
-
-
-@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("name", ["fwd", "varlen_fwd", "bwd", "varlen_bwd"])
 def test_a_raw_function_given_a_generator_raises_flash_attns_words(name: str) -> None:
-    function = getattr(flash_attn_2_cuda, name)
+    function = getattr(raw, name)
     arguments: dict[str, Any] = dict.fromkeys(inspect.signature(function).parameters)
     arguments["gen_"] = torch.Generator()
     with pytest.raises(RuntimeError, match="RNG `generator` argument is no longer supported and must be None"):
         function(**arguments)
 
 
-@pytest.mark.parametrize("appends", [False, True])
-@pytest.mark.parametrize("paged", [False, True])
-def test_an_int_cache_seqlens_is_the_length_of_each_sequence_of_q(appends: bool, paged: bool) -> None:
-    """The cache has more rows, or pages, than q has sequences."""
-    q, caches = randn(2, 1, 4, 16), randn(2, 5, 8, 2, 16)
-    where = {"block_table": TABLE} if paged else {"cache_batch_idx": ints(4, 1)}
-    new = dict(zip("kv", randn(2, 2, 1, 2, 16))) if appends else {}
-    found, expected = (
-        (flash_attn_with_kvcache(q, *mine, cache_seqlens=lengths, causal=True, **where, **new), mine)
-        for mine, lengths in ((caches.clone(), 6), (caches.clone(), ints(6, 6)))
-    )
-    torch.testing.assert_close(found, expected)
+# ------------------------------------------------------------------------------------------------ the private functions
 
 
-@pytest.mark.parametrize("appends", [False, True])
-@pytest.mark.parametrize("as_int", [False, True])
-def test_a_length_beyond_the_block_table_raises_before_anything_is_written(appends: bool, as_int: bool) -> None:
-    """Two pages of 8 for each sequence: 16 slots, of which an append of one needs the last."""
-    q, caches = randn(2, 1, 4, 16), randn(2, 5, 8, 2, 16)
-    new = dict(zip("kv", randn(2, 2, 1, 2, 16))) if appends else {}
-    longest = 16 if appends else 17
-    lengths = longest if as_int else ints(3, longest)
-    before = caches.clone()
-    words = r"max\(seqlens_k\) \+ seqlen_knew \(= 17\) exceeds the capacity addressable by block_table"
-    with pytest.raises(RuntimeError, match=words):
-        flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, block_table=TABLE, **new)
-    assert torch.equal(caches, before)
+def test_maybe_contiguous_copies_only_a_strided_last_dimension() -> None:
+    x = randn(4, 6)
+    assert maybe_contiguous(x) is x and maybe_contiguous(x[:, :3]).data_ptr() == x.data_ptr()
+    assert maybe_contiguous(x.t()).is_contiguous() and maybe_contiguous(None) is None
 
 
-# ----------------------------------------------- flash_attn_triton: attention with a bias, which is added to the scores
-
-B, H, D = 2, 3, 16
-
-
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False, scale: Any = None
-) -> Tensor:
-    """Causal from the first row and key on."""
-    above = torch.full((q.shape[1], k.shape[1]), -torch.inf if causal else 0.0, dtype=torch.float64).triu(1)
-    return attention(q, k, v, scale=scale, bias=above.to(q.dtype) if bias is None else bias + above.to(bias.dtype))
+def test_the_key_block_is_that_of_the_common_gpus() -> None:
+    sizes = [_get_block_size_n(torch.device("cpu"), d, p, False) for d in (32, 64, 96, 128, 256) for p in (False, True)]
+    assert sizes == [128, 128, 128, 64, 64, 64, 64, 32, 64, 64]
+    with pytest.raises(AssertionError):
+        _get_block_size_n(torch.device("cpu"), 257, False, False)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "causal", "rows", "shape", "bias_dtype", "block"),
-    pairwise(
-        (torch.float32, torch.float16, torch.bfloat16), (False, True), (False, True),
-        (None, (1, H), (B, 1), (B, H)), (None, torch.float32), (256, 3),
-    ),
+RULES: dict[str, Any] = dict(
+    dropout_p=0.0, softmax_scale=0.25, causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    alibi_slopes=None,
 )  # fmt: skip
-def test_the_bias_is_added_to_the_scores(
-    dtype: torch.dtype, causal: bool, rows: bool, shape: Any, bias_dtype: Any, block: int, monkeypatch: Any
-) -> None:
-    """All gradients, the bias's too; a fp32 bias of half inputs is used as it is. Blocks that hold all and that cut."""
-    monkeypatch.setattr(flash_attn_triton, "_ROWS", block)
-    for seqlen_q, seqlen_k in ((7, 7), (4, 9), (9, 4), (1, 6)):
-        q, k, v = (randn(B, n, H, D, seed=s, dtype=dtype) for s, n in enumerate((seqlen_q, seqlen_k, seqlen_k)))
-        bias = None
-        if shape is not None:
-            bias = 3 * randn(*shape, seqlen_q if rows else 1, seqlen_k, seed=5, dtype=bias_dtype or dtype)
-        check_function(
-            lambda *given: flash_attn_func(*given, causal), lambda *given: plain(*given, causal), q, k, v, bias
-        )
 
 
-def test_a_large_fp32_bias_is_not_rounded_to_half() -> None:
-    q, k, v = (torch.zeros(1, 4, 1, D, dtype=torch.float16) for _ in range(3))
-    v[0, :, 0, 0] = torch.arange(4.0)
-    bias = torch.tensor([4096.0, 4096.5, 4097.0, 4097.5]).view(1, 1, 1, 4)  # fp16 has steps of 4 there
-    expected = (bias.flatten().double().softmax(-1) * torch.arange(4.0)).sum()
-    torch.testing.assert_close(
-        flash_attn_func(q, k, v, bias)[0, :, 0, 0].double(), expected.expand(4), rtol=1e-3, atol=0
-    )
+def forward(q: Tensor, k: Tensor, v: Tensor, **changes: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _flash_attn_forward(q, k, v, **RULES | {"return_softmax": False} | changes)
 
 
-def test_packed_forms_take_q_k_and_v_from_their_places() -> None:
-    q, k, v = (randn(B, 5, H, D, seed=s) for s in range(3))
-    bias = randn(1, H, 1, 5)
-    expected = flash_attn_func(q, k, v, bias, True, 0.3)
-    torch.testing.assert_close(expected, plain(q, k, v, bias, True, 0.3), rtol=1e-5, atol=1e-6)
-    assert torch.equal(flash_attn_kvpacked_func(q, torch.stack((k, v), dim=2), bias, True, 0.3), expected)
-    assert torch.equal(flash_attn_qkvpacked_func(torch.stack((q, k, v), dim=2), bias, True, 0.3), expected)
+def backward(*tensors: Tensor | None, **changes: Any) -> Tensor:
+    """Of dout, q, k, v, out, softmax_lse, dq, dk, dv."""
+    return _flash_attn_backward(*tensors, **RULES | {"deterministic": False} | changes)
 
 
-def test_autocast_rounds_nothing() -> None:
-    q, k, v = (randn(B, 5, H, D, seed=s).requires_grad_() for s in range(3))
-    expected = flash_attn_func(q, k, v)
-    expected_grads = torch.autograd.grad(expected.sum(), (q, k, v))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = flash_attn_func(q, k, v)
-        grads = torch.autograd.grad(out.sum(), (q, k, v))
-    for ours, right in zip((out, *grads), (expected, *expected_grads), strict=True):
-        assert torch.equal(ours, right)
+@on_general_backends
+def test_the_forward_returns_out_lse_an_empty_s_dmask_and_a_random_state(backend: str) -> None:
+    q, k, v = qkv(sq=5, sk=9)
+    out, lse, s_dmask, rng_state = on_backend(backend, forward, q, k, v, causal=True)
+    right, right_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    close(out, right)
+    close(lse, right_lse)
+    assert s_dmask.shape == (0,) and s_dmask.dtype == q.dtype
+    assert rng_state.shape == (2,) and rng_state.dtype == torch.int64
+    with pytest.raises(RuntimeError, match=r"return_softmax is only supported when p_dropout > 0.0"):
+        on_backend(backend, forward, q, k, v, return_softmax=True)
 
 
-# ---------------------------------------------------------------- refusals of the modules around attention
-
-X, W = randn(2, 8), randn(6, 8)
-LOGITS, LABELS = randn(12, 37), torch.arange(12)
-MASK = torch.ones(2, 6, dtype=torch.bool)
+def empty_grads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
 
 
-def mha(given: dict[str, Any], **options: Any) -> Any:
-    return MHA(64, 4, **options)(randn(2, 6, 64), **given)
-
-
-def block(**options: Any) -> Any:
-    linear = partial(nn.Linear, out_features=8)
-    return Block(8, linear, linear, **options)(X, X)
-
-
-def norm(**given: Any) -> Any:
-    return layer_norm_fn(**{"x": randn(3, 24), "weight": torch.ones(24), "bias": None, **given})
-
-
-def biased(**given: Any) -> Any:
-    q, k, v = randn(2, 4, 3, 16), randn(2, 6, 3, 16), randn(2, 6, 3, 16)
-    return flash_attn_triton.flash_attn_func(**{"q": q, "k": k, "v": v, **given})
-
-
-def rotated(**given: Any) -> None:
-    cos, sin = randn(9, 8).cos(), randn(9, 8).sin()
-    arguments: dict[str, Any] = {"x": randn(2, 5, 4, 16), "cos": cos, "sin": sin, "inplace": True} | given
-    kept = arguments["x"].clone()
-    try:
-        apply_rotary(**arguments)
-    finally:
-        assert torch.equal(arguments["x"], kept), "written to"
-
-
-def too_long_for_its_cache() -> Any:
-    cache = InferenceParams(max_seqlen=5, max_batch_size=2)
-    return mha({"inference_params": cache}, causal=True, layer_idx=0)
-
-
-REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
-    AssertionError: [
-        ("ALiBi code path requires flash_attn", lambda: mha({}, use_alibi=True)),
-        ("requires flash_attn", lambda: mha({}, window_size=(2, 0))),
-        ("divisible by num_heads_kv", lambda: mha({}, num_heads_kv=3)),
-        ("key_padding_mask excludes", lambda: mha({"key_padding_mask": MASK}, use_flash_attn=True)),
-        ("for cross-attention", lambda: mha({"x_kv": randn(2, 6, 64)})),
-        ("does not fit into the cache", too_long_for_its_cache),
-        ("fused_dropout_add_ln needs", lambda: block(norm_cls=nn.Identity, fused_dropout_add_ln=True)),
-        ("only compatible with prenorm", lambda: block(prenorm=False, residual_in_fp32=True)),
-        ("residual is for prenorm", lambda: block(prenorm=False)),
-        (r"Input image height \(4\) doesn't match model \(8\)", lambda: PatchEmbed(8, 4, 3, 6)(randn(1, 3, 4, 8))),
-        (r"Input image width \(12\) doesn't match model \(8\)", lambda: PatchEmbed(8, 4, 3, 6)(randn(1, 3, 8, 12))),
-        ("process_group is required", lambda: ParallelGPT2Embeddings(6, 11, 9, None)),  # type: ignore[arg-type]
-        (r"residual has shape \(2, 24\)", lambda: norm(residual=randn(2, 24))),
-        (r"weight has shape \(23,\)", lambda: norm(weight=torch.ones(23))),
-        (r"rowscale has shape \(2,\)", lambda: norm(rowscale=torch.ones(2))),
-        ("rowscale is not supported with parallel", lambda: norm(x1=randn(3, 24), rowscale=torch.ones(3))),
-        ("'tanh'", lambda: triton_linear_act(X, W, activation="tanh")),
-        ("weight has dtype", lambda: triton_linear_act(X.half(), W)),
-        ("bias has dtype", lambda: triton_linear_act(X, W, randn(6).half())),
-        ("expected 8 in the last axis", lambda: triton_linear_act(X[:, :7], W)),
-        ("act_input is required", lambda: triton_dgrad_act(X[:, :6], W, "gelu")),
-        ("without bias", lambda: FusedDenseSqreluDense(8, bias1=False)),
-        ("at least 2 dimensions", lambda: bert_padding.IndexFirstAxis.apply(torch.zeros(4), torch.tensor([0]))),
-        ("at least 2 dimensions", lambda: bert_padding.index_first_axis_residual(torch.zeros(4), torch.tensor([0]))),
-        ("values has shape", lambda: bert_padding.IndexPutFirstAxis.apply(torch.zeros(4), torch.tensor([0]), 4)),
-        ("rotary_dim must be <= headdim", lambda: rotated(x=randn(2, 5, 4, 8))),
-        ("seqlen_ro must be >= seqlen", lambda: rotated(x=randn(2, 10, 4, 16))),
-        ("sin has shape", lambda: rotated(sin=randn(9, 4))),
-        ("seqlen_offsets", lambda: rotated(seqlen_offsets=5)),
-        ("seqlen_offsets", lambda: rotated(seqlen_offsets=-1)),
-        ("seqlen_offsets has shape", lambda: rotated(seqlen_offsets=torch.zeros(3, dtype=torch.int32))),
-        ("seqlen_offsets has dtype", lambda: rotated(seqlen_offsets=torch.zeros(2))),
-        ("If cu_seqlens is passed in, then max_seqlen must be", lambda: rotated(cu_seqlens=torch.tensor([0, 3]))),
-        (r"expected \(total, nheads, headdim", lambda: rotated(cu_seqlens=torch.tensor([0, 3]), max_seqlen=3)),
-        ("num_heads_q must be passed", lambda: apply_rotary_emb_qkv_(randn(2, 5, 8, 16), *randn(2, 9, 8))),
-        (
-            r"nheads_q \+ 2 nheads_k",
-            lambda: apply_rotary_emb_qkv_(randn(2, 5, 8, 16), *randn(2, 9, 8), num_heads_q=3),
-        ),
-        (r"labels has shape \(11,\)", lambda: cross_entropy_loss(LOGITS, LABELS[1:])),
-        (r"expected \(n_rows, vocab_size\)", lambda: cross_entropy_loss(LOGITS[None], LABELS)),
-        ("logit_scale must be positive", lambda: cross_entropy_loss(LOGITS, LABELS, logit_scale=0.0)),
-        ("precomputed_lse has shape", lambda: cross_entropy_loss(LOGITS, LABELS, LABELS[1:].float())),
-        ("k has shape", lambda: biased(k=randn(2, 6, 1, 16))),
-        ("v has shape", lambda: biased(v=randn(2, 5, 3, 16))),
-        ("same type", lambda: biased(k=randn(2, 6, 3, 16).half())),
-        ("bias has dtype", lambda: biased(bias=randn(1, 3, 1, 6).double())),
-        ("'half'", lambda: testing.generate_random_padding_mask(4, 2, "cpu", "half")),
-    ],
-    RuntimeError: [
-        ("bias has shape", lambda: biased(bias=randn(1, 3, 4, 5))),
-        ("bias has shape", lambda: biased(bias=randn(1, 2, 1, 6))),
-        ("bias has shape", lambda: biased(bias=randn(3, 4, 6))),
-        (
-            r"Grad shape \(3,\) does not match output shape \(2, 8\)",
-            lambda: benchmark.benchmark_backward(torch.sin, X.clone().requires_grad_(), grad=torch.ones(3)),
-        ),
-    ],
-    ValueError: [
-        ("p must lie", lambda: StochasticDepth(1.5, "row")),
-        ("mode must be", lambda: StochasticDepth(0.5, "column")),
-        (r"attention_mask has shape \(2, 6\)", lambda: bert_padding.unpad_input(randn(2, 5, 2), MASK)),
-        (
-            "add up to 7",
-            lambda: bert_padding.unpad_input_for_concatenated_sequences(randn(1, 3, 2), torch.tensor([[4, 3, 0]])),
-        ),
-        ("pass max_seqlen", lambda: RotaryEmbedding(8)(randn(2, 1, 3, 4, 8), seqlen_offset=torch.tensor([4, 1]))),
-    ],
-    NotImplementedError: [
-        ("'swish'", lambda: FusedMLP(4, activation="swish")),
-        ("median", lambda: CrossEntropyLoss(reduction="median")),
-        ("allocate_inference_cache", lambda: GenerationMixin().allocate_inference_cache(1, 1)),
-    ],
+MASKS = {
+    "plain": {},
+    "softcap": dict(softcap=2.0),
+    "alibi": dict(alibi_slopes=torch.tensor([0.3, 0.1, 0.2, 0.0])),
+    "causal": dict(causal=True),
+    "causal_alibi": dict(causal=True, alibi_slopes=torch.tensor([0.3, 0.1, 0.2, 0.0])),
 }
 
 
+def as_half(x: Tensor) -> Tensor:
+    return x.half()
+
+
+def without_memory(x: Tensor) -> Tensor:
+    """As a sharded parameter between its uses."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
 @pytest.mark.parametrize(
-    ("error", "told", "call"), [(error, *case) for error, cases in REFUSED.items() for case in cases]
+    ("name", "change", "message"),
+    [
+        ("lse", as_half, "softmax_lse must"),
+        ("lse", torch.Tensor.double, "softmax_lse must"),
+        ("lse", lambda x: x.to("meta"), "softmax_lse must"),
+        ("dk", as_half, "dk must have the same dtype as q"),
+        ("dv", without_memory, "dv reaches beyond its memory"),
+        ("dout", torch.Tensor.to_sparse, "dout must be a dense tensor, got layout torch.sparse_coo"),
+    ],
 )
-def test_mismatched_arguments_are_refused_by_name(error: type[Exception], told: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=told):
-        call()
+def test_unreadable_layouts_are_refused_before_any_write(name: str, change: Any, message: str) -> None:
+    q, k, v = qkv()
+    out, lse, _, _ = forward(q, k, v)
+    backward(q, q, k, v, out, lse, *empty_grads(q, k, v))  # whose like is known from then on
+    given = dict(dout=q, lse=lse, **{f"d{name}": grad for name, grad in zip("qkv", empty_grads(q, k, v))})
+    given[name] = change(given[name])
+    with pytest.raises(RuntimeError, match=message):
+        backward(given.pop("dout"), q, k, v, out, *given.values())
+    assert all(given[name].isnan().all() for name in ("dq", "dk", "dv") if given[name].untyped_storage().nbytes())
 
 
-def test_a_directory_without_weights_is_named(tmp_path: Any) -> None:
-    pytest.importorskip("transformers")
-    from flash_attn_compat.utils.pretrained import state_dict_from_pretrained
+@on_general_backends
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_shard_of_the_keys_gives_its_exact_share_through_the_strides_it_is_given(backend: str, mask: str) -> None:
+    q, k, v = qkv(sq=9, sk=20, h=4, hk=2)
+    dout, kwargs = randn(*q.shape, seed=5), MASKS[mask]
+    out, lse, _, _ = forward(q, k, v, **kwargs)
+    wide_dq, dkv = torch.full((2, 18, 4, 16), 7.0), torch.full((2, 20, 3, 2, 16), 7.0)
+    total = torch.zeros_like(q)
+    # Where positions count, a shard of some keys is another problem.
+    for keys in (slice(0, 7), slice(7, 20)) if mask in ("plain", "softcap") else (slice(0, 20),):
+        grads = wide_dq[:, 9:], dkv[:, keys, 0], dkv[:, keys, 1]
+        on_backend(backend, backward, dout, q, k[:, keys], v[:, keys], out, lse, *grads, **kwargs)
+        total += grads[0]
+    right = oracle.answer("flash_attn_func", dict(q=q, k=k, v=v, **kwargs), dout)
+    for name, ours in (("q", total), ("k", dkv[:, :, 0]), ("v", dkv[:, :, 1])):
+        close(ours, right.grads[name], right.magnitude(name))
+    assert (wide_dq[:, :9] == 7).all() and (dkv[:, :, 2] == 7).all()
 
-    with pytest.raises(OSError, match="was not found"):
-        state_dict_from_pretrained(tmp_path)
+
+@on_general_backends
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_gradient_that_is_none_is_left_out(backend: str, missing: int) -> None:
+    q, k, v = qkv()
+    dout = randn(*q.shape, seed=5)
+    out, lse, _, _ = forward(q, k, v)
+    whole, partial = empty_grads(q, k, v), list(empty_grads(q, k, v))
+    partial[missing] = None
+    for grads in (whole, partial):
+        on_backend(backend, backward, dout, q, k, v, out, lse, *grads)
+    assert all(torch.equal(found, right) for found, right in zip(partial, whole) if found is not None)
+
+
+@on_general_backends
+def test_a_row_with_plus_inf_lse_gets_and_sends_nothing(backend: str) -> None:
+    q, k, v = qkv()
+    out, lse, _, _ = forward(q, k, v)
+    lse, out = lse.clone(), out.clone()
+    lse[:, :, 2], out[:, 2] = torch.inf, 0
+    dout = torch.zeros_like(q)
+    dout[:, 2] = 1
+    grads = empty_grads(q, k, v)
+    on_backend(backend, backward, dout, q, k, v, out, lse, *grads)
+    assert not any(grad.any() for grad in grads)
+
+
+@on_general_backends
+def test_rng_state_reproduces_the_dropout_mask_and_softmax_d_is_of_kept_scores(backend: str) -> None:
+    q, k, v = qkv(sq=130, sk=9)
+    dout = randn(*q.shape, seed=5)
+    torch.manual_seed(3)
+    out, lse, s_dmask, rng_state = on_backend(backend, forward, q, k, v, dropout_p=0.4, return_softmax=True)
+    torch.manual_seed(99)
+    grads, options = empty_grads(q, k, v), dict(dropout_p=0.4, rng_state=rng_state)
+    softmax_d = on_backend(backend, backward, dout, q, k, v, out, lse, *grads, **options)
+    right = oracle.answer("flash_attn_func", dict(q=q, k=k, v=v, dropout_p=0.4), dout, keep=s_dmask >= 0)
+    for name, ours in zip("qkv", grads, strict=True):
+        close(ours, right.grads[name], right.magnitude(name))
+    assert softmax_d.shape == (2, 2, 256) and softmax_d.dtype == torch.float32
+    close(softmax_d[:, :, :130], (dout * out).sum(-1).transpose(1, 2) * (1 - 0.4), 16)
+
+
+@on_general_backends
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_varlen_backward_writes_each_sequences_gradients_and_zeros_outside(backend: str, causal: bool) -> None:
+    """Of two sequences, and one token of q and one of k outside of both."""
+    tensors = dict(q=randn(9, 4, 16, seed=1), k=randn(12, 2, 16, seed=2), v=randn(12, 2, 16, seed=3))
+    lengths = dict(cu_seqlens_q=cumulative(3, 5), cu_seqlens_k=cumulative(4, 7), max_seqlen_q=5, max_seqlen_k=7)
+    call, rules = tensors | lengths, RULES | {"causal": causal}
+    out, lse, _, _ = _flash_attn_varlen_forward(**call, **rules)
+    dout, grads = randn(9, 4, 16, seed=4), dict(zip(("dq", "dk", "dv"), empty_grads(*tensors.values())))
+    given = dict(dout=dout, out=out, softmax_lse=lse, deterministic=False) | grads
+    softmax_d = on_backend(backend, _flash_attn_varlen_backward, **call, **rules, **given)
+    right = oracle.answer("flash_attn_varlen_func", call | dict(causal=causal), dout)
+    for name in "qkv":
+        close(grads[f"d{name}"], right.grads[name], right.magnitude(name))
+    # Each sequence starts 128 columns later.
+    products = (dout * out).sum(-1).t()
+    assert softmax_d.shape == (4, 9 + 128 * 2) and softmax_d.dtype == torch.float32
+    close(softmax_d[:, :3], products[:, :3], 16)
+    close(softmax_d[:, 3 + 128 : 8 + 128], products[:, 3:8], 16)
+
+
+@pytest.mark.parametrize("backend", [*GENERAL, "fused"])
+def test_softmax_d_is_0_outside_of_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels leave tokens outside of all sequences unwritten."""
+    if backend == "fused":
+        fused_on_cpu.emulate(monkeypatch)
+    starts = cumulative(3, 0, 130, 0)
+    q, k, v, dout = randn(4, 140, 2, 16).half()
+    call = (starts, starts, 130, 130, 0.0, 0.25, True, -1, -1, 0.0, None)
+    out, lse, *_ = on_backend(backend, _flash_attn_varlen_forward, q, k, v, *call)
+    dout[133:], out[133:] = torch.nan, 1.0
+    given = dout, q, k, v, out, lse, None, None, None, *call, False
+    softmax_d = on_backend(backend, _flash_attn_varlen_backward, *given)
+    products, expected = (dout.float() * out).sum(-1).t(), torch.zeros(2, 140 + 4 * 128)
+    expected[:, :3], expected[:, 3 + 2 * 128 : 133 + 2 * 128] = products[:, :3], products[:, 3:133]
+    close(softmax_d, expected, 16)
+
+
+def test_softmax_d_is_fp32_for_any_type_of_dropout_p() -> None:
+    q, k, v = qkv()
+    for dropout_p in (0.5, torch.tensor([0.5], dtype=torch.float64)):
+        out, lse, _, rng_state = forward(q, k, v, dropout_p=dropout_p)
+        softmax_d = backward(out, q, k, v, out, lse, None, None, None, dropout_p=dropout_p, rng_state=rng_state)
+        assert softmax_d.dtype == torch.float32
+        close(softmax_d[:, :, :7], (out * out).sum(-1).transpose(1, 2) / 2, 16)
+
+
+def test_the_autograd_functions_take_the_arguments_of_flash_attn() -> None:
+    q, k, v = qkv()
+    cu = cumulative(7, 7)
+    options = (0.0, None, True, (-1, -1), 0.0, None, False, False)
+    right = flash_attn_func(q, k, v, causal=True)
+    for packed in (False, True):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v)) if packed else (q, k, v)
+        dim = 1 if packed else 2
+        kv, all_in_one = torch.stack([k, v], dim), torch.stack([q, k, v], dim)
+        name, both, one, more = ("Varlen", (cu, cu, 7, 7), (cu, 7), (None,)) if packed else ("", (), (), ())
+        functions = [
+            getattr(flash_attn_interface, f"FlashAttn{name}{kind}Func") for kind in ("", "KVPacked", "QKVPacked")
+        ]
+        close(functions[0].apply(q, k, v, *both, *options, *more, True), right.view_as(q))
+        close(functions[1].apply(q, kv, *both, *options, True), right.view_as(q))
+        close(functions[2].apply(all_in_one, *one, *options, True), right.view_as(q))
+
+
+LENGTHS = dict(cu_seqlens_q=cumulative(4, 6), cu_seqlens_k=cumulative(11, 7), max_seqlen_q=6, max_seqlen_k=11)
+FORMS: dict[str, dict[str, Any]] = {"": dict(zip("qkv", qkv(sq=5, sk=9, h=4, hk=2)))}
+FORMS["_varlen"] = {name: x.flatten(0, 1) for name, x in FORMS[""].items()} | LENGTHS
+
+
+def recorded(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with tensors that ask for gradients."""
+    wants = {name: isinstance(x, Tensor) and x.is_floating_point() for name, x in values.items()}
+    return {name: x.detach().requires_grad_() if wants[name] else x for name, x in values.items()}
+
+
+@pytest.mark.parametrize(("backend", "form", "mask"), pairwise((*GENERAL, "fused"), FORMS, ("plain", "causal_alibi")))
+def test_nothing_is_recorded_and_gradients_through_a_forward_are_flash_attns_error(
+    backend: str, form: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The callers' gradients stay leaves, of a compiled backward too."""
+    if backend == "fused":
+        fused_on_cpu.emulate(monkeypatch)
+    forward, backward = (getattr(flash_attn_interface, f"_flash_attn{form}_{name}") for name in ("forward", "backward"))
+    dtype, saved = torch.float16 if backend == "fused" else torch.float32, []
+    values: dict[str, Any] = FORMS[form] | {name: FORMS[form][name].to(dtype) for name in "qkv"} | RULES | MASKS[mask]
+
+    def run(values: dict[str, Any], backward: Any = backward) -> tuple[Tensor, ...]:
+        out, lse, *rest = on_backend(backend, forward, **values, return_softmax=False)
+        grads = dict(zip(("dq", "dk", "dv"), empty_grads(*(values[name].detach() for name in "qkv"))))
+        upstream = recorded({"dout": out.detach().cos(), "out": out, "softmax_lse": lse, "deterministic": False})
+        return out, lse, rest[0], on_backend(backend, backward, **values, **upstream, **grads), *grads.values()
+
+    right = run(values)
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        answers = [run(recorded(values))]
+        if backend == "reference":  # a graph calls the same operator whoever serves it
+            answers.append(run(recorded(values), torch.compile(backward, backend="eager")))
+    for found in answers:
+        close(found[3], right[3], 16)  # softmax_d: kernels and operators add up in another order
+        alike = [index for index in range(len(right)) if index != 3]
+        assert all(torch.equal(found[index], right[index]) for index in alike)
+        assert not any(x.requires_grad for x in found[3:])
+        for result in found[:2]:
+            with pytest.raises(RuntimeError, match=r"[Tt]rying to backward through .* no autograd formula was regist"):
+                result.sum().backward()
+    assert not saved

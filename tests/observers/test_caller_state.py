@@ -9,6 +9,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -303,14 +304,9 @@ def test_a_device_is_waited_for_once_and_a_cpu_never(monkeypatch: pytest.MonkeyP
     assert [device for _, device in registered] == [torch.device("cuda", 1), torch.device("cuda", 0)]
 
 
-def _dense() -> None:
+def _dense(create_graph: bool = False) -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
-    flash_attn_func(q, k, v).sum().backward()
-
-
-def _twice() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv())
-    torch.autograd.grad(flash_attn_func(q, k, v).square().sum(), q, create_graph=True)
+    torch.autograd.grad(flash_attn_func(q, k, v).square().sum(), q, create_graph=create_graph)
 
 
 def _by_the_operator() -> None:
@@ -330,7 +326,7 @@ waits: list[torch.Tensor] = []
 
 
 @needs_stand_in
-@pytest.mark.parametrize("run", [_dense, _twice, _by_the_operator, _private])
+@pytest.mark.parametrize("run", [_dense, partial(_dense, create_graph=True), _by_the_operator, _private])
 def test_every_backward_is_waited_for_and_no_forward(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     waits.clear()
     monkeypatch.setattr(at_exit, "wait_for_autograd", waits.append)

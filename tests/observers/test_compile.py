@@ -1,7 +1,9 @@
-"""torch.compile(fullgraph=True) matches the eager call, forward and backward; the compiled step of `chunked`."""
+"""Compiled calls match eager ones, and five calls are right with every kind of tensor and in every mode."""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+import flash_attn_compat
 from flash_attn_compat import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -31,7 +36,11 @@ from flash_attn_compat.ops import activations as act
 from flash_attn_compat.ops.rms_norm import rms_norm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
 from tests.forms.inputs import cumulative, ints, packed, qkv, randn
-from tests.forms.support import RecordingReference, close
+from tests.forms.kinds import CALLS, KINDS, Operators, Pending, Tensors, check, compare
+from tests.forms.plain import some_of
+from tests.forms.support import GENERAL, RecordingReference, close
+from tests.kernels import fused_on_cpu
+from tests.tools.interpreters import CAN_FORK
 from verify.drawing import random_problem
 from verify.examination import Examination
 from verify.problems import Problem
@@ -68,7 +77,7 @@ DENSE, PACKED = list(qkv(sq=5, sk=9)), packed((3, 5), (4, 7))
 TABLES = {"cos": randn(9, 5).cos(), "sin": randn(9, 5).sin(), "seqlen_offsets": torch.tensor([1, 3])}
 ROTARY, LOSS = RotaryEmbedding(8), CrossEntropyLoss(label_smoothing=0.1)
 Case = tuple[Callable[..., Any], list[Tensor], tuple[Any, ...], dict[str, Any]]
-CALLS: dict[str, Case] = {
+COMPILED: dict[str, Case] = {
     "dense ALiBi": (flash_attn_func, DENSE, (), dict(causal=True, alibi_slopes=torch.tensor([0.3, 0.1]))),
     "dense softcap": (flash_attn_func, DENSE, (), dict(softcap=2.0, softmax_scale=0.3)),
     "attention sinks": (
@@ -97,11 +106,11 @@ CALLS: dict[str, Case] = {
 SPARE = "dense softcap", "attention sinks", "varlen window", "qkv", "rotary", "rotary of packed sequences in place"
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x in SPARE)) for x in CALLS])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x in SPARE)) for x in COMPILED])
 def test_compiled_output_and_gradients_match_the_eager_call(name: str) -> None:
     if name == "rotary module" and TorchVersion(torch.__version__) < "2.6":
         pytest.skip("before 2.6, PyTorch traces no .data in a backward, by which the rotation writes into its input")
-    function, inputs, args, options = CALLS[name]
+    function, inputs, args, options = COMPILED[name]
     found, expected = (both(each, inputs, *args, **options) for each in (compiled(function), function))
     for ours, right in zip(found, expected, strict=True):
         close(ours, right, 4)
@@ -279,3 +288,164 @@ def test_a_step_that_fails_warns_once_is_not_tried_again_and_changes_no_answer(
     torch.testing.assert_close(out, right)
     torch.testing.assert_close(again, right)
     assert tried == [1]
+
+
+# ------------------------------------------------------------------------------------------ kinds of tensors, and modes
+
+
+# Those that look into what a backend does; the others meet all backends alike.
+LOOKING = ("wrapper", "jit.trace", "dispatch mode", "selective checkpointing", "threads")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _the_compiler_knows_pytorch() -> None:
+    """The compiler lists PyTorch's functions at its first call, before the emulator replaces some."""
+    torch.compile(lambda: torch.empty_like(torch.empty(1)), backend="eager")()
+
+
+def cells(kinds: Any = KINDS, every: int = 1) -> Any:
+    return pytest.mark.parametrize(("kind", "name"), some_of(itertools.product(kinds, CALLS), every))
+
+
+def skip_unless_possible(kind: str, name: str) -> None:
+    if kind == "fake, on a GPU" and name in ("private", "backward") and not torch.backends.cuda.is_built():
+        pytest.skip("PyTorch without CUDA cannot compute these even in thought")
+    lacks_driver = torch.backends.cuda.is_built() and not torch.cuda.is_available()
+    if (kind, name) == ("fake, on a GPU", "backward") and lacks_driver:
+        pytest.skip("autograd of PyTorch with CUDA looks for a driver before it computes this")
+
+
+@cells((kind for kind in KINDS if kind != "meta"), 7)  # which our kernels do not serve
+def test_fused_kernels_receive_only_tensors_with_memory(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_possible(kind, name)
+    launches = fused_on_cpu.emulate(monkeypatch)
+    check(kind, name, torch.device("cpu"))
+    assert launches.seen
+
+
+@cells(LOOKING)
+@pytest.mark.parametrize("backend", GENERAL)
+def test_every_backend_is_right_or_gives_one_clear_error(backend: str, kind: str, name: str) -> None:
+    with use_backend(backend):
+        check(kind, name, torch.device("cpu"))
+
+
+@cells(["meta"])
+def test_calls_on_the_meta_device_return_meta_tensors(kind: str, name: str) -> None:
+    check(kind, name, torch.device("cpu"))
+
+
+def test_packed_calls_on_the_meta_device_have_gradients_and_an_s_dmask() -> None:
+    q, k, v, starts, _ = (x.to("meta") for x in CALLS["varlen"].make())
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    rules: dict[str, Any] = dict(dropout_p=0.1, return_attn_probs=True)
+    out, lse, s_dmask = flash_attn_varlen_func(*inputs, starts, starts, 5, 130, **rules)
+    assert lse.shape == out.shape[1::-1] and s_dmask.shape == (starts.shape[0] - 1, out.shape[1], 128, 256)
+    compare(torch.autograd.grad(out.sum(), inputs), (q, k, v), are_fake=True)
+
+
+@cells()
+@pytest.mark.gpu
+def test_a_gpu_is_right_or_gives_one_clear_error(kind: str, name: str) -> None:
+    check(kind, name, torch.device("cuda"))
+
+
+def _in_another_process(given: dict[str, Tensors]) -> dict[str, Tensors]:
+    return {name: CALLS[name].function(*tensors) for name, tensors in given.items()}
+
+
+def test_another_process_computes_on_shared_tensors() -> None:
+    given = {name: call.make() for name, call in CALLS.items()}
+    method = "fork" if CAN_FORK and not torch.cuda.is_initialized() else "spawn"
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        found = pool.apply(_in_another_process, (given,))
+    for name, call in CALLS.items():
+        compare(found[name], call.function(*call.make()))
+
+
+def test_an_upstream_gradient_that_is_pending_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Awaited(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> Tensor:
+            return Pending(dout)
+
+    def gradients(last: Callable[[Tensor], Tensor]) -> Tensors:
+        inputs = [x.requires_grad_() for x in CALLS["dense"].make()]
+        return torch.autograd.grad(last(flash_attn_func(*inputs, causal=True)).float().cos().sum(), inputs)
+
+    fused_on_cpu.emulate(monkeypatch)
+    compare(gradients(Awaited.apply), gradients(lambda x: x))
+
+
+def test_lengths_without_memory_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch)
+    q, k, v, starts, _ = CALLS["varlen"].make()
+    with pytest.raises(RuntimeError, match=r"cu_seqlens_q must be a tensor with memory of its own; got Pending"):
+        flash_attn_varlen_func(q, k, v, Pending(starts), Pending(starts), 5, 5)
+
+
+def test_modes_see_one_operator_each_for_a_call_and_for_its_backward() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with Operators() as operators:
+        flash_attn_func(q, k, v).backward(torch.ones_like(q))
+        flash_attn_with_kvcache(q.detach(), k.detach(), v.detach(), cache_seqlens=3)
+    autograds = {"aten.detach.default", "aten.ones_like.default"}
+    ours = [name for name in operators.seen if name not in autograds]
+    assert ours == [f"flash_attn_compat.{name}.default" for name in ("attention", "attention_backward", "kvcache")]
+
+
+@pytest.mark.parametrize("backend", GENERAL)
+def test_a_checkpoint_policy_for_flash_attn_saves_the_attention(backend: str) -> None:
+    if not hasattr(checkpoint, "create_selective_checkpoint_contexts"):
+        pytest.skip("PyTorch has checkpointing policies from 2.5 on")
+
+    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
+        has_window = any(argument.name == "window_size_left" for argument in operator._schema.arguments)
+        is_ours = "flash_attn" in str(operator) and has_window
+        return checkpoint.CheckpointPolicy.MUST_SAVE if is_ours else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    def gradients(function: Callable[..., Tensor]) -> Tensors:
+        inputs = [x.requires_grad_() for x in qkv()]
+        return torch.autograd.grad(function(*inputs).cos().sum(), inputs)
+
+    def selectively(*inputs: Tensor) -> Tensor:
+        found: Tensor = checkpoint.checkpoint(
+            flash_attn_func, *inputs, use_reentrant=False,
+            context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(policy),
+        )  # fmt: skip
+        return found
+
+    with use_backend(backend):
+        right = gradients(flash_attn_func)
+        flash_attn_compat.reset_backend_counts()
+        found = gradients(selectively)
+    assert flash_attn_compat.backend_counts() == {backend: 1}
+    for x, y in zip(found, right, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_operations_are_counted_as_pytorch_counts_its_own_attention() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(b=2, sq=5, sk=9, h=4, hk=2, d=16))
+    with FlopCounterMode(display=False) as counter:
+        out = flash_attn_func(q, k, v, causal=True)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    by_heads = (2, 4, 5, 16), (2, 4, 9, 16), (2, 4, 9, 16)  # grouped heads count as if there were a key head for each
+    assert forward == sdpa_flop_count(*by_heads)
+    assert counter.get_total_flops() - forward == sdpa_backward_flop_count(by_heads[0], *by_heads)
+    assert forward == 2 * 2 * 2 * 4 * 5 * 9 * 16
+
+    cache, new, counts = [x.detach() for x in (q, k, v)], randn(2, 1, 2, 16), []
+    for run in (
+        lambda: flash_attn_varlen_func(*(x[0, :5] for x in (q, k, v)), cumulative(2, 3), cumulative(1, 4), 3, 4),
+        lambda: flash_attn_with_kvcache(*cache, cache_seqlens=ints(3, 7)),
+        lambda: flash_attn_with_kvcache(*cache, new, new, cache_seqlens=3),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        counts.append(counter.get_total_flops() / (2 * 2 * 4 * 16))
+    assert counts == [2 * 1 + 3 * 4, 5 * (3 + 7), 2 * 5 * 4]

@@ -151,21 +151,21 @@ def test_a_tensor_whose_value_counts_is_not_kept(function: str, monkeypatch: pyt
 
 
 @functions
-def test_a_bound_that_is_a_float_is_refused_after_a_call_with_the_same_integer(function: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "words"),
+    [
+        ("window_size", (1, 0), (1.0, 0), "window_size_left"),
+        ("softmax_scale", 0.5, "0.5", "softmax_scale"),
+        ("softmax_scale", 0.5, [0.5], "softmax_scale"),  # a list has no hash, so that no key holds it
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused_by_name_after_a_call_with_a_right_one(
+    name: str, right: Any, wrong: Any, words: str, function: str
+) -> None:
     arguments = FIRST[function].build().args
-    getattr(flash_attn_interface, function)(**arguments | {"window_size": (1, 0)})
-    with pytest.raises(RuntimeError, match="window_size_left"):
-        getattr(flash_attn_interface, function)(**arguments | {"window_size": (1.0, 0)})
-
-
-@functions
-@pytest.mark.parametrize("scale", [[0.5], "0.5"])
-def test_a_scale_that_is_no_number_is_refused_by_name_after_a_call_with_a_number(scale: Any, function: str) -> None:
-    """A list has no hash, so that no key holds it."""
-    arguments = FIRST[function].build().args
-    getattr(flash_attn_interface, function)(**arguments | {"softmax_scale": 0.5})
-    with pytest.raises(RuntimeError, match="softmax_scale"):
-        getattr(flash_attn_interface, function)(**arguments | {"softmax_scale": scale})
+    getattr(flash_attn_interface, function)(**arguments | {name: right})
+    with pytest.raises(RuntimeError, match=words):
+        getattr(flash_attn_interface, function)(**arguments | {name: wrong})
 
 
 @functions

@@ -209,23 +209,21 @@ def test_values_on_a_gpu_are_read_while_debugging_alone(debug: str, monkeypatch:
 
 
 @pytest.mark.gpu
-def test_sequences_longer_than_max_seqlen_are_found_on_a_gpu_while_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {name: tensor.cuda() for name, tensor in (ROWS | {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}).items()}
+@pytest.mark.parametrize(
+    ("starts", "longest", "words"),
+    [
+        (STARTS, 2, "max_seqlen_q must be at least the longest sequence's length, which is 6"),
+        (ints(5, 11), 16, "must start with 0"),
+    ],
+)
+def test_wrong_lengths_are_found_on_a_gpu_while_debugging(
+    starts: Tensor, longest: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {name: x.cuda() for name, x in (ROWS | {"cu_seqlens_q": starts, "cu_seqlens_k": starts}).items()}
+    packed(**given, max_seqlen_q=longest)
     monkeypatch.setenv(settings.DEBUG, "1")
-    with pytest.raises(RuntimeError, match="max_seqlen_q must be at least the longest sequence's length, which is 6"):
-        packed(**given, max_seqlen_q=2)
-
-
-@pytest.mark.gpu
-def test_lengths_in_the_place_of_starts_are_found_on_a_gpu_while_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu = {name: tensor.cuda() for name, tensor in ROWS.items()}
-    packed(**on_gpu, cu_seqlens_q=ints(5, 11).cuda(), cu_seqlens_k=ints(5, 11).cuda())
-    monkeypatch.setenv(settings.DEBUG, "1")
-    with pytest.raises(RuntimeError, match="must start with 0"):
-        packed(**on_gpu, cu_seqlens_q=ints(5, 11).cuda(), cu_seqlens_k=ints(5, 11).cuda())
-
-
-# ---------------------------------------------------------------- shapes and kinds of tensors
+    with pytest.raises(RuntimeError, match=words):
+        packed(**given, max_seqlen_q=longest)
 
 
 @pytest.mark.parametrize("label", CALLS)
@@ -272,6 +270,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("cache", {"num_splits": 129}, "num_splits > 128 not supported"),
     ("cache", {"cache_seqlens": ints(7, 30)}, "exceeds the capacity"),
     ("cache over pages", {"cache_seqlens": ints(7, 30)}, "capacity addressable by block_table"),
+    *(("cache over pages", {**dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin")), "cache_seqlens": lengths},
+       r"max\(seqlens_k\) \+ seqlen_knew \(= 33\) exceeds the capacity addressable by block_table")
+      for lengths in (33, ints(3, 33))),
     ("cache", {"k_cache": apart(CACHE["k_cache"])}, "k_cache must have contiguous last dimension"),
     ("cache", {"v_cache": apart(CACHE["v_cache"])}, "v_cache must have contiguous last dimension"),
     *((label, {"s_aux": s_aux, "alibi_slopes": None, **more}, words)

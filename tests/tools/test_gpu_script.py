@@ -249,7 +249,18 @@ def test_a_failure_is_made_small(wrong_alibi: None) -> None:
 
 # Their fixtures hand CPU tensors to code for GPUs.
 ACTING = (
-    "tests/answers/test_sdpa_on_amd.py",
+    *(
+        f"tests/answers/test_sdpa.py::test_{name}"
+        for name in (
+            "plain_and_causal_calls_are_served_where_the_trial_of_each_kind_is_right",
+            "a_trial_that_is_wrong_or_raises_is_a_reason",
+            "unsupported_calls_are_declined_without_a_smoke_test",
+            "calls_in_a_capture_are_declined_before_a_smoke_test",
+            "nvidias_gpus_are_left_to_others",
+            "a_call_is_dispatched_to_it_and_its_memory_is_laid_out_as_the_trials",
+            "declined_calls_go_to_chunked",
+        )
+    ),
     *(
         f"tests/kernels/test_verdicts.py::test_{name}"
         for name in (
