@@ -21,6 +21,8 @@ from flash_attn_compat.core.inputs import Options
 MOST_TOKENS = 2**30
 # Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
 _MAX_WINDOW = 2**29
+# Values of the kernels' macro LOCAL: how positions hide keys (cuda/scores/score.cuh). 0: not at all; 1: by a band.
+KERNEL_RULES = (0, 1)
 
 
 class Range(NamedTuple):
@@ -83,6 +85,21 @@ class Mask(NamedTuple):
         """The mask as fields of struct Params (cuda/base/params.cuh)."""
         left, right = self.window
         return {"window_left": min(left, _MAX_WINDOW), "window_right": min(right, _MAX_WINDOW)}
+
+    def kernel_rule(self, has_one_row: bool) -> int:
+        """Return the one of KERNEL_RULES for calls whose sequences have one row at most, or any number."""
+        # A single row is at the last key: no key is to its right.
+        return int(self.left is not None or (self.right is not None and not has_one_row))
+
+    @classmethod
+    def of_kernel_rule(cls, rule: int, is_narrow: bool) -> Mask:
+        """Return a mask of one of KERNEL_RULES for self-tests, which hides some of 45 keys or more."""
+        return cls(30 if is_narrow else 100, 3) if rule else _FULL
+
+    @property
+    def width(self) -> int | None:
+        """The most keys that one row sees; None if unbounded."""
+        return None if self.left is None or self.right is None else self.left + self.right + 1
 
     @property
     def is_full(self) -> bool:

@@ -200,15 +200,15 @@ DEVICE void compute_scores(Scores &S, const uint4 (*q)[PIECES], u32 q_at, const 
 
 // A lane's two rows, for change_scores() and hide_scores().
 struct QueryRows {
+  MaskRange<ROWS, KEYS> range;   // over the block's keys
   int at[2];   // positions
-  int end, before, after;   // the end of the block's keys; the window
   float scale[2];
   ScoreRule rules[2];   // of scores times scale
   DEVICE int row(int m, int r) const { return 0; }
   DEVICE int position(int m, int r) const { return at[r]; }
   DEVICE const ScoreRule &rule(int m, int r) const { return rules[r]; }
   DEVICE VisibleRows visible(int m, int r, int from) const {
-    return VisibleRows(at[r] - from, end - 1 - from, before, after);
+    return range.visible(at[r] - from, range.streamed - 1 - from);
   }
 };
 
@@ -288,8 +288,8 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
 
   // The keys that the tile's rows see, and this block's share of them.
   const int offset = seq.seqlen_k - seq.seqlen_q;
-  const int left = window(p.window_left), right = window(p.window_right);
-  const Range seen = visible_keys(tile.query(p, 0), tile.query(p, ROWS - 1) + 1, offset, seq.seqlen_k, left, right);
+  MaskRange<ROWS, KEYS> range = MaskRange<ROWS, KEYS>::of(p, 0, offset, seq.seqlen_k);
+  const Range seen = range.seen_by(tile.query(p, 0), tile.query(p, ROWS - 1) + 1);
   const int unit_keys = WARP_GROUPS * KEYS, group = warp / SPLIT_WARPS, side = warp % SPLIT_WARPS;
   const SplitRange share(p, seen, unit_keys, split);
   const int splits = share.splits, first = share.keys.first, end = share.keys.end;
@@ -313,7 +313,7 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   const float scale = p.softmax_scale * key_unit(p, tile.sequence, tile.head_k, LOUD_UNIT);
   load_rows(p, tile, q, rows, scale, side * W);
   rows.at[0] = tile.query(p, g) + offset, rows.at[1] = tile.query(p, g + 8) + offset;
-  rows.end = end, rows.before = left, rows.after = right;
+  rows.range = range, rows.range.streamed = end;
   if (!Q_IN_REGISTERS) {
     if (group == 0)
       UNROLLED(c, PIECES)

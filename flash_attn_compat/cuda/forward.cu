@@ -50,7 +50,7 @@ struct TileRows {
   DEVICE int position(int m, int r) const { return row(m, r) + range.shift; }
   DEVICE const ScoreRule &rule(int m, int r) const { return score_rule; }
   DEVICE VisibleRows visible(int m, int r, int from) const {
-    return VisibleRows(position(m, r) - from, range.streamed - 1 - from, range.before, range.after);
+    return range.visible(position(m, r) - from, range.streamed - 1 - from);
   }
 };
 
@@ -112,16 +112,14 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const Cached *k = (const Cached *)p.k + (PAGED ? 0 : b * p.k_s.batch) + (i64)head_k * p.k_s.head;
   const Cached *v = (const Cached *)p.v + (PAGED ? 0 : b * p.v_s.batch) + (i64)head_k * p.v_s.head;
   const int *pages = PAGED ? p.block_table + (i64)b * p.table_stride : nullptr;
-  const int left = window(p.window_left), right = window(p.window_right);
-  const WarpRange range = {first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, seq.seqlen_k, left, right};
+  const WarpRange range = WarpRange::of(p, first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, seq.seqlen_k);
 #if FLEX == 2   // places in the block's list of tiles, times STREAMED_ROWS
   static_assert(FLEX_BLOCK_Q % STATIONARY_ROWS == 0, "a block's rows lie in one block of the BlockMask");
   const int all_tiles = (seq.seqlen_k + STREAMED_ROWS - 1) / STREAMED_ROWS;
   const FlexTiles<FLEX_BLOCK_Q, FLEX_BLOCK_K, STREAMED_ROWS> listed(p.flex, KV_LISTS, b, head, first_row, all_tiles);
   Range keys = {0, listed.count * STREAMED_ROWS};
 #else
-  Range keys =
-      visible_keys(first_row, min(first_row + STATIONARY_ROWS, seq.seqlen_q), range.shift, seq.seqlen_k, left, right);
+  Range keys = range.seen_by(first_row, min(first_row + STATIONARY_ROWS, seq.seqlen_q));
   keys.first = keys.first / STREAMED_ROWS * STREAMED_ROWS;
 #endif
   int splits = 1;

@@ -88,8 +88,7 @@ struct StreamedTiles {
     rows = Operands::streamed_rows(tile.seq);
     shift = rows - tile.rows;
     const WarpRange range = warp_range(params, tile.first, shift, rows, 0);
-    const Range seen =
-        visible_keys(tile.first, min(tile.first + STATIONARY_ROWS, tile.rows), shift, rows, range.before, range.after);
+    const Range seen = range.seen_by(tile.first, min(tile.first + STATIONARY_ROWS, tile.rows));
     first = seen.first / STREAMED_ROWS;
     end = (seen.end + STREAMED_ROWS - 1) / STREAMED_ROWS;
     if (FEW_KEYS) first = 0, end = (rows + STREAMED_ROWS - 1) / STREAMED_ROWS;   // each row has a dq

@@ -59,12 +59,10 @@ DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dou
   return 13 - P_SHIFT - FLEX_SHIFT - max(of_dP, of_delta);   // |dP - delta| < 2^(1 + larger exponent + 1)
 }
 
-// ---- Which streamed rows a warp's stationary rows see. Queries from (key's position - right) to (position + left) see
-// a key.
+// ---- Which streamed rows a warp's stationary rows see.
 typedef MaskRange<WARP_ROWS, SCORED_ROWS> WarpRange;
 DEVICE WarpRange warp_range(const Params &p, int first, int shift, int streamed, int zero) {
-  const int left = window(p.window_left + zero), right = window(p.window_right + zero);
-  return {first + zero, shift + zero, streamed, KEYS_STATIONARY ? right : left, KEYS_STATIONARY ? left : right};
+  return WarpRange::of(p, first, shift, streamed, KEYS_STATIONARY, zero);
 }
 
 // The terms of the given LSE that depend on a row's position, and on its largest bias.
@@ -165,7 +163,7 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
       const int position = range.first + m * 16 + g + r * 8 + range.shift - tile - 2 * t;
-      visible[m][r] = VisibleRows(position, range.streamed - 1 - tile - 2 * t, range.before, range.after);
+      visible[m][r] = range.visible(position, range.streamed - 1 - tile - 2 * t);
       ahead[m][r] = (float)-position;
       along[m][r] = per_row * ahead[m][r];
     }

@@ -1,8 +1,8 @@
 // What happens to a score between the two products, in every kernel that computes scores: forward.cu, decode.cu,
 // dkdv.cu and dq.cu. The rules of softcap, biases, ALiBi and masks are here, and nowhere else:
 //
-//   which tiles hold a visible score, and which hide one      visible_keys, MaskRange; DenseMask (mask.cuh)
-//   which scores of a tile are hidden                         VisibleRows; DenseMask
+//   which tiles hold a visible score, and which hide one      MaskRange; DenseMask (mask.cuh)
+//   which scores of a tile are hidden                         MaskRange::visible; DenseMask
 //   what a visible score becomes, and its derivative          ScoreRule
 //
 // FLEX: a caller's own functions (flex.cuh) take part in each of the three.
@@ -13,27 +13,17 @@
 #include "scores/mask.cuh"
 #endif
 
-// ---- Windows and causal masks. Row i stands at key i + offset, and sees the keys from `left` before to `right` behind
-// that position.
+// ---- Masks by position: windows and causal masks. Row i stands at key i + offset, and sees the keys from window_left
+// before to window_right behind that position. A further rule is another value of LOCAL (kernel_rule in core/mask.py).
 
-// The keys [first, end) that any of the rows [row, row_end) sees.
+// Rows or keys [first, end).
 struct Range {
   int first, end;
 };
-DEVICE Range visible_keys(int row, int row_end, int offset, int seqlen_k, int left, int right) {
-  if (!LOCAL) return {0, seqlen_k};
-  return {max(0, row + offset - left), min(seqlen_k, row_end - 1 + offset + right + 1)};
-}
 
-DEVICE int window(int size) { return LOCAL && size >= 0 ? size : UNBOUNDED; }
-
-// The streamed rows [first, last] that a stationary row sees. All places are counted from a lane's first streamed row:
-// those of the stationary row's position, and of the last streamed row that exists.
+// The streamed rows [first, last] that a stationary row sees, counted from a lane's first streamed row.
 struct VisibleRows {
   int first, last;
-  DEVICE VisibleRows(int position, int last, int before, int after)   // the window around the position
-        : first(LOCAL ? position - before : 0), last(LOCAL ? min(last, position + after) : last) {}
-  DEVICE VisibleRows() {}   // set later
   // Compiler steering: `||` would be a branch.
   DEVICE bool hides(int i) const { return (i > last) | (LOCAL && i < first); }
 };
@@ -44,6 +34,22 @@ template <int ROWS, int TILE> struct MaskRange {
   int first, shift;   // the first stationary row; row i stands at streamed row i + shift
   int streamed;   // number of streamed rows
   int before, after;   // the window
+  // of_keys: whether the stationary rows are keys; zero: 0, for compiler steering
+  static DEVICE MaskRange of(const Params &p, int first, int shift, int streamed, bool of_keys = false, int zero = 0) {
+    const int left = window(p.window_left + zero), right = window(p.window_right + zero);
+    return {first + zero, shift + zero, streamed, of_keys ? right : left, of_keys ? left : right};
+  }
+  static DEVICE int window(int size) { return LOCAL && size >= 0 ? size : UNBOUNDED; }
+  // The streamed rows that any of the stationary rows [row, row_end) sees.
+  DEVICE Range seen_by(int row, int row_end) const {
+    if (!LOCAL) return {0, streamed};
+    return {max(0, row + shift - before), min(streamed, row_end - 1 + shift + after + 1)};
+  }
+  // Those that the stationary row at a position sees. last: the last one that exists. Both count from a lane's first
+  // streamed row.
+  DEVICE VisibleRows visible(int position, int last) const {
+    return {LOCAL ? position - before : 0, LOCAL ? min(last, position + after) : last};
+  }
   DEVICE bool sees_some(int tile) const {
     return tile <= first + ROWS - 1 + shift + after && tile + TILE - 1 >= first + shift - before;
   }

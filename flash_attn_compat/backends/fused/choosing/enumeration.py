@@ -27,6 +27,7 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     half_of,
 )
 from flash_attn_compat.backends.fused.choosing.variants import MAKERS, Variant, backward_entries
+from flash_attn_compat.core.mask import KERNEL_RULES
 
 
 def _with_few_keys(kind: Kind) -> Iterator[Kind]:
@@ -37,8 +38,9 @@ def _with_few_keys(kind: Kind) -> Iterator[Kind]:
 def every_kind(number: int) -> Iterator[Kind]:
     """Every kind of call that may be asked for on an architecture."""
     types = (FP16, BF16) if number >= 80 else (FP16, BF16_AS_FP16)
-    flags = itertools.product((False, True), repeat=5)
-    for (local, alibi, softcap, dropout, paged), type, D, vec in itertools.product(flags, types, HEAD_DIMS, (8, 1)):
+    flags = itertools.product((False, True), repeat=4)
+    choices = itertools.product(KERNEL_RULES, flags, types, HEAD_DIMS, (8, 1))
+    for local, (alibi, softcap, dropout, paged), type, D, vec in choices:
         for window, few_rows in itertools.product((None, NARROW) if local else (None,), (False, True)):
             features = Features(local, alibi, softcap, dropout, paged)
             kind = Kind(number, type, Sizes(D, window=window, vec=vec), features, Hints(few_rows))

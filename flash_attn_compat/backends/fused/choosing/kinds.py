@@ -63,13 +63,13 @@ class Sizes(NamedTuple):
 class Features(NamedTuple):
     """What a call asks for beyond dense attention. Each is a macro of its name; without it the macro is 0.
 
-    local: whether positions hide keys: causal, or a window
+    local: how positions hide keys, one of KERNEL_RULES of core/mask.py; 0 if they hide none
     copied: whether streamed rows are fp16 copies of bf16
     bias, bias_pairs: of a dense mask, as in cuda/scores/mask.cuh; 0 without one
     cache: E4M3 or E5M2, of 8-bit keys and values; 0 if they are in q's dtype. bf16 queries then are BF16_AS_FP16
     """
 
-    local: bool = False
+    local: int = 0
     alibi: bool = False
     softcap: bool = False
     dropout: bool = False

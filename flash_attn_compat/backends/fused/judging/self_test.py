@@ -216,7 +216,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
         k=k,
         v=v,
         softmax_scale=dim**-0.5,
-        mask=Mask(100 if kind.sizes.window is None else 30, 3) if kind.features.local else Mask(None, None),
+        mask=Mask.of_kernel_rule(kind.features.local, kind.sizes.window is not None),
         max_seqlen_q=rows[1] if len(rows) == 2 else max(_ROWS),
         max_seqlen_k=keys[-1] if is_dense else max(lengths),
         softcap=_SOFTCAP if kind.features.softcap else 0.0,

@@ -28,13 +28,9 @@ from flash_attn_compat.core import dropout
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall
 
-# Longer than any sequence that fits a GPU, and small enough for the kernels to add it to positions.
-_MAX_WINDOW = 2**29
-
 
 def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     """Return a call's kind. decodes: for the decode kernel, which rejects sequences longer than max_rows."""
-    left, right = call.mask.left, call.mask.right
     has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
     device, number = call.q.device, nvrtc.target_number(call.q.get_device())
     half = FP16 if call.q.dtype == torch.float16 else BF16
@@ -43,15 +39,14 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
     fills = not is_plain or grids.fills_gpu(
         max_rows(call), max_keys(call), call.batch * call.nheads, count_multiprocessors(call.q.get_device())
     )
-    # A single row is at the last key: no key is to its right.
-    local, size = left is not None or (right is not None and not has_one_row), max(call.q.shape[-1], call.v.shape[-1])
+    local, size = call.mask.kernel_rule(has_one_row), max(call.q.shape[-1], call.v.shape[-1])
     rows, longest = max_rows(call), max(max_rows(call), max_keys(call))
-    few_rows = grids.takes_small_tiles(rows, size, local) if number < 80 else rows <= FEW_ROWS
+    few_rows = grids.takes_small_tiles(rows, size, local > 0) if number < 80 else rows <= FEW_ROWS
     is_long = call.bias is not None or call.block_table is not None
     sizes = Sizes(
         head_dim=call.q.shape[-1],
         head_dim_v=call.v.shape[-1],
-        window=None if left is None or right is None else left + right + 1,
+        window=call.mask.width,
         vec=vec,
     )
     features = Features(
@@ -150,10 +145,9 @@ def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
     """Return the number of blocks that share the keys of each of a call's ``tiles``."""
     if tiles > workspaces.COUNTERS:  # enough tiles to fill any GPU
         return 1
-    left, right = call.mask.left, call.mask.right
-    keys = max_keys(call)
-    if left is not None and right is not None:
-        keys = min(keys, left + min(max_rows(call), variant.rows) + right)
+    keys, width = max_keys(call), call.mask.width
+    if width is not None:
+        keys = min(keys, width + min(max_rows(call), variant.rows) - 1)
     return grids.count_splits(variant, tiles, keys, count_resident(call, variant))
 
 

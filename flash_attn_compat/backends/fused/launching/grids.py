@@ -143,7 +143,7 @@ def count_head_splits(variant: Variant, blocks: int, group: int, rows: int, resi
     resident: the GPU's resident blocks
     """
     # Under a mask some blocks finish early: twice as many blocks keep the GPU busy.
-    room = resident * (1 + dict(variant.macros).get("LOCAL", 0))
+    room = resident * (2 if dict(variant.macros).get("LOCAL") else 1)
     most = max(1, min(room // blocks, group, group * rows // _SPLIT_ROWS))
     return -(-group // -(-group // most))
 

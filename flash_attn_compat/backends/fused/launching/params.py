@@ -11,6 +11,8 @@ import functools
 import struct
 from collections.abc import Collection
 
+from flash_attn_compat.core.mask import Mask
+
 # Names in the order of the C struct. Types are struct's codes: Q an address, q a long long, i an int, f a float.
 ADDRESSES = (
     "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "bias",
@@ -34,7 +36,7 @@ _STRIDES = (
 _LONGS = ("lse_batch", "lse_head")
 _INTS = (
     "slopes_batch", "table_stride", "batch", "nheads", "nheads_k", "group", "seqlen_q", "total_q", "total_k",
-    "seqlen_new", "head_dim", "head_dim_v", "window_left", "window_right", "page_size", "pages_per_sequence",
+    "seqlen_new", "head_dim", "head_dim_v", *Mask().kernel_fields, "page_size", "pages_per_sequence",
     "num_pages", "tiles", "splits", "resident", "varlen_tiles", "rotary_dim", "rotary_interleaved", "rotary_rows",
     "rotary_row_stride", "rotate_rows_apart", "lse_has_position", "bias_key", "bias_batch", "bias_head",
     "bias_rows", "bias_bands", "bias_chunks", "dropout_limit",
