@@ -95,7 +95,7 @@ class Driver:
 
 def unpack(content: bytes) -> dict[str, Any]:
     fields = (*params.HEAD_FIELDS, *params.REST_FIELDS)
-    values = iter(struct.unpack_from("<" + "".join(kind for _, kind in fields), content))
+    values = iter(struct.unpack_from("@" + "".join(kind for _, kind in fields), content))
     return {name: tuple(next(values) for _ in kind) if len(kind) > 1 else next(values) for name, kind in fields}
 
 

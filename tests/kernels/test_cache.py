@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import re
 import shutil
@@ -403,9 +402,10 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_log(
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to ask for the layout of the C struct")
 def test_python_and_c_agree_on_every_field(tmp_path: Path) -> None:
-    ends = itertools.accumulate((struct.calcsize(f"<{kind}") for _, kind in FIELDS), initial=0)
+    kinds = [kind for _, kind in FIELDS]
+    starts = [struct.calcsize("@" + "".join(kinds[:at]) + f"0{kind[0]}") for at, kind in enumerate((*kinds, "q"))]
     places = [*(f"offsetof(Params, {name})" for name, _ in FIELDS), "sizeof(Params)"]
-    asserted = [f"static_assert({place} == {end});" for place, end in zip(places, ends, strict=True)]
+    asserted = [f"static_assert({place} == {start});" for place, start in zip(places, starts, strict=True)]
     program = tmp_path / "layout.cpp"
     program.write_text("\n".join(["#include <cstddef>", '#include "base/params.cuh"', *asserted]))
     command = ["g++", "-std=c++17", "-w", "-fsyntax-only", f"-I{nvrtc.SOURCES}", str(program)]

@@ -40,7 +40,7 @@ TWO_BLOCKS = variants.forward(
     Kind(75, FP16, Sizes(128), hints=Hints(few_rows=True))
 )  # of 32 KB each on a multiprocessor
 LARGE = variants.forward(Kind(75, FP16, Sizes(256)))
-PARAMS = struct.calcsize("<" + "".join(kind for _, kind in (*params.HEAD_FIELDS, *params.REST_FIELDS)))
+PARAMS = struct.calcsize("@" + "".join(kind for _, kind in (*params.HEAD_FIELDS, *params.REST_FIELDS)))
 STREAM = 2**40 + 64
 OWN_CONTEXT, OTHER_CONTEXT = 0x7100000000 + 1000, 0x7100000000 + 1001  # of GPUs 0 and 1
 GLOBAL, RELAXED = 0, 2

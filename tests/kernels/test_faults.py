@@ -29,7 +29,7 @@ from tests.forms.support import close
 from tests.kernels import fused_on_cpu
 from tests.tools.interpreters import CAN_FORK, forked, forked_each
 
-PARAMS = struct.calcsize("<" + "".join(kind for _, kind in (*params.HEAD_FIELDS, *params.REST_FIELDS)))
+PARAMS = struct.calcsize("@" + "".join(kind for _, kind in (*params.HEAD_FIELDS, *params.REST_FIELDS)))
 TRIAL = "tried-abc"
 needs_fork = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
 

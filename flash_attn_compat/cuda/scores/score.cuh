@@ -24,6 +24,9 @@ struct Range {
 // The streamed rows [first, last] that a stationary row sees, counted from a lane's first streamed row.
 struct VisibleRows {
   int first, last;
+  DEVICE VisibleRows(int position, int last, int before, int after)   // the window around the position
+        : first(LOCAL ? position - before : 0), last(LOCAL ? min(last, position + after) : last) {}
+  DEVICE VisibleRows() {}   // set later
   // Compiler steering: `||` would be a branch.
   DEVICE bool hides(int i) const { return (i > last) | (LOCAL && i < first); }
 };
@@ -47,9 +50,7 @@ template <int ROWS, int TILE> struct MaskRange {
   }
   // Those that the stationary row at a position sees. last: the last one that exists. Both count from a lane's first
   // streamed row.
-  DEVICE VisibleRows visible(int position, int last) const {
-    return {LOCAL ? position - before : 0, LOCAL ? min(last, position + after) : last};
-  }
+  DEVICE VisibleRows visible(int position, int last) const { return VisibleRows(position, last, before, after); }
   DEVICE bool sees_some(int tile) const {
     return tile <= first + ROWS - 1 + shift + after && tile + TILE - 1 >= first + shift - before;
   }

@@ -111,4 +111,4 @@ def split_at_tail(packed: bytes, tail: struct.Struct | None) -> tuple[bytes, byt
 @functools.cache
 def _rest_struct(has_flex: bool) -> struct.Struct:
     kinds = (*REST_FIELDS, *FLEX_FIELDS) if has_flex else REST_FIELDS
-    return struct.Struct("<" + "".join(kind for _, kind in kinds))
+    return struct.Struct("@" + "".join(kind for _, kind in kinds))  # aligned as in C
