@@ -12,8 +12,8 @@ import flash_attn_compat
 from flash_attn_compat import settings
 from flash_attn_compat.dropin import named_attention
 from flash_attn_compat.dropin.install import install
-from tests.dropin.environment import Environment
 from tests.forms.plain import pairwise, some
+from tests.forms.support import Environment
 from tests.tools.interpreters import WITHOUT_TORCH, forked, forked_child
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

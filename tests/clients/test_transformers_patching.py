@@ -7,8 +7,8 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat.dropin import attention_function
-from tests.dropin.environment import Environment
 from tests.forms.inputs import UNSEEN
+from tests.forms.support import Environment
 from tests.tools.interpreters import WITHOUT_TORCH, forked, forked_child
 
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import pickle
 import pickletools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as current
 from flash_attn_compat.dropin import patch, patched, unpatch
-from tests.dropin.environment import write_package
 from tests.forms.inputs import cumulative, qkv, randn
+from tests.forms.support import write_package
 from tests.tools.interpreters import forked, forked_each
 
 VARIABLE = "FLASH_ATTN_COMPAT_API"
@@ -83,13 +82,10 @@ def test_positional_arguments_land_where_2_6_had_them(old: Any) -> None:
     norm = old("ops.triton.layer_norm").RMSNorm(8, 1e-5, 0.0, "cpu", torch.float16)
     assert norm.weight.dtype == torch.float16
 
-
-def test_a_function_with_fewer_arguments_refuses_those_of_2_8_and_is_pickled_as_2_6s(old: Any) -> None:
-    module = old("ops.triton.layer_norm")
-    with pytest.raises(TypeError, match="zero_centered_weight"):
-        module.rms_norm_fn(randn(3, 8), randn(8), None, zero_centered_weight=True)
-    found = pickle.loads(pickle.dumps(module.rms_norm_fn))
-    assert found is module.rms_norm_fn and found.__module__ == "flash_attn.ops.triton.layer_norm"
+    function = old("ops.triton.layer_norm").rms_norm_fn
+    with pytest.raises(TypeError, match="zero_centered_weight"):  # an argument of 2.8
+        function(x, weight, None, zero_centered_weight=True)
+    assert b"flash_attn.ops.triton.layer_norm" in pickle.dumps(function)
 
 
 def test_unchanged_functions_are_shared_and_our_modules_stay_untouched(old: Any) -> None:
@@ -110,25 +106,21 @@ def test_unchanged_functions_are_shared_and_our_modules_stay_untouched(old: Any)
         old("ops.not_there")
 
 
-def test_version_metadata_and_raw_module_are_of_2_6_3_until_unpatch() -> None:
-    patch(api="2.6")
-    assert importlib.import_module("flash_attn").__version__ == "2.6.3"
-    for name in ("flash-attn", "flash_attn", "Flash.Attn"):
-        assert importlib.metadata.version(name) == "2.6.3"
-    assert set(importlib.metadata.packages_distributions()["flash_attn"]) == {"flash-attn"}
-    assert importlib.import_module("flash_attn_2_cuda").__name__ == "flash_attn_compat.api_2_6.flash_attn_2_cuda"
-    unpatch()
-    with patched():
-        assert importlib.import_module("flash_attn").__version__ == importlib.metadata.version("flash-attn") == "2.8.3"
-
-
-def test_the_variable_asks_as_the_argument_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "2.6")
-    for options, version in (({}, "2.6.3"), ({"api": "2.8"}, "2.8.3")):
+def test_version_metadata_and_raw_module_are_of_2_6_3_until_unpatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the argument or the variable, whose word counts less."""
+    for variable, options, version in (
+        (None, {"api": "2.6"}, "2.6.3"), (None, {}, "2.8.3"), ("2.6", {}, "2.6.3"), ("2.6", {"api": "2.8"}, "2.8.3")
+    ):  # fmt: skip
+        if variable:
+            monkeypatch.setenv(VARIABLE, variable)
         with patched(**options):
             assert importlib.import_module("flash_attn").__version__ == version
-            assert importlib.metadata.version("flash-attn") == version
-        assert os.environ[VARIABLE] == "2.6"
+            for name in ("flash-attn", "flash_attn", "Flash.Attn"):
+                assert importlib.metadata.version(name) == version
+            assert set(importlib.metadata.packages_distributions()["flash_attn"]) == {"flash-attn"}
+            place = "api_2_6.flash_attn_2_cuda" if version == "2.6.3" else "flash_attn_2_cuda"
+            assert importlib.import_module("flash_attn_2_cuda").__name__ == f"flash_attn_compat.{place}"
+        assert os.environ.get(VARIABLE) == variable
 
 
 def test_unknown_interfaces_and_changes_of_mind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +140,6 @@ def test_unknown_interfaces_and_changes_of_mind_are_refused(monkeypatch: pytest.
 WAYS = [
     "from flash_attn.layers import rotary as m",
     "import flash_attn.layers as l; m = l.rotary",
-    "import flash_attn.layers.rotary as m",
-    "from flash_attn.ops.triton import layer_norm as m",
     "import flash_attn.ops as o; m = o.triton.layer_norm",
     "import flash_attn; from flash_attn import bert_padding as m",
     "import flash_attn.ops.triton.cross_entropy, flash_attn; m = flash_attn.ops.triton.cross_entropy",
@@ -257,7 +247,6 @@ def answer(model):
     hidden, same = model["second"](hidden)
     return model["loss"](model["third"](hidden).flatten(0, 1), torch.tensor([1, 2, 3])) + rest.sum() + same.sum()
 """
-NO_COMPAT = "import sys; sys.modules['flash_attn_compat'] = None\n"
 
 
 @pytest.fixture
@@ -275,38 +264,43 @@ def real(tmp_path: Path) -> Path:
     return package.parent
 
 
-@pytest.mark.parametrize("api", ["2.6", "2.8"])
-def test_a_model_saved_under_the_name_loads_where_only_flash_attn_is_and_comes_back(
-    real: Path, tmp_path: Path, api: str
-) -> None:
-    here, there = str(tmp_path / "here.pt"), str(tmp_path / "there.pt")
-    save = forked(
-        f"import flash_attn_compat; flash_attn_compat.patch({api!r})\n{MODEL}{ANSWER}"
-        f"torch.save((model, answer(model)), {here!r})"
-    )
-    assert save.returncode == 0, save.stderr
-    visit = forked(
-        f"{NO_COMPAT}sys.path.insert(0, {str(real)!r})\nimport torch\n"
-        f"model, expected = torch.load({here!r}, weights_only=False)\n"
-        "modules = {type(m).__module__ for m in model.modules()}\n"
-        "assert {'flash_attn.modules.mha', 'flash_attn.modules.mlp', 'flash_attn.layers.rotary'} <= modules, modules\n"
-        "for m in model.modules(): vars(m).pop('pos_idx_in_fp32', None)  # which 2.8.3 has no more\n"
-        f"torch.save((model, expected), {there!r})"
-    )
-    assert visit.returncode == 0, visit.stderr
-    back = forked(
-        f"import flash_attn_compat; flash_attn_compat.patch({api!r})\n{ANSWER}import torch\n"
-        f"model, expected = torch.load({there!r}, weights_only=False)\n"
-        "torch.testing.assert_close(answer(model), expected)"
-    )
-    assert back.returncode == 0, back.stderr
+def test_a_model_saved_under_the_name_loads_where_only_flash_attn_is_and_comes_back(real: Path, tmp_path: Path) -> None:
+    place = f"for api in ('2.6', '2.8'):\n    path = {str(tmp_path)!r} + '/' + api"
+    for code in (
+        f"""{ANSWER}
+import flash_attn_compat, torch
+{place}
+    with flash_attn_compat.patched(api):
+        exec({MODEL!r})
+        torch.save((model, answer(model)), path)
+""",
+        f"""
+import sys; sys.modules['flash_attn_compat'] = None
+sys.path.insert(0, {str(real)!r})
+import torch
+{place}
+    model, expected = torch.load(path, weights_only=False)
+    modules = {{type(m).__module__ for m in model.modules()}}
+    assert {{'flash_attn.modules.mha', 'flash_attn.modules.mlp', 'flash_attn.layers.rotary'}} <= modules, modules
+    for m in model.modules(): vars(m).pop('pos_idx_in_fp32', None)  # which 2.8.3 has no more
+    torch.save((model, expected), path)
+""",
+        f"""{ANSWER}
+import flash_attn_compat, torch
+{place}
+    with flash_attn_compat.patched(api):
+        model, expected = torch.load(path, weights_only=False)
+        torch.testing.assert_close(answer(model), expected)
+""",
+    ):
+        done = forked(code)
+        assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("names", [CLASSES, FUNCTIONS], ids=["classes", "functions"])
-def test_everything_is_pickled_by_the_module_in_which_flash_attn_defines_it(names: dict[str, str]) -> None:
+def test_everything_is_pickled_by_the_module_in_which_flash_attn_defines_it() -> None:
     patch()
-    for below, listed in names.items():
-        for name in listed.split():
+    for names in (CLASSES, FUNCTIONS):
+        for below, name in ((below, name) for below, listed in names.items() for name in listed.split()):
             value = getattr(importlib.import_module(f"flash_attn.{below}"), name)
             written = pickle.dumps(value, protocol=0)
             assert written.startswith(f"cflash_attn.{below}\n{name}\n".encode())
@@ -342,14 +336,10 @@ def test_every_global_of_a_pickle_can_be_looked_up_under_either_interface() -> N
         with patched(api):
             for below in CLASSES | FUNCTIONS:
                 module = importlib.import_module(f"flash_attn.{below}")
-                for value in public(vars(module)):
-                    assert pickle.loads(pickle.dumps(value)) is value
-
-
-def public(namespace: dict[str, object]) -> Iterator[object]:
-    for name, value in namespace.items():
-        if getattr(value, "__qualname__", None) == name and getattr(value, "__module__", "").startswith("flash_attn"):
-            yield value
+                for name, value in vars(module).items():
+                    home = getattr(value, "__module__", None) or ""
+                    if getattr(value, "__qualname__", None) == name and home.startswith("flash_attn"):
+                        assert pickle.loads(pickle.dumps(value)) is value
 
 
 def test_a_pickle_under_the_name_holds_no_name_of_ours() -> None:

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,9 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import fa3, fa4
 from flash_attn_compat import flash_attn_interface as fa2
-from tests.dropin.environment import write_package
 from tests.forms.inputs import cumulative, ints, qkv, randn
 from tests.forms.plain import assert_as_good_as_plain, pairwise
+from tests.forms.support import write_package
 
 FA3_NAME = "flash_attn_interface"
 
@@ -28,11 +29,13 @@ def grouped(seqlen_q=5, seqlen_k=5):
     return qkv(2, seqlen_q, seqlen_k, h=4, hk=2, d=8)
 
 
-def test_the_name_is_there_only_where_it_is_asked_for():
+def test_the_name_of_flash_attention_3_is_there_only_where_it_is_asked_for():
     flash_attn_compat.patch()
     assert importlib.util.find_spec(FA3_NAME) is None
     flash_attn_compat.patch(interfaces=("fa3",))
-    assert importlib.import_module(FA3_NAME).flash_attn_func is fa3.flash_attn_func
+    module = importlib.import_module(FA3_NAME)
+    for name in ("flash_attn_func", "_flash_attn_forward", "_flash_attn_backward"):
+        assert getattr(module, name) is getattr(fa3, name)
     assert importlib.metadata.packages_distributions()[FA3_NAME] == ["flash-attn-3"]
     flash_attn_compat.unpatch()
     assert importlib.util.find_spec(FA3_NAME) is None
@@ -91,23 +94,17 @@ REFUSED = "qv q_descale k_descale v_descale attention_chunk seqused_q seqused_k 
 REFUSED += "rotary_seqlens num_heads_q"
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (function, name)
-        for function in fa3.__all__
-        for name, parameter in inspect.signature(getattr(fa3, function)).parameters.items()
-        if name in REFUSED.split()
-        and parameter.default is not parameter.empty
-        and (function, name) not in {("flash_attn_with_kvcache", f"{x}_descale") for x in "kv"}  # of 8-bit caches
-    ],
-)
-def test_unsupported_arguments_are_refused_by_name(function, name):
+@pytest.mark.parametrize("function", fa3.__all__)
+def test_unsupported_arguments_are_refused_by_name(function):
     parameters = inspect.signature(getattr(fa3, function)).parameters
     required = {key: torch.zeros(1) for key, parameter in parameters.items() if parameter.default is parameter.empty}
-    given = 4 if name in ("attention_chunk", "num_heads_q") else torch.ones(1)
-    with pytest.raises(NotImplementedError, match=f"^{name} of FlashAttention-3 is not served"):
-        getattr(fa3, function)(**required, **{name: given})
+    served = required.keys() | ({"k_descale", "v_descale"} if "kvcache" in function else set())  # of 8-bit caches
+    refused = [name for name in REFUSED.split() if name in parameters and name not in served]
+    assert refused
+    for name in refused:
+        given = 4 if name in ("attention_chunk", "num_heads_q") else torch.ones(1)
+        with pytest.raises(NotImplementedError, match=f"^{name} of FlashAttention-3 is not served"):
+            getattr(fa3, function)(**required, **{name: given})
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -148,27 +145,15 @@ def test_the_private_backward_takes_minus_infinity_of_rows_that_see_no_key():
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("name", ["k_new", "seqused_k", "page_table", "leftpad_k", "rotary_cos", "q_descale"])
-def test_the_private_forward_refuses_cache_arguments(name):
+def test_the_private_forward_refuses_cache_arguments_and_packed_sequences_without_their_longest():
     names = list(inspect.signature(fa3._flash_attn_forward).parameters)[3:24]
-    arguments = dict.fromkeys(names) | {name: torch.ones(1), "causal": False}
-    with pytest.raises(NotImplementedError, match=f"^{name} of FlashAttention-3"):
-        fa3._flash_attn_forward(*grouped(), **arguments)
-
-
-def test_packed_sequences_without_their_longest_are_refused():
-    starts = torch.tensor([0, 5, 10], dtype=torch.int32)
-    names = list(inspect.signature(fa3._flash_attn_forward).parameters)[3:24]
-    arguments = dict.fromkeys(names) | {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": False}
+    nothing = dict.fromkeys(names) | {"causal": False}
+    for name in ("k_new", "seqused_k", "page_table", "leftpad_k", "rotary_cos", "q_descale"):
+        with pytest.raises(NotImplementedError, match=f"^{name} of FlashAttention-3"):
+            fa3._flash_attn_forward(*grouped(), **nothing | {name: torch.ones(1)})
+    starts = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cumulative(5, 5))
     with pytest.raises(ValueError, match=r"packed sequences need .* got max_seqlen_q=None"):
-        fa3._flash_attn_forward(*(x.flatten(0, 1) for x in grouped()), **arguments)
-
-
-def test_the_private_functions_stand_under_the_name():
-    with flash_attn_compat.patched(interfaces=("fa3",)):
-        module = importlib.import_module(FA3_NAME)
-    assert module._flash_attn_forward is fa3._flash_attn_forward
-    assert module._flash_attn_backward is fa3._flash_attn_backward
+        fa3._flash_attn_forward(*(x.flatten(0, 1) for x in grouped()), **nothing | starts)
 
 
 # ---------------------------------------------------- FlashAttention-4's functions, on each sequence by itself, in fp64
@@ -198,11 +183,8 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = [
-    Layout(q, k, uses_rows, uses_keys)
-    for q in ("dense", "packed")
-    for k in ("dense", "packed", "paged")
-    for uses_rows in (False, True)
-    for uses_keys in (False, True)
+    Layout(*axes)
+    for axes in itertools.product(("dense", "packed"), ("dense", "packed", "paged"), (False, True), (False, True))
 ]
 
 
@@ -225,7 +207,8 @@ def test_dense_calls_and_gradients_match_flash_attn_2() -> None:
 )
 def test_each_layout_matches_each_sequence_by_itself(layout: Layout, option: int, dtype: torch.dtype) -> None:
     ours, theirs = OPTIONS[option]
-    q, k, v = _sequences(dtype)
+    # v is narrower, and groups of two heads share a key head.
+    q, k, v = (randn(4, 6, *sizes, seed=seed, dtype=dtype) for seed, sizes in enumerate(((4, 8), (2, 8), (2, 5))))
     lengths, places = _arguments(layout)
     leaves = [x.requires_grad_(layout.k != "paged") for x in (_lay(q, layout.q), _lay(k, layout.k), _lay(v, layout.k))]
     out, lse = fa4.flash_attn_varlen_func(*leaves, return_lse=True, **places, **ours)
@@ -249,15 +232,6 @@ def test_each_layout_matches_each_sequence_by_itself(layout: Layout, option: int
         )
 
 
-def _sequences(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as (batch, seqlen, heads, head_dim); v is narrower, and groups of two heads share a key head."""
-    return (
-        randn(4, 6, 4, 8, dtype=dtype),
-        randn(4, 6, 2, 8, seed=1, dtype=dtype),
-        randn(4, 6, 2, 5, seed=2, dtype=dtype),
-    )
-
-
 def _lay(x: Tensor, kind: str) -> Tensor:
     if kind == "paged":
         return x.unflatten(1, (-1, PAGE)).flatten(0, 1).flip(0)
@@ -267,17 +241,18 @@ def _lay(x: Tensor, kind: str) -> Tensor:
 def _arguments(layout: Layout) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """The lengths of rows and keys, and the call's arguments for them. Each sequence has 6 places."""
     places: dict[str, Any] = {}
+    full = (6,) * 4
     if layout.q == "packed":
-        places |= {"cu_seqlens_q": cumulative(6, 6, 6, 6), "max_seqlen_q": 6}
+        places |= {"cu_seqlens_q": cumulative(*full), "max_seqlen_q": 6}
     if layout.k == "packed":
-        places |= {"cu_seqlens_k": cumulative(6, 6, 6, 6)}
+        places |= {"cu_seqlens_k": cumulative(*full)}
     if layout.k == "paged":
         places |= {"page_table": 11 - torch.arange(12, dtype=torch.int32).unflatten(0, (4, 3))}
     if layout.uses_rows:
         places |= {"seqused_q": ints(*ROWS)}
     if layout.uses_keys:
         places |= {"seqused_k": ints(*KEYS)}
-    return (ROWS if layout.uses_rows else (6,) * 4, KEYS if layout.uses_keys else (6,) * 4), places
+    return (ROWS if layout.uses_rows else full, KEYS if layout.uses_keys else full), places
 
 
 def _each_by_itself(
@@ -322,18 +297,13 @@ CUTE = "qv gather_kv_indices score_mod score_mod_bwd mask_mod aux_tensors aux_sc
 CUTE += "block_sparse_tensors_bwd"
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (function, name)
-        for function in fa4.__all__
-        for name in inspect.signature(getattr(fa4, function)).parameters
-        if name in CUTE.split()
-    ],
-)
-def test_arguments_of_cute_are_refused_by_name(function: str, name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"^{name} of FlashAttention-4 is not served"):
-        getattr(fa4, function)(*qkv(), **{name: (torch.ones(1),)})
+@pytest.mark.parametrize("function", fa4.__all__)
+def test_arguments_of_cute_are_refused_by_name(function: str) -> None:
+    refused = [name for name in CUTE.split() if name in inspect.signature(getattr(fa4, function)).parameters]
+    assert refused
+    for name in refused:
+        with pytest.raises(NotImplementedError, match=f"^{name} of FlashAttention-4 is not served"):
+            getattr(fa4, function)(*qkv(), **{name: (torch.ones(1),)})
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -374,24 +344,20 @@ def test_the_name_of_flash_attention_4_is_there_only_where_it_is_asked_for(impor
     flash_attn_compat.unpatch()
 
 
-def test_an_installed_flash_attention_4_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_an_installed_flash_attention_4_stays_and_its_early_copy_gives_way(
+    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn 2.8.3 has such a copy, and is no distribution flash-attn-4."""
     write_package(tmp_path, None, cute="answer = 4\n")
-    info = tmp_path / "flash_attn_4-4.0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0\n")
+    if is_installed:
+        info = tmp_path / "flash_attn_4-4.0.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    with flash_attn_compat.patched(interfaces=("fa4",)):
-        assert importlib.import_module(FA4_NAME).answer == 4
-
-
-def test_the_early_copy_in_a_package_flash_attn_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn 2.8.3 has one, and is no distribution flash-attn-4."""
-    write_package(tmp_path, None, cute="answer = 4\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    flash_attn_compat.patch()
+    flash_attn_compat.patch(interfaces=("fa4",) if is_installed else ())
     assert importlib.import_module(FA4_NAME).answer == 4
     flash_attn_compat.patch(interfaces=("fa4",))
-    assert importlib.import_module(FA4_NAME).flash_attn_func is fa4.flash_attn_func
+    assert hasattr(importlib.import_module(FA4_NAME), "answer" if is_installed else "flash_attn_func")
     flash_attn_compat.unpatch()

@@ -20,34 +20,48 @@ import flash_attn_compat
 from flash_attn_compat import cli
 from flash_attn_compat.dropin import install as installation
 from flash_attn_compat.dropin.install import InstallError, install, installed, uninstall
-from tests.dropin.environment import REPOSITORY, Environment, write_package
-from tests.tools.interpreters import CAN_FORK, forked, forked_each, fresh
-
-
-@pytest.fixture(scope="module")
-def shared_environment(tmp_path_factory) -> Environment:
-    return Environment(tmp_path_factory.mktemp("venv") / "env")
+from tests.forms.support import Environment, write_package
+from tests.tools.interpreters import CAN_FORK, REPOSITORY, forked, forked_each, fresh
 
 
 @pytest.fixture
-def environment(shared_environment):
-    yield shared_environment
-    shared_environment.command("uninstall")
-    assert shared_environment.files() == shared_environment.clean
-
-
-@pytest.fixture
-def installed_environment(environment):
-    answer = environment.command("install")
-    assert answer.returncode == 0, answer.stderr
-    return environment
+def environment(tmp_path) -> Environment:
+    return Environment(tmp_path / "env")
 
 
 # find_spec would make setuptools take this process for pip.
 HAS_PIP = "pip" in importlib.metadata.packages_distributions()
 
 
-def test_the_import_system_the_metadata_and_pip_find_it(installed_environment):
+def test_an_installation_is_found_stays_the_same_when_repeated_and_leaves_no_trace(environment):
+    answer = environment.command("install")
+    assert answer.returncode == 0 and str(environment.site_packages) in answer.stdout, answer.stderr
+    assert "uninstall" in answer.stdout
+    before = environment.files()
+    check_found(environment)
+    modules = [name for name in before - environment.clean if name.endswith(".py")]
+    script = "import sys; print(*sorted(sys.modules))"
+    with_it = set(environment.call("-c", script).stdout.split())
+    for way in ("pip", "command") if HAS_PIP else ("command",):
+        install(environment.site_packages)
+        assert environment.files() == before
+        # As imports would, with -O and -OO too, whose files pip leaves behind by every package.
+        levels = ["-o", "0"] + (["-o", "1", "-o", "2"] if way == "command" else [])
+        places = (str(environment.site_packages / name) for name in modules)
+        environment.call("-m", "compileall", "-q", *levels, *places)
+        arguments = ("uninstall", "-y", "flash-attn") if way == "pip" else ("uninstall",)
+        answer = getattr(environment, way)(*arguments)
+        assert answer.returncode == 0, answer.stderr
+        assert environment.files() == environment.clean
+    answer = environment.command("uninstall")
+    assert answer.returncode == 0 and "nothing to remove" in answer.stdout
+    without = environment.call("-c", f"{script}; import flash_attn")
+    assert without.returncode != 0
+    assert with_it - set(without.stdout.split()) == {"_flash_attn_compat_startup"}
+
+
+def check_found(environment: Environment) -> None:
+    """By the import system, the metadata and pip."""
     script = """
 import importlib.metadata as m, importlib.util as u, json, sys
 torch_at_start = "torch" in sys.modules
@@ -58,55 +72,30 @@ print(json.dumps([torch_at_start, spec.origin, flash_attn.__version__, m.version
                   [f.locate().is_file() for f in m.files("flash-attn") if f.name == "flash_attn_interface.py"],
                   flash_attn.bert_padding is ours, flash_attn_2_cuda.__name__]))
 """
-    answer = installed_environment.forked(script)
+    answer = environment.forked(script)
     assert answer.returncode == 0, answer.stderr
-    origin = str(installed_environment.site_packages / "flash_attn" / "__init__.py")
+    origin = str(environment.site_packages / "flash_attn" / "__init__.py")
     expected = [False, origin, "2.8.3", "2.8.3", ["flash-attn"], [True], True, "flash_attn_compat.flash_attn_2_cuda"]
     assert json.loads(answer.stdout) == expected
     if importlib.util.find_spec("pkg_resources") is not None:  # setuptools 82 and later have none
         script = "import pkg_resources; print(pkg_resources.get_distribution('flash-attn>=2.5'))"
-        answer = installed_environment.call("-W", "ignore", "-c", script)
+        answer = environment.call("-W", "ignore", "-c", script)
         assert answer.stdout.strip() == "flash-attn 2.8.3", answer.stderr
     if HAS_PIP:
         wanted = ("install", "--no-index", "--no-deps", "--dry-run", "flash-attn>=2.5,<3")
-        answer = installed_environment.pip(*wanted)
+        answer = environment.pip(*wanted)
         assert answer.returncode == 0 and "already satisfied" in answer.stdout, answer.stdout + answer.stderr
 
 
-def test_installing_again_changes_nothing_and_either_uninstall_removes_every_trace(installed_environment):
-    before = installed_environment.files()
-    modules = [name for name in before - installed_environment.clean if name.endswith(".py")]
-    for way in ("pip", "command") if HAS_PIP else ("command",):
-        answer = installed_environment.command("install")
-        assert answer.returncode == 0 and installed_environment.files() == before
-        assert str(installed_environment.site_packages) in answer.stdout and "uninstall" in answer.stdout
-        # As imports would, with -O and -OO too, whose files pip leaves behind by every package.
-        levels = ["-o", "0"] + (["-o", "1", "-o", "2"] if way == "command" else [])
-        places = (str(installed_environment.site_packages / name) for name in modules)
-        installed_environment.call("-m", "compileall", "-q", *levels, *places)
-        arguments = ("uninstall", "-y", "flash-attn") if way == "pip" else ("uninstall",)
-        answer = getattr(installed_environment, way)(*arguments)
-        assert answer.returncode == 0, answer.stderr
-        assert installed_environment.files() == installed_environment.clean
-    assert installed_environment.call("-c", "import flash_attn").returncode != 0
-    answer = installed_environment.command("uninstall")
-    assert answer.returncode == 0 and "nothing to remove" in answer.stdout
-
-
-def test_interpreter_start_imports_one_small_module_and_nothing_else(installed_environment):
-    script = "import sys; print(*sorted(sys.modules))"
-    with_it = set(installed_environment.call("-c", script).stdout.split())
-    installed_environment.command("uninstall")
-    without = set(installed_environment.call("-c", script).stdout.split())
-    assert with_it - without == {"_flash_attn_compat_startup"}
-
-
-def test_the_record_names_every_file_with_its_digest(tmp_path):
+def test_the_distribution_has_the_metadata_that_tools_read(tmp_path):
     dist_info = install(tmp_path)
     rows = [line.split(",") for line in (dist_info / "RECORD").read_text().splitlines()]
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert {row[0] for row in rows} == files
     assert all(row[1].startswith("sha256=") for row in rows if not row[0].endswith((".pyc", "RECORD")))
+    wheel = (dist_info / "WHEEL").read_text()  # by which uv tells a whole distribution from a broken one
+    assert wheel.startswith("Wheel-Version: 1.0\n") and "Root-Is-Purelib: true\n" in wheel
+    assert cli.main(["uninstall", "--target", str(tmp_path)]) == 0 and not list(tmp_path.iterdir())
 
 
 def test_a_distribution_that_is_not_ours_is_left_alone_by_uninstall(tmp_path):
@@ -143,7 +132,7 @@ def test_a_read_only_site_packages_is_an_error_and_leaves_nothing(tmp_path, ther
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [there]
 
 
-def test_the_interface_of_2_6_can_be_installed_and_removed(environment):
+def test_the_interface_of_2_6_can_be_installed_and_replaced(environment):
     answer = environment.command("install", "--api", "2.6")
     assert answer.returncode == 0 and "flash_attn-2.6.3.dist-info" in answer.stdout, answer.stderr
     script = """
@@ -153,8 +142,7 @@ print(flash_attn.__version__, m.version("flash-attn"), b.__name__, raw.__name__)
     expected = ["2.6.3", "2.6.3", *(f"flash_attn_compat.api_2_6.{n}" for n in ("bert_padding", "flash_attn_2_cuda"))]
     for first in ("", "import flash_attn_compat; flash_attn_compat.patch()\n"):  # patch() keeps what is installed
         assert environment.forked(first + script).stdout.split() == expected
-    # Installing the other one replaces it.
-    assert environment.command("install").returncode == 0
+    install(environment.site_packages)
     assert environment.forked(script).stdout.split()[:2] == ["2.8.3", "2.8.3"]
     # patch() can ask for another interface than the one installed.
     ask = "import flash_attn_compat; flash_attn_compat.patch(api='2.6')\n"
@@ -262,7 +250,7 @@ print(changes)
 
 
 @needs_fork
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_killed_install_or_uninstall_is_completed_or_removed_by_the_next(tmp_path: Path, step: int) -> None:
     code = KILLED.replace("DIRECTORY", repr(str(tmp_path))).replace("FIRST", "0").replace("STEP", str(step))
     answer = forked(USE + code)
@@ -304,8 +292,7 @@ def read_only() -> Iterator[Path]:
 
 
 @needs_fork
-@pytest.mark.parametrize("command", ["install", "uninstall"])
-@pytest.mark.parametrize("has_user_site", [False, True])
+@pytest.mark.parametrize(("command", "has_user_site"), [("install", True), ("uninstall", False)])
 def test_a_read_only_site_packages_is_told_in_a_line_with_the_way_out(
     read_only: Path, command: str, has_user_site: bool
 ) -> None:
@@ -354,10 +341,10 @@ def test_a_record_cannot_name_files_of_others(tmp_path: Path) -> None:
     assert left == {"others/flash_attn/__init__.py", "flash_attn/cute.py"}
 
 
-@pytest.mark.parametrize("command", [install, uninstall])
-def test_this_packages_own_directory_is_no_target(command: object) -> None:
-    with pytest.raises(InstallError, match="part of flash_attn_compat itself"):
-        command(Path(flash_attn_compat.__file__).parent / "dropin" / "site")  # type: ignore[operator]
+def test_this_packages_own_directory_is_no_target() -> None:
+    for command in (install, uninstall):
+        with pytest.raises(InstallError, match="part of flash_attn_compat itself"):
+            command(Path(flash_attn_compat.__file__).parent / "dropin" / "site")
 
 
 def test_a_single_file_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,23 +354,16 @@ def test_a_single_file_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.M
         install(tmp_path / "target")
 
 
-@pytest.mark.parametrize("command", ["install", "uninstall"])
-def test_a_package_in_a_zip_file_is_told_to_be_installed_first(tmp_path: Path, command: str) -> None:
+def test_a_package_in_a_zip_file_is_told_to_be_installed_first(tmp_path: Path) -> None:
     package = Path(flash_attn_compat.__file__).parent
     with zipfile.ZipFile(tmp_path / "wheel.whl", "w") as wheel:
         for path in package.rglob("*.py"):
             wheel.write(path, path.relative_to(package.parent))
     variables = {"PYTHONPATH": str(tmp_path / "wheel.whl")}
-    answer = fresh("-m", "flash_attn_compat", command, "--target", str(tmp_path / "t"), cwd=tmp_path, **variables)
-    assert answer.returncode == 1 and "by pip, not as a zip file" in answer.stderr
-    assert len(answer.stderr.splitlines()) == 1
-
-
-def test_the_distribution_has_the_metadata_that_tools_read(tmp_path: Path) -> None:
-    dist_info = install(tmp_path)
-    wheel = (dist_info / "WHEEL").read_text()  # by which uv tells a whole distribution from a broken one
-    assert wheel.startswith("Wheel-Version: 1.0\n") and "Root-Is-Purelib: true\n" in wheel
-    assert cli.main(["uninstall", "--target", str(tmp_path)]) == 0 and not list(tmp_path.iterdir())
+    for command in ("install", "uninstall"):
+        answer = fresh("-m", "flash_attn_compat", command, "--target", str(tmp_path / "t"), cwd=tmp_path, **variables)
+        assert answer.returncode == 1 and "by pip, not as a zip file" in answer.stderr
+        assert len(answer.stderr.splitlines()) == 1
 
 
 LISTED = """
@@ -399,7 +379,7 @@ print(*(name for *_, names in command.data_files for name in names), sep="\\n")
 def test_a_wheel_from_a_used_tree_holds_nothing_compiled(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", "77")
     for name in ("pyproject.toml", "README.md", "LICENSE", "flash_attn_compat/dropin"):
-        source, target = REPOSITORY / name, tmp_path / name
+        source, target = Path(REPOSITORY) / name, tmp_path / name
         target.parent.mkdir(exist_ok=True)
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
     (tmp_path / "flash_attn_compat/__init__.py").touch()

@@ -1,8 +1,12 @@
-"""torch.ops.flash_attn.* under the name: flash-attn's schemas, our answers, and a real package's precedence."""
+"""PyTorch's packed attention and torch.ops.flash_attn.* under the name: schemas, answers, precedence."""
 
 from __future__ import annotations
 
-import textwrap
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -13,8 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as ours
 from flash_attn_compat.dropin import patch, unpatch
+from tests.dropin.test_detection import CALL
 from tests.forms.inputs import cumulative, qkv, randn
 from tests.forms.kinds import CALLS, Operators, check
+from tests.forms.plain import attention, check_function
 from tests.tools.interpreters import forked
 
 OPERATORS = [f"_flash_attn_{kind}" for kind in ("forward", "varlen_forward", "backward", "varlen_backward")]
@@ -48,30 +54,30 @@ def arguments(name: str, namespace: Any, dropout_p: float = 0.0) -> tuple[Any, .
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_the_operator_answers_as_the_function_of_its_name(operators: Any, name: str, dropout_p: float) -> None:
-    results = []
-    for namespace in (ours, operators):
-        torch.manual_seed(0)
-        given = arguments(name, namespace, dropout_p)
-        found = getattr(namespace, name)(*given)
-        results.append((*([found] if isinstance(found, Tensor) else found), *given))  # gradients are written into it
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+def test_the_operator_answers_as_the_function_of_its_name(operators: Any, name: str) -> None:
+    for dropout_p in (0.0, 0.5):
+        results = []
+        for namespace in (ours, operators):
+            torch.manual_seed(0)
+            given = arguments(name, namespace, dropout_p)
+            found = getattr(namespace, name)(*given)
+            results.append((*([found] if isinstance(found, Tensor) else found), *given))  # gradients are written there
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_fake_results_match_real_ones(operators: Any, name: str, dropout_p: float) -> None:
-    given = arguments(name, operators, dropout_p)
-    if dropout_p == 0.0 and name.endswith("forward"):
-        given = (given[0].transpose(-3, -2).contiguous().transpose(-3, -2), *given[1:])  # strided
-    checks = ("test_schema", "test_faketensor")
-    if name.endswith("forward"):
-        wider = (*given[:2], torch.cat([given[2]] * 2, dim=-1), *given[3:])  # values of another head_dim
-        torch.library.opcheck(getattr(operators, name).default, wider, test_utils=checks[int(dropout_p > 0) :])
-    # Its first check runs the operator twice, which draws different dropout.
-    torch.library.opcheck(getattr(operators, name).default, given, test_utils=checks[int(dropout_p > 0) :])
+def test_fake_results_match_real_ones(operators: Any, name: str) -> None:
+    for dropout_p in (0.0, 0.5):
+        given = arguments(name, operators, dropout_p)
+        if dropout_p == 0.0 and name.endswith("forward"):
+            given = (given[0].transpose(-3, -2).contiguous().transpose(-3, -2), *given[1:])  # strided
+        # The check of the schema runs the operator twice, which draws different dropout.
+        checks = ("test_schema", "test_faketensor")[int(dropout_p > 0) :]
+        if name.endswith("forward"):
+            wider = (*given[:2], torch.cat([given[2]] * 2, dim=-1), *given[3:])  # values of another head_dim
+            torch.library.opcheck(getattr(operators, name).default, wider, test_utils=checks)
+        torch.library.opcheck(getattr(operators, name).default, given, test_utils=checks)
 
 
 def test_the_operator_takes_num_splits_and_refuses_as_the_function_does(operators: Any) -> None:
@@ -98,47 +104,35 @@ def test_gradients_through_an_operator_are_refused_as_in_flash_attn(operators: A
         out.sum().backward()
 
 
+THEIRS = """
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+def theirs(q: torch.Tensor) -> torch.Tensor:
+    return q + 1
+"""
 IN_A_PROCESS = {
-    # Imported as flash_attn_compat, the name of the operators is left free.
-    "nothing is registered without the name": """
-        import torch, flash_attn_compat
-        assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")
-        """,
-    "what is registered already is left alone": """
-        import torch, flash_attn_compat
-        @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
-        def theirs(q: torch.Tensor) -> torch.Tensor:
-            return q + 1
-        flash_attn_compat.patch()
+    "what is registered already is left alone": f"""{THEIRS}
+flash_attn_compat.patch()
+import flash_attn
+assert torch.ops.flash_attn._flash_attn_forward(torch.zeros(1)) == 1
+assert hasattr(torch.ops.flash_attn, "_flash_attn_backward")
+""",
+    "patching again changes nothing, and a package imported later registers over ours": f"""
+assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")  # not without the name
+for _ in range(2):
+    with flash_attn_compat.patched():
         import flash_attn
-        assert torch.ops.flash_attn._flash_attn_forward(torch.zeros(1)) == 1
-        assert hasattr(torch.ops.flash_attn, "_flash_attn_backward")
-        """,
-    "a package imported later registers over ours": """
-        import torch, flash_attn_compat
-        flash_attn_compat.patch()
-        import flash_attn
-        flash_attn_compat.unpatch()
-        @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
-        def theirs(q: torch.Tensor) -> torch.Tensor:
-            return q + 1
-        assert torch.ops.flash_attn._flash_attn_forward(torch.zeros(1)) == 1
-        """,
-    "patching again changes nothing": """
-        import torch, flash_attn_compat
-        for _ in range(2):
-            with flash_attn_compat.patched():
-                import flash_attn
-        q = torch.ones(1, 2, 1, 8)
-        out, *_ = torch.ops.flash_attn._flash_attn_forward(q, q, q, 0.0, 1.0, False, -1, -1, 0.0, None, False)
-        assert torch.equal(out, q)
-        """,
+q = torch.ones(1, 2, 1, 8)
+out, *_ = torch.ops.flash_attn._flash_attn_forward(q, q, q, 0.0, 1.0, False, -1, -1, 0.0, None, False)
+assert torch.equal(out, q)
+{THEIRS}
+assert torch.ops.flash_attn._flash_attn_forward(torch.zeros(1)) == 1
+""",
 }
 
 
 @pytest.mark.parametrize("case", IN_A_PROCESS)
 def test_registration(case: str) -> None:
-    done = forked(textwrap.dedent(IN_A_PROCESS[case]))
+    done = forked(f"import torch, flash_attn_compat\n{IN_A_PROCESS[case]}")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -169,29 +163,26 @@ def gradients_of(function: Any, *options: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(function(*inputs, *options).cos().sum(), inputs)
 
 
-def attention_operators(seen: list[str]) -> list[str]:
-    return [name for name in seen if not name.startswith("aten.")]
+def under_a_mode(function: Any, *options: Any) -> tuple[tuple[Tensor, ...], list[str]]:
+    """The gradients, and the operators of attention that a mode sees."""
+    with Operators() as mode:
+        found = gradients_of(function, *options)
+    return found, [name for name in mode.seen if not name.startswith("aten.")]
 
 
 @pytest.mark.parametrize("case", PUBLIC)
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_modes_see_flash_attns_operators_under_its_name(operators: Any, case: str, dropout_p: float) -> None:
+def test_modes_see_flash_attns_operators_under_its_name(operators: Any, case: str) -> None:
     function, kind = PUBLIC[case]
-    expected = gradients_of(function, dropout_p)
-    with Operators() as mode:
-        found = gradients_of(function, dropout_p)
-    assert attention_operators(mode.seen) == [f"flash_attn._flash_attn_{kind}{way}.default" for way in WAYS]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for dropout_p in (0.0, 0.5):
+        found, seen = under_a_mode(function, dropout_p)
+        assert seen == [f"flash_attn._flash_attn_{kind}{way}.default" for way in WAYS]
+        torch.testing.assert_close(found, gradients_of(function, dropout_p))
 
 
 def test_modes_see_our_own_operators_once_the_name_is_given_back(operators: Any) -> None:
     unpatch()
-    with Operators() as mode:
-        gradients_of(dense)
-    assert attention_operators(mode.seen) == [
-        f"flash_attn_compat.{name}.default" for name in ("attention", "attention_backward")
-    ]
+    names = "attention", "attention_backward"
+    assert under_a_mode(dense)[1] == [f"flash_attn_compat.{name}.default" for name in names]
 
 
 @pytest.mark.parametrize("case", PUBLIC)
@@ -211,8 +202,7 @@ def test_a_policy_that_names_the_operators_saves_the_attention(operators: Any, c
     found = gradients_of(selectively)
     # One forward, which was not computed again, and one backward, which counts as a private function does.
     assert sum(flash_attn_compat.backend_counts().values()) == 2
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_gradient_of_the_lse_counts_under_a_mode_too(operators: Any) -> None:
@@ -220,29 +210,27 @@ def test_a_gradient_of_the_lse_counts_under_a_mode_too(operators: Any) -> None:
         out, lse, _ = ours.flash_attn_func(q, k, v, return_attn_probs=True)
         return out.sum() + lse.square().sum()
 
-    expected = gradients_of(with_lse)
-    with Operators():
-        found = gradients_of(with_lse)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(under_a_mode(with_lse)[0], gradients_of(with_lse))
 
 
-def test_lengths_that_tensors_hold_go_to_our_own_operator(operators: Any) -> None:
-    q, k, v = (x.flatten(0, 1)[:7] for x in qkv())
-    with Operators() as mode:
-        ours.flash_attn_varlen_func(q, k, v, CU_SEQLENS, CU_SEQLENS, torch.tensor(4), torch.tensor(4))
-    assert attention_operators(mode.seen) == ["flash_attn_compat.attention.default"]
+def test_lengths_that_tensors_hold_go_to_our_own_operators(operators: Any) -> None:
+    def with_lengths(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        q, k, v = (x.flatten(0, 1)[:7] for x in (q, k, v))
+        return ours.flash_attn_varlen_func(q, k, v, CU_SEQLENS, CU_SEQLENS, torch.tensor(4), torch.tensor(4))
+
+    assert under_a_mode(with_lengths)[1][0] == "flash_attn_compat.attention.default"
 
 
-@pytest.mark.parametrize("case", PUBLIC)
-def test_operations_are_counted_the_same_under_the_name(operators: Any, case: str) -> None:
-    counts = []
+def test_operations_are_counted_the_same_under_the_name(operators: Any) -> None:
+    counts: list[list[int]] = []
     for _ in range(2):
-        with FlopCounterMode(display=False) as counter:
-            gradients_of(PUBLIC[case][0])
-        counts.append(counter.get_total_flops())
+        counts.append([])
+        for function, _ in PUBLIC.values():
+            with FlopCounterMode(display=False) as counter:
+                gradients_of(function)
+            counts[-1].append(counter.get_total_flops())
         unpatch()
-    assert counts[0] == counts[1] > 0
+    assert counts[0] == counts[1] and min(counts[0]) > 0
 
 
 MODES = (
@@ -256,16 +244,15 @@ MODES = (
 )
 
 
-@pytest.mark.parametrize("kind", MODES)
-@pytest.mark.parametrize("name", CALLS)
-def test_every_mode_is_right_under_the_name(operators: Any, kind: str, name: str) -> None:
-    check(kind, name, torch.device("cpu"))
+@pytest.mark.parametrize("kind", [*MODES, "wrapper"])
+def test_every_mode_is_right_under_the_name(operators: Any, kind: str) -> None:
+    for name in CALLS:
+        check(kind, name, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64])
-def test_calls_under_modes_can_be_differentiated_twice_and_in_batches(operators: Any, dtype: torch.dtype) -> None:
+def test_calls_under_modes_can_be_differentiated_twice_and_in_batches(operators: Any) -> None:
     def derivatives() -> list[Tensor]:
-        inputs = [x.to(dtype).requires_grad_() for x in qkv()]
+        inputs = [x.double().requires_grad_() for x in qkv()]
         out = flash_attn_compat.flash_attn_func(*inputs, causal=True)
         assert isinstance(out, Tensor)
         first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
@@ -280,14 +267,152 @@ def test_calls_under_modes_can_be_differentiated_twice_and_in_batches(operators:
     torch.testing.assert_close(found, right)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_the_operators_refuse_tangents_and_transforms(operators: Any, name: str) -> None:
-    given = arguments(name, operators)
+def test_the_operators_refuse_tangents_and_transforms(operators: Any) -> None:
+    for name, transform in itertools.product(OPERATORS, (torch.func.grad, torch.func.vmap, torch.func.jacfwd)):
+        given = arguments(name, operators)
 
-    def call(q: Tensor) -> Any:
-        found = getattr(operators, name)(q, *given[1:])
-        return (found if isinstance(found, Tensor) else found[0]).sum()
+        def call(q: Tensor, name: str = name, given: tuple[Any, ...] = given) -> Any:
+            found = getattr(operators, name)(q, *given[1:])
+            return (found if isinstance(found, Tensor) else found[0]).sum()
 
-    for transform in (torch.func.grad, torch.func.vmap, torch.func.jacfwd):
         with pytest.raises(RuntimeError, match="cannot be combined with forward-mode derivatives"):
             transform(call)(given[0] if transform is not torch.func.vmap else given[0][None])
+
+
+# ------------------------------------------------------------- torch.nn.attention.varlen, against attention written out
+
+HOME = "torch.nn.attention.varlen"
+varlen: Any = importlib.import_module(HOME) if importlib.util.find_spec(HOME) else None
+has_varlen = pytest.mark.skipif(varlen is None, reason=f"{HOME} came with torch 2.10")
+varlen_attn: Any = getattr(varlen, "varlen_attn", None)
+
+H, HK, D = 4, 2, 16
+LENGTHS = (3, 6, 1)
+STARTS = cumulative(*LENGTHS)
+varlen_arguments = inspect.signature(varlen_attn).parameters if varlen else {}
+
+
+def needs(*names: str) -> Any:
+    missing = [name for name in names if name not in varlen_arguments]
+    return pytest.mark.skipif(bool(missing), reason=f"this torch's varlen_attn has no {missing}")
+
+
+def served(test: Any) -> Any:
+    return has_varlen(pytest.mark.usefixtures("varlen_served")(test))
+
+
+@pytest.fixture
+def varlen_served() -> None:
+    patch(varlen_attn=True)
+
+
+def each(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    parts = zip(*(t[None].split(LENGTHS, dim=1) for t in (q, k, v)))
+    return torch.cat([attention(*part, **options)[0] for part in parts])
+
+
+def packed_inputs(dtype: torch.dtype = torch.float32, heads_k: int = H) -> tuple[Tensor, Tensor, Tensor]:
+    total = sum(LENGTHS)
+    return tuple(randn(total, h, D, seed=s, dtype=dtype) for s, h in enumerate((H, heads_k, heads_k)))  # type: ignore[return-value]
+
+
+@has_varlen
+def test_varlen_attn_is_served_from_the_asking_to_unpatch() -> None:
+    for options in ({}, {"varlen_attn": True}):
+        patch(**options)
+        with contextlib.nullcontext() if options else pytest.raises(NotImplementedError, match="_attention_forward"):
+            varlen_attn(*packed_inputs(torch.float16), STARTS, STARTS, 6, 6)
+    unpatch()
+    with pytest.raises(NotImplementedError):
+        varlen_attn(*packed_inputs(torch.float16), STARTS, STARTS, 6, 6)
+
+
+# options of varlen_attn, and of attention; causal is a window of (-1, 0) here
+VARLEN_OPTIONS: list[Any] = [
+    ({}, {}),
+    *(
+        pytest.param({"window_size": window}, {"window": window}, marks=needs("window_size"))
+        for window in ((-1, 0), (2, 0), (1, 2))
+    ),
+    pytest.param({"scale": 0.3, "enable_gqa": True}, {"scale": 0.3}, marks=needs("enable_gqa")),
+]
+
+
+@served
+@pytest.mark.parametrize(("options", "plain"), VARLEN_OPTIONS)
+def test_values_and_gradients(options: dict[str, Any], plain: dict[str, Any]) -> None:
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return varlen_attn(q, k, v, STARTS, STARTS, 6, 6, **options)
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        given = packed_inputs(dtype, HK if "enable_gqa" in options else H)
+        check_function(ours, lambda *given: each(*given, **plain), *given, epsilons=4)
+
+
+@served
+def test_the_log_sum_exp_comes_along() -> None:
+    q, k, v = packed_inputs()
+    out, lse = varlen_attn(q, k, v, STARTS, STARTS, 6, 6, return_aux=varlen.AuxRequest(lse=True))
+    parts = zip(q.split(LENGTHS), k.split(LENGTHS))
+    expected = [torch.einsum("thd,shd->hts", a, b).mul(D**-0.5).logsumexp(-1) for a, b in parts]
+    torch.testing.assert_close(lse, torch.cat(expected, dim=1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, each(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+@served
+@needs("block_table")
+@pytest.mark.parametrize("with_starts", [False, True])
+def test_pages_and_used_lengths_are_read(with_starts: bool) -> None:
+    page, used = 256, torch.tensor([5, 300], dtype=torch.int32)
+    q = randn(3, H, D)
+    keys, values = randn(4, page, H, D, seed=1), randn(4, page, H, D, seed=2)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    starts_q, starts_k = cumulative(1, 2), cumulative(5, 300) if with_starts else None
+    out = varlen_attn(
+        q, keys, values, starts_q, starts_k, 2, 300, window_size=(-1, 0), seqused_k=used, block_table=table
+    )
+    for i, rows in enumerate(q.split((1, 2))):
+        k, v = (t[table[i]].flatten(0, 1)[None, : used[i]] for t in (keys, values))
+        right = attention(rows[None], k, v, window=(-1, 0))[0]
+        torch.testing.assert_close(out.split((1, 2))[i], right, rtol=1e-4, atol=1e-5)
+
+
+@served
+@pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no varlen_attn_out")
+def test_a_given_output_is_written_unless_it_overlaps_itself() -> None:
+    q, k, v = packed_inputs()
+    out = torch.full_like(q, 7.0)
+    assert varlen.varlen_attn_out(out, q, k, v, STARTS, STARTS, 6, 6) is out
+    torch.testing.assert_close(out, each(q, k, v), rtol=1e-4, atol=1e-5)
+    out = torch.zeros_like(q)
+    out = out.as_strided(out.shape, (out.stride(0) - 1, *out.stride()[1:]))
+    with pytest.raises(RuntimeError, match="out must not overlap itself"):
+        varlen.varlen_attn_out(out, q, k, v, STARTS, STARTS, 6, 6)
+    assert not out.any()
+
+
+@served
+def test_a_compiled_graph_holds_the_operator() -> None:
+    leaves = [t.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for t in packed_inputs()]
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return varlen_attn(q, k, v, STARTS, STARTS, 6, 6).sin().sum()
+
+    expected = torch.autograd.grad(each(*leaves).sin().sum(), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for found, right in zip(torch.autograd.grad(compiled(*leaves), leaves), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@served
+@needs("num_splits")
+def test_a_promise_that_we_do_not_keep_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="does not promise the same bits in every batch"):
+        varlen_attn(*packed_inputs(), STARTS, STARTS, 6, 6, num_splits=1)
+
+
+@has_varlen
+@pytest.mark.parametrize("variables", [{}, {"FLASH_ATTN_COMPAT_VARLEN_ATTN": "1"}], ids=["asked", "by the variable"])
+def test_it_is_served_where_it_is_imported_later(variables: dict[str, str]) -> None:
+    answer = forked(f"import flash_attn_compat as c; c.patch(varlen_attn={not variables}); {CALL}", **variables)
+    assert answer.stdout.strip() == "16.0", answer.stderr

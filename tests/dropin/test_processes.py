@@ -1,154 +1,28 @@
-"""`flash-attn-compat run`, children of a patched process, and patch() and unpatch(), which leave all as it was."""
+"""Children of a patched process; a real flash-attn beside ours, left alone where it works; other distributions."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import importlib.metadata
 import os
-import shlex
 import subprocess
 import sys
-import types
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import flash_attn_compat
-from flash_attn_compat import cli
-from flash_attn_compat.dropin import patch, patched, undo, unpatch
-from flash_attn_compat.installed import SITE
-from tests.dropin.conftest import state
-from tests.dropin.environment import write_package
-from tests.forms.support import in_threads
+from flash_attn_compat.dropin import installed_package, patch, unpatch
+from flash_attn_compat.dropin.install import install, uninstall
+from tests.forms.plain import attention
+from tests.forms.support import WAITS, write_package
 from tests.sdpa import originals
-from tests.tools.interpreters import Answer, forked, forked_child, fresh
-
-SCRIPT = """
-import importlib.metadata, json, sys
-
-def fail():
-    raise KeyError("a message")
-
-if sys.argv[-1] == "fail":
-    fail()
-print(json.dumps([__name__, sys.argv[1:], sys.path[0], importlib.metadata.version("flash-attn")]))
-sys.exit(7)
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "job.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-def run(*arguments, **options) -> Answer:
-    return fresh("-m", "flash_attn_compat", "run", *arguments, **options)
-
-
-def test_a_script_runs_as_main_with_its_arguments_and_its_exit_code(script, tmp_path):
-    answer = run(str(script), "-x", "--help", "--json", cwd="/")
-    assert answer.returncode == 7, answer.stderr
-    assert json.loads(answer.stdout) == ["__main__", ["-x", "--help", "--json"], str(tmp_path), "2.8.3"]
-
-
-def test_a_module_runs_as_main_from_the_current_directory(script, tmp_path):
-    answer = run("-m", "job", "--flag", cwd=tmp_path)
-    assert answer.returncode == 7, answer.stderr
-    assert json.loads(answer.stdout) == ["__main__", ["--flag"], str(tmp_path), "2.8.3"]
-
-
-def test_a_failing_program_fails_as_in_a_direct_run(script):
-    for arguments in ((str(script), "fail"), ("/not/there.py",)):
-        under, direct = run(*arguments), fresh(*arguments)
-        assert under.returncode == direct.returncode > 0 and under.stderr == direct.stderr != ""
-
-
-def test_children_of_the_script_are_served(tmp_path):
-    look = "import importlib.util as u, sys; sys.exit(u.find_spec('flash_attn') is None)"
-    path = tmp_path / "parent.py"
-    path.write_text(f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {look!r}]))")
-    assert run(str(path)).returncode == 0 != fresh(str(path)).returncode
-
-
-def stopped(arguments: list[str]) -> int | str | None:
-    """The exit code of a command line that does nothing."""
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    return stop.value.code
-
-
-@pytest.mark.parametrize("arguments", [["run"], [], ["no-such-command"], ["install", "--no-such-option"]])
-def test_wrong_usage_exits_with_2(arguments, capsys):
-    assert stopped(arguments) == 2 and "usage" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [[], ["install"], ["uninstall"], ["run"], ["doctor"], ["compile"]])
-def test_help_describes_each_command(command, capsys):
-    assert stopped([*command, "--help"]) == 0
-    usage, says, *_ = capsys.readouterr().out.split("\n\n")
-    assert usage.startswith("usage: flash-attn-compat") and says.endswith(".") and "  " not in says
-
-
-def test_the_uninstall_command_is_shown_with_its_directory(tmp_path, capsys):
-    folder = tmp_path / "my packages"
-    folder.mkdir()
-    assert cli.main(["install", "--target", str(folder)]) == 0
-    told = capsys.readouterr().out.partition("; ")[2].removesuffix(" removes it\n")
-    assert cli.main(shlex.split(told)[1:]) == 0 and not list(folder.iterdir())
-
-
-def test_the_version_is_told(capsys):
-    assert stopped(["--version"]) == 0
-    assert capsys.readouterr().out == f"flash-attn-compat {flash_attn_compat.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variable", "value", "wanted"),
-    [
-        (["run", "-m", "this"], "FUSED", "on", "0 or 1, got 'on'"),
-        (["doctor"], "FUSED", "on", "0 or 1, got 'on'"),
-        (["doctor"], "BACKEND", "sdpaa", "one of "),
-    ],
-)
-def test_a_variable_that_means_nothing_ends_in_one_line(arguments, variable, value, wanted, monkeypatch, capsys):
-    monkeypatch.setenv(f"FLASH_ATTN_COMPAT_{variable}", value)
-    assert cli.main(arguments) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"flash-attn-compat: FLASH_ATTN_COMPAT_{variable} must be {wanted}")
-
-
-@pytest.mark.parametrize("options", [["--api", "2.6"], ["--api=2.6"], ["--sdpa", "--api", "2.6"]])
-def test_run_takes_the_interface_that_the_script_wants(script, tmp_path, options):
-    answer = run(*options, str(script), "--api", "9", cwd="/")
-    assert answer.returncode == 7, answer.stderr
-    assert json.loads(answer.stdout) == ["__main__", ["--api", "9"], str(tmp_path), "2.6.3"]
-
-
-def test_an_unknown_interface_ends_in_one_line(capsys):
-    assert stopped(["run", "--api", "1.0", "job.py"]) == 2
-    assert "--api must be 2.6 or 2.8, got '1.0'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [["doctor"], ["tune"], ["compile", "--for", "sm_75"]])
-def test_without_torch_a_command_that_needs_it_ends_in_one_line(command):
-    code = f"import sys; sys.modules['torch'] = None; from flash_attn_compat import cli; sys.exit(cli.main({command}))"
-    answer = fresh("-c", code)
-    assert (answer.returncode, answer.stderr) == (2, "flash-attn-compat: torch is not installed: pip install torch\n")
-
-
-def test_without_einops_the_doctor_ends_in_one_line():
-    code = "import sys; sys.modules['einops'] = None; from flash_attn_compat import cli; sys.exit(cli.main(['doctor']))"
-    answer = forked(code)
-    assert (answer.returncode, answer.stderr) == (2, "flash-attn-compat: einops is not installed: pip install einops\n")
-
+from tests.tools.interpreters import Answer, forked, forked_child
 
 # ---------------------------------------------------------------- child processes, with any other entries on their path
 
-WAITS = "import sys; import _flash_attn_compat_startup as startup; print('torch' in startup._awaited)\n"
+
 BROKEN = "raise ImportError('undefined symbol')\n"
 
 
@@ -181,21 +55,17 @@ def test_a_broken_flash_attn_on_pythonpath_does_not_win(theirs: Path, there: str
 LOOK = "import importlib.util as u; print(u.find_spec('flash_attn').origin, u.find_spec('flash_attn').origin)"
 
 
-def test_a_folder_beside_the_script_is_hidden_with_one_warning(tmp_path: Path) -> None:
-    write_package(tmp_path, BROKEN)
+@pytest.mark.parametrize(("there", "warnings"), [(BROKEN, 1), (None, 0)], ids=["broken", "no __init__"])
+def test_a_folder_beside_the_script_is_hidden_with_one_warning_if_it_is_a_package(
+    tmp_path: Path, there: str | None, warnings: int
+) -> None:
+    write_package(tmp_path, there, cute="")
     (tmp_path / "job.py").write_text(LOOK)
     patch()
     answer = child(str(tmp_path / "job.py"))
     assert answer.stdout.count("flash_attn_compat") == 2, answer.stderr
-    assert answer.stderr.count("is not used") == 1 and str(tmp_path) in answer.stderr
-
-
-def test_a_folder_without_init_beside_the_script_is_not_worth_a_warning(tmp_path: Path) -> None:
-    write_package(tmp_path, None, cute="")
-    (tmp_path / "job.py").write_text(LOOK)
-    patch()
-    answer = child(str(tmp_path / "job.py"))
-    assert answer.stdout.count("flash_attn_compat") == 2 and not answer.stderr
+    assert answer.stderr.count("is not used") == answer.stderr.count(str(tmp_path)) == warnings
+    assert bool(answer.stderr) == bool(warnings)
 
 
 @originals.needs_grouped_heads
@@ -225,98 +95,208 @@ def test_children_beside_a_working_flash_attn_keep_it_and_get_the_requested_patc
     assert answer.stdout.split() == ["True", str(package / "__init__.py")], answer.stderr
 
 
-# ----------------------------------------------- patch() and unpatch(), however often and from wherever they are called
+INTERFACE = """
+import torch
+import flash_attn_2_cuda as flash_attn_gpu
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return flash_attn_gpu.fwd(q, k, v, None, None, dropout_p, scale, causal, -1, -1, 0.0, False, None)[0]
+"""
+REFUSING = """
+def refuse(*arguments, **named):
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+fwd = varlen_fwd = bwd = varlen_bwd = fwd_kvcache = refuse
+"""
+# name: (an extension that cannot serve here, the reason told against the package)
+EXTENSIONS = {
+    "ImportError": (
+        "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')",
+        "importing it raises ImportError: undefined symbol",
+    ),
+    "OSError": (
+        "raise OSError('libcudart.so.12: cannot open shared object file')",
+        "importing it raises OSError: libcudart.so.12",
+    ),
+    "wrong GPU": (REFUSING, "calling it raises RuntimeError: FlashAttention only supports Ampere"),
+}
+TOP = "__version__ = '2.7.4'\nfrom flash_attn.flash_attn_interface import flash_attn_func\n"
+PACKAGES = {
+    "package raises ImportError": "raise ImportError('this build is for another Python')",
+    "package raises OSError": "raise OSError('libc10.so: cannot open shared object file')",
+    "package raises RuntimeError": "raise RuntimeError('no driver')",
+    "functions refuse by themselves": f"__version__ = '2.7.4'\n{REFUSING}\nflash_attn_func = refuse\n",
+    "version before 2.7": TOP.replace("2.7.4", "2.6.3"),
+}
 
 
-def use_the_name() -> None:
-    for name in ("flash_attn", "flash_attn.layers.rotary", "flash_attn_2_cuda"):
-        importlib.import_module(name)
+class Fake:
+    """A flash-attn in a directory at the front of sys.path, with an extension for another GPU."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.package = write_package(directory, TOP, "2.7.4", flash_attn_interface=INTERFACE)
+        self.write("flash_attn_2_cuda.py", REFUSING)
+
+    def write(self, name: str, text: str) -> None:
+        (self.directory / name).write_text(text)
+        importlib.invalidate_caches()
 
 
-@pytest.mark.parametrize("pythonpath", [None, "", "/somewhere", f"/somewhere{os.pathsep}"])
-@pytest.mark.parametrize("options", [{}, {"api": "2.6"}, {"interfaces": ("fa3", "fa4")}], ids=str)
-def test_unpatch_restores_paths_finders_environment_and_modules_and_patch_can_follow(monkeypatch, pythonpath, options):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    if pythonpath is not None:
-        monkeypatch.setenv("PYTHONPATH", pythonpath)
-    before = state()
-    patch(**options)
-    once = state()
-    assert all(one != other for one, other in zip(once[:3], before))
-    theirs = pythonpath.split(os.pathsep) if pythonpath else []  # "" among them is the current directory
-    entries = os.environ["PYTHONPATH"].split(os.pathsep)
-    assert entries[len(entries) - len(theirs) :] == theirs  # behind ours
-    patch()
-    assert state() == once
-    use_the_name()
-    for _ in range(2):
-        unpatch()
-        assert state() == before
-    patch()
-    use_the_name()
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A directory of sys.path, before everything else."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
+
+
+@pytest.fixture
+def fake(elsewhere):
+    yield Fake(elsewhere)
     unpatch()
-    assert state() == before
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("flash_attn", "flash_attn_2_cuda"):
+            del sys.modules[name]
 
 
-def test_nested_blocks_undo_at_the_outermost_end_and_when_they_raise():
-    before = state()
-    with pytest.raises(KeyError), patched():
-        with patched():
-            use_the_name()
-        importlib.import_module("flash_attn")
-        raise KeyError
-    assert state() == before
+def is_served(function) -> bool:
+    """Whether a call through `function` gives attention and is counted as ours."""
+    q = torch.randn(1, 6, 2, 16)
+    flash_attn_compat.reset_backend_counts()
+    out = function(q, q, q, causal=True)
+    expected = attention(q, q, q, window=(-1, 0))
+    return torch.allclose(out, expected, atol=1e-5) and sum(flash_attn_compat.backend_counts().values()) == 1
+
+
+@pytest.mark.parametrize("kind", EXTENSIONS)
+def test_a_package_with_an_unusable_extension_runs_on_our_functions_until_unpatch(fake, kind):
+    fake.write("flash_attn_2_cuda.py", EXTENSIONS[kind][0])
     patch()
-    with patched():
-        pass
-    importlib.import_module("flash_attn")  # a block leaves an explicit patch standing
+    import flash_attn
 
-
-def test_unpatch_keeps_path_entries_of_others(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/a")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    patch()
-    os.environ["PYTHONPATH"] += os.pathsep + "/b"
-    sys.path.append("/others")
+    assert Path(flash_attn.__file__).parent == fake.package
+    assert is_served(flash_attn.flash_attn_func)
     unpatch()
-    assert os.environ["PYTHONPATH"] == os.pathsep.join(["/a", "/b"])
-    assert sys.path[-1] == "/others" and SITE not in sys.path
+    assert "flash_attn" not in sys.modules and "flash_attn_2_cuda" not in sys.modules
+    with pytest.raises((ImportError, OSError, RuntimeError)):
+        is_served(importlib.import_module("flash_attn").flash_attn_func)
 
 
-@pytest.mark.parametrize("left", [None, types.ModuleType("flash_attn")], ids=["none", "a bare stub"])
-def test_modules_of_others_are_replaced_and_restored(monkeypatch, left):
-    monkeypatch.setitem(sys.modules, "flash_attn", left)
+def test_a_flash_attn_imported_before_patch_is_served_while_patched(fake):
+    import flash_attn_2_cuda
+    from flash_attn import flash_attn_func
+
+    before = dict(vars(flash_attn_2_cuda))
     patch()
-    assert importlib.import_module("flash_attn").__version__ == "2.8.3"
+    assert is_served(flash_attn_func)
+    assert flash_attn_2_cuda.varlen_bwd is importlib.import_module("flash_attn_compat.flash_attn_2_cuda").varlen_bwd
     unpatch()
-    assert "flash_attn" in sys.modules and sys.modules["flash_attn"] is left
+    with pytest.raises(RuntimeError, match="Ampere"):
+        is_served(flash_attn_func)
+    assert {name: value for name, value in vars(flash_attn_2_cuda).items() if name in before} == before
 
 
-def test_all_who_wait_for_a_module_get_it_and_closing_takes_back_what_they_did(tmp_path, monkeypatch):
-    (tmp_path / "awaited.py").write_text("told = ''\n")
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES.keys())
+def test_a_package_with_a_broken_extension_is_replaced_by_ours(fake, package):
+    fake.write("flash_attn/__init__.py", package)
+    patch()
+    import flash_attn
 
-    def tell(module: types.ModuleType, stack: ExitStack, word: str) -> None:
-        undo.set_attribute(module, "told", module.told + word, stack)
-
-    with ExitStack() as stack:
-        for word in ("first", "second"):
-            undo.when_imported({"awaited": partial(tell, word=word)}, stack)
-        moved = stack.pop_all()  # as patch() keeps it
-    awaited = importlib.import_module("awaited")
-    assert awaited.told == "firstsecond"
-    moved.close()
-    assert awaited.told == ""
-    del sys.modules["awaited"]
+    assert "flash_attn_compat" in flash_attn.__file__
+    assert is_served(flash_attn.flash_attn_func)
+    assert importlib.metadata.version("flash-attn") == flash_attn.__version__ == "2.8.3"
 
 
-def test_threads_that_patch_and_unpatch_at_once_leave_nothing():
-    before = state()
+def test_a_child_process_is_served_too(fake):
+    fake.write("flash_attn_2_cuda.py", EXTENSIONS["OSError"][0])
+    patch()
+    code = "import torch, flash_attn; q = torch.zeros(1, 4, 1, 8); print(flash_attn.flash_attn_func(q, q, q).numel())"
+    answer = forked_child(code)
+    assert answer.stdout.strip() == "32", answer.stderr
 
-    def work() -> None:
-        for _ in range(10):
-            with patched():
-                use_the_name()
 
-    in_threads(work, 8)
-    assert state() == before
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, zeros=torch.zeros, **named: zeros(*shape, **named))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_package_that_works_on_this_gpu_is_left_alone(fake):
+    fake.write("flash_attn_2_cuda.py", "def fwd(q, *arguments):\n    return [q]\n")
+    path = list(sys.path)
+    patch(api="2.8")  # a variable that unpatch() takes back
+    import flash_attn
+
+    assert Path(flash_attn.__file__).parent == fake.package
+    extension = flash_attn.flash_attn_interface.flash_attn_gpu.__file__
+    assert sys.path == path and extension == str(fake.directory / "flash_attn_2_cuda.py")
+    assert importlib.metadata.version("flash-attn") == "2.7.4"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", EXTENSIONS)
+def test_the_reason_against_a_real_package_names_its_error(fake, kind):
+    extension, reason = EXTENSIONS[kind]
+    fake.write("flash_attn_2_cuda.py", extension)
+    found = installed_package.find_real()
+    assert found.unusable_because.startswith(reason)
+    assert (found.location, found.version) == (str(fake.package), "2.7.4")
+    assert "flash_attn" not in sys.modules
+
+
+def test_without_cuda_or_set_aside_by_the_environment_it_is_unusable(fake, monkeypatch):
+    if not torch.cuda.is_available():
+        reason = installed_package.find_real().unusable_because
+        assert "no" in reason and "CUDA" in reason
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "1")
+    assert "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL" in installed_package.find_real().unusable_because
+
+
+def test_neither_a_folder_called_flash_attn_nor_our_stand_in_is_a_real_package(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed_package.find_real() is None
+    patch()
+    importlib.import_module("flash_attn")
+    assert installed_package.find_real() is None
+
+
+# ---------------------------------------------------------------- flash_attn as a namespace of several distributions
+
+# What FlashAttention 4's distribution may ship above flash_attn/cute: nothing, or flash-attn's own way to share.
+TOPS = {"nothing": None, "a shared package": "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n"}
+
+
+@pytest.mark.parametrize("top", TOPS.values(), ids=TOPS.keys())
+def test_a_sub_package_of_another_distribution_is_importable_beside_ours(elsewhere, top):
+    write_package(elsewhere, top, cute="answer = 4\n")
+    patch()
+    assert importlib.import_module("flash_attn.cute").answer == 4
+    flash_attn = importlib.import_module("flash_attn")
+    assert flash_attn.__version__ == "2.8.3" and flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
+    assert importlib.import_module("flash_attn.bert_padding") is flash_attn_compat.bert_padding
+
+
+def test_modules_we_lack_are_not_taken_from_a_broken_flash_attn(elsewhere):
+    broken = "raise ImportError('built for another Python')\n"
+    write_package(elsewhere, broken, flash_attn_interface="", flash_blocksparse_attention="")
+    patch()
+    assert importlib.import_module("flash_attn").flash_attn_func is flash_attn_compat.flash_attn_func
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn.flash_blocksparse_attention")
+
+
+def test_an_installation_shares_a_directory_with_another_distribution(tmp_path):
+    write_package(tmp_path, None, cute="answer = 4\n")
+    install(tmp_path)
+    script = "import flash_attn, flash_attn.cute; print(flash_attn.__version__, flash_attn.cute.answer)"
+    found = forked(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {script}")
+    assert found.stdout.split() == ["2.8.3", "4"], found.stderr
+    uninstall(tmp_path)
+    kept = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")]
+    assert kept == ["flash_attn/cute.py"]

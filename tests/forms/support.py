@@ -1,4 +1,4 @@
-"""Helpers of several test files: backends that serve or record, comparisons, processes of a group."""
+"""Helpers of several test files: backends that serve or record, comparisons, processes, other installations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import venv
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,10 +31,12 @@ from flash_attn_compat.core.entry import Run
 from flash_attn_compat.core.inputs import Inputs, Options
 from flash_attn_compat.core.overlap import overlaps_itself
 from flash_attn_compat.dispatch import call_cache, choice
-from tests.tools.interpreters import forked_group
+from tests.tools.interpreters import REPOSITORY, WITHOUT_TORCH, Answer, forked, forked_group
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
 Serve = Callable[[str], Any]  # from a backend to a block in which it serves
+# What a process prints that waits for PyTorch's import, to switch its attention on then.
+WAITS = "import sys, _flash_attn_compat_startup as startup; print('torch' in startup._awaited)\n"
 on_general_backends = pytest.mark.parametrize("backend", GENERAL)
 
 
@@ -137,3 +141,54 @@ def check_refused_in_one_line(
     assert code == 2
     assert part in printed.err and len(printed.err.splitlines()) == 1
     return printed.out
+
+
+# ---------------------------------- stand-ins for other installations
+
+
+def write_package(directory: Path, text: str | None, version: str | None = None, **modules: str) -> Path:
+    """flash_attn/ with this __init__ (None: without one) and modules; metadata too if a version is given."""
+    package = directory / "flash_attn"
+    package.mkdir(parents=True)
+    for name, content in (({} if text is None else {"__init__": text}) | modules).items():
+        (package / f"{name}.py").write_text(content)
+    if version is not None:
+        info = directory / f"flash_attn-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash_attn\nVersion: {version}\n")
+        (info / "top_level.txt").write_text("flash_attn\n")
+    return package
+
+
+class Environment:
+    """A venv without packages of its own that sees this interpreter's and the repository."""
+
+    def __init__(self, directory: Path) -> None:
+        venv.create(directory, with_pip=False, symlinks=os.name != "nt")
+        self.python = next(path for path in directory.glob("*/python*") if path.stem == "python")
+        script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        self.site_packages = Path(self.call("-c", script).stdout.strip())
+        outer = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+        (self.site_packages / "outer.pth").write_text("\n".join([REPOSITORY, *outer]) + "\n")
+        self.clean = self.files()
+
+    def call(self, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+        # Away from the repository, so that only the installation can answer.
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(
+            [str(self.python), *arguments], capture_output=True, text=True, cwd=self.python.parent, env=env, **options
+        )
+
+    def forked(self, code: str) -> Answer:
+        """As ``call("-c", code)`` in a copied interpreter, where PyTorch seems not to be imported yet."""
+        start = f"import site; site.addsitedir({str(self.site_packages)!r})\n"
+        return forked(f"{WITHOUT_TORCH}\n{start}{code}", **os.environ)
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.call("-m", "flash_attn_compat", *arguments)
+
+    def pip(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.call("-m", "pip", "--disable-pip-version-check", *arguments)
+
+    def files(self) -> set[str]:
+        return {path.relative_to(self.site_packages).as_posix() for path in self.site_packages.rglob("*")}

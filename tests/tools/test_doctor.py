@@ -19,7 +19,7 @@ from flash_attn_compat.backends import sdpa
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.dispatch import call_cache
-from tests.dropin.environment import write_package
+from tests.forms.support import write_package
 from tests.sdpa import originals
 from tests.tools.interpreters import CAN_FORK, REPOSITORY, forked_child
 
