@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn_compat.dropin import hub_kernels
 
 VOCABULARY = 97
-NAMED, REGISTERED, SINKS = "flash_attention_2", "fa2_compat", "fa2_compat_sinks"
+NAMED, REGISTERED, SINKS, FA4 = "flash_attention_2", "fa2_compat", "fa2_compat_sinks", "flash_attention_4"
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 TOKENS = dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 ENCODER = SIZES | TOKENS | {"max_position_embeddings": 128}
@@ -64,16 +64,24 @@ def _qwen2_vl_inputs(config: Any) -> dict[str, Tensor]:
 
 
 WINDOW = {"sliding_window": 5}
+DECODERS = NAMED, REGISTERED, FA4
 WITH_REVISION = "kernels-community/flash-attn2@v1:flash_attn_varlen_func"
 QWEN_VISION = dict(
     depth=2, embed_dim=64, hidden_size=64, num_heads=4, mlp_ratio=2, patch_size=4, in_channels=3, in_chans=3
 )
 MODELS: dict[str, Model] = {
-    "llama": Model("decoder", "LlamaConfig", "LlamaForCausalLM", DECODER),
-    "mistral with a window": Model("decoder", "MistralConfig", "MistralForCausalLM", DECODER | WINDOW),
+    "llama": Model("decoder", "LlamaConfig", "LlamaForCausalLM", DECODER, ways=DECODERS),
+    "mistral with a window": Model("decoder", "MistralConfig", "MistralForCausalLM", DECODER | WINDOW, ways=DECODERS),
     "gemma2 with softcap and window": Model(
         "decoder", "Gemma2Config", "Gemma2ForCausalLM",
         DECODER | WINDOW | {"attn_logit_softcapping": 5.0, "head_dim": 16, "query_pre_attn_scalar": 16},
+        ways=DECODERS,
+    ),
+    "mimo with sinks and values narrower than keys": Model(
+        "decoder", "MiMoV2FlashConfig", "MiMoV2FlashForCausalLM",
+        DECODER | WINDOW | {"head_dim": 24, "v_head_dim": 16, "mlp_layer_types": ["dense", "dense"]}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        ways=(FA4,),
     ),
     "gpt-oss with sinks and a window": Model(
         "decoder", "GptOssConfig", "GptOssForCausalLM",
@@ -118,6 +126,8 @@ def skip_reason(name: str, way: str = NAMED) -> str | None:
     flash_utils = transformers.modeling_flash_attention_utils
     if way.startswith(hub_kernels.NAMES) and not hasattr(flash_utils, "FLASH_ATTN_KERNEL_FALLBACK"):
         return f"transformers {transformers.__version__} loads hub kernels in another way"
+    if way == FA4 and 4 not in getattr(flash_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}):
+        return f"transformers {transformers.__version__} has no {FA4}"
     model = getattr(transformers, MODELS[name].head, None)
     if model is None:
         return f"transformers {transformers.__version__} has no {MODELS[name].head}"
@@ -134,7 +144,7 @@ def tolerance(name: str, dtype: torch.dtype) -> float:
     )
     if rounds or dtype is torch.bfloat16:
         return 4e-2
-    return 1e-5 if name.startswith("gpt-oss") else 2e-6
+    return 1e-5 if name.startswith(("gpt-oss", "mimo")) else 2e-6
 
 
 def _flash_sees_one_key_more() -> bool:
@@ -158,7 +168,7 @@ def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, se
         for parameter_name, parameter in built.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
-            elif parameter_name.endswith("sinks"):
+            elif "sink" in parameter_name:
                 parameter.normal_()
     return built.to(dtype).eval()
 
@@ -173,10 +183,11 @@ def inputs_of(name: str, config: Any) -> dict[str, Tensor]:
     return make(config) if make else {"input_ids": token_ids(2, 12)}
 
 
-def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def run(model: Any, inputs: dict[str, Any]) -> Tensor:
     dtype = next(model.parameters()).dtype
     accepted = inspect.signature(model.forward).parameters
-    cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    floats = {name: x.to(dtype) for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    cast = inputs | floats
     if "use_cache" in accepted:
         cast["use_cache"] = False  # with a cache, some models of 4.48 refuse padding on the right
     if "mm_token_type_ids" not in accepted:
@@ -219,16 +230,21 @@ def pair(head: Any, options: dict[str, Any], implementation: str, scale: float =
 
 def check(eager: Any, other: Any, inputs: dict[str, Any], kept: Tensor | None = None, limit: float = 1e-5) -> None:
     """Logits (at the kept tokens) and the gradients of all parameters are eager's."""
+    check_outputs((eager, other), [run(model, inputs) for model in (eager, other)], kept, limit)
+
+
+def check_outputs(models: tuple[Any, Any], outputs: list[Tensor], kept: Tensor | None, limit: float) -> None:
+    """As ``check``, of what eager and the other model returned."""
     logits, gradients = [], []
-    for model in (eager, other):
-        out = model(**inputs).logits
+    for model, out in zip(models, outputs):
         logits.append(out if kept is None else out * kept[..., None])
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
         model.zero_grad()
         (logits[-1] * weights).sum().backward()
-        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
-    assert relative_error(logits[1], logits[0]) < limit
+        named = model.named_parameters()
+        gradients.append({name: weight.grad.float() for name, weight in named if weight.grad is not None})
+    assert relative_error(logits[1], logits[0]) <= limit
     assert gradients[0].keys() == gradients[1].keys()
     scale = max(float(gradient.abs().max()) for gradient in gradients[0].values())
     worst = max(float((gradients[1][name] - right).abs().max()) for name, right in gradients[0].items())
-    assert worst < limit * scale, f"{worst / scale:.1e}"
+    assert worst <= limit * scale, f"{worst / scale:.1e}"

@@ -5,7 +5,7 @@ On two GPUs over NCCL, one line for each case; set FLASH_ATTN_COMPAT_CAPABILITY=
     flash-attn-compat run -m torch.distributed.run --standalone --nproc-per-node 2 \\
         -m tests.clients.ring_worker --device cuda
 
-test_training.py runs it on the CPU over gloo.
+test_examples.py runs it on the CPU over gloo.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""examples: those of examples/distributed in two processes over gloo, chunks, the ComfyUI node, and the notebook."""
+"""examples, the notebook among them; attention over two processes, by examples and by libraries."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,11 @@ from torch.torch_version import TorchVersion
 
 import flash_attn_compat
 from flash_attn_compat import cli
-from tests.clients import notebook
+from tests.clients import notebook, ring_worker
+from tests.clients.ring_worker import NHEADS, Case, contiguous, zigzag
 from tests.forms.inputs import randn
-from tests.forms.plain import attention, check_function, some
-from tests.forms.support import load_file
+from tests.forms.plain import attention, check_function, pairwise, some
+from tests.forms.support import in_group, load_file
 from tests.tools.interpreters import forked, forked_group
 from verify import cli as verify_cli
 
@@ -88,6 +90,61 @@ except SystemExit as stop:
     assert "no operator for a CPU" in forked(code, CUDA_VISIBLE_DEVICES="").stdout
 
 
+# -------------------------------------------------- ring-flash-attn, yunchang and DeepSpeed, against the whole sequence
+
+SEQLEN, HEAD_DIM = [64], 16
+
+
+def ring(rank: int) -> None:
+    ring_worker.check_all("cpu", torch.float16)
+
+
+def yunchang(rank: int) -> None:
+    import yunchang
+    from yunchang.kernels import AttnType
+
+    # Processes of Ulysses and of the ring, implementation, how a tensor is cut, causal, whether backward.
+    for ulysses, ring, implementation, cut, causal, backward in (
+        (1, 2, "basic", contiguous, True, True),
+        (1, 2, "basic", contiguous, False, True),
+        (1, 2, "zigzag", zigzag, True, True),
+        (2, 1, "basic", contiguous, True, False),  # backward, its ring of one sends to itself, which gloo cannot
+    ):
+        yunchang.set_seq_parallel_pg(ulysses, ring, rank, 2)
+        long_context = yunchang.LongContextAttention(ring_impl_type=implementation, attn_type=AttnType.FA)
+        # bf16 rounds to 4e-3 and each partial gradient is rounded; a mistake would show as 0.1 and more.
+        case = Case(partial(long_context, causal=causal), cut, False, causal)
+        ring_worker.check(case, SEQLEN, HEAD_DIM, torch.bfloat16, (2e-2, 2e-2), nheads_k=NHEADS, backward=backward)
+
+
+def ulysses(rank: int) -> None:
+    os.environ.update({"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"})
+    import deepspeed
+    from deepspeed.sequence.layer import DistributedAttention
+    from flash_attn import flash_attn_func
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    layer = DistributedAttention(flash_attn_func, dist.group.WORLD)
+    case = Case(lambda q, k, v: layer(q, k, v, 0, causal=True), contiguous, False, True)
+    ring_worker.check(case, SEQLEN, HEAD_DIM, torch.float64, (1e-9, 1e-9), nheads_k=NHEADS)
+
+
+def member(rank: int, name: str) -> None:
+    flash_attn_compat.patch()
+    WORKERS[name](rank)
+    assert sum(flash_attn_compat.backend_counts().values()) > 0
+
+
+WORKERS = {"ring_flash_attn": ring, "yunchang": yunchang, "deepspeed": ulysses}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_every_variant_gives_output_and_gradients_of_the_whole_sequence(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    in_group(member, name)
+
+
 # ---------------------------------------------------------------- comfyui
 
 
@@ -125,13 +182,14 @@ KEYWORDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("skip_reshape", [False, True])
-@pytest.mark.parametrize("skip_output_reshape", [False, True])
-@pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
+@pytest.mark.parametrize(
+    ("name", "skip_output_reshape", "skip_reshape", "dtype"),
+    pairwise(KEYWORDS, (False, True), (False, True), (torch.float16, torch.float32)),
+)
 def test_the_comfyui_node_answers_as_the_attention_in_its_place(
-    keywords: dict[str, Any], skip_output_reshape: bool, skip_reshape: bool, dtype: torch.dtype
+    name: str, skip_output_reshape: bool, skip_reshape: bool, dtype: torch.dtype
 ) -> None:
+    keywords = KEYWORDS[name]
     override = load_file(EXAMPLES / "comfyui" / "__init__.py").attention
     heads_k = 2 if "enable_gqa" in keywords else 4
     rows, keys = (randn(2, heads, 3, 16).to(dtype) for heads in (4, heads_k))
@@ -173,13 +231,28 @@ def test_the_example_runs_as_a_script(example, capsys):
 
 # ---------------------------------------------------------------- the notebook
 
-MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
-needs_notebook = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} not installed")
+Cells = dict[str, str]
 
 
-def commands() -> Iterator[list[str]]:
+@pytest.fixture(scope="module")
+def cells() -> Cells:
+    """The code of each cell, by its id."""
+    if missing := [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"{missing} not installed")
+    return notebook.cells()
+
+
+@pytest.fixture
+def helpers(cells: Cells) -> dict[str, Any]:
+    """The namespace after the cell with helpers."""
+    names: dict[str, Any] = {}
+    notebook.run("helpers", cells[notebook.HELPERS], names)
+    return names
+
+
+def commands(cells: Cells) -> Iterator[list[str]]:
     """Return the arguments that cells give to flash-attn-compat, those for a GPU included."""
-    for source in notebook.cells().values():
+    for source in cells.values():
         for call in ast.walk(ast.parse(source)):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "shell":
                 words = [str(word.value) for word in call.args if isinstance(word, ast.Constant)]
@@ -189,56 +262,48 @@ def commands() -> Iterator[list[str]]:
                     yield words[words.index("flash_attn_compat") + 1 :]
 
 
-@needs_notebook
-def test_commands_of_all_cells_exist() -> None:
-    assert [words[:2] for words in commands()] == [
+def test_commands_of_all_cells_exist_and_the_first_can_name_a_kernel_that_faults(cells: Cells) -> None:
+    assert [words[:2] for words in commands(cells)] == [
         ["verify", "--quick"], ["doctor"], ["tune", "--json"], ["verify", "bench"], ["verify", "report"]
     ]  # fmt: skip
-    for name, *words in commands():
+    for name, *words in commands(cells):
         if name == "verify":
             verify_cli.build_parser().parse_args(words if words[0] in ("bench", "report") else ["compare", *words])
         else:
             cli._parser().parse_args([name, *words])
-
-
-@needs_notebook
-def test_the_notebook_is_kept_without_outputs() -> None:
-    found = json.loads(notebook.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found)
-
-
-@needs_notebook
-@pytest.mark.parametrize("stop", [True, False])
-def test_a_failing_command_stops_the_notebook_or_is_reported_after_its_output(
-    stop: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names: dict[str, Any] = {}
-    notebook.run("helpers", notebook.cells()[notebook.HELPERS], names)
-    failing = sys.executable, "-S", "-c", "print('said'); raise SystemExit(3)"
-    with pytest.raises(RuntimeError, match="exit code 3") if stop else contextlib.nullcontext():
-        names["shell"](*failing, stop=stop)
-    said, *told = capsys.readouterr().out.splitlines()
-    assert said == "said" and len(told) == (not stop) and all("exit code 3" in line for line in told)
-
-
-@needs_notebook
-def test_its_first_command_can_name_a_kernel_that_faults() -> None:
-    calls = [node for node in ast.walk(ast.parse(notebook.cells()["cell-4"])) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(ast.parse(cells["cell-4"])) if isinstance(node, ast.Call)]
     first, second = (ast.unparse(call) for call in calls)
     assert "'--quick'" in first and "CUDA_LAUNCH_BLOCKING='1'" in first and "'doctor'" in second
 
 
-@needs_notebook
-def test_a_command_gets_the_memory_that_this_process_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: dict[str, Any] = {}
-    notebook.run("helpers", notebook.cells()[notebook.HELPERS], names)
+def test_the_notebook_is_kept_without_outputs_and_with_its_helpers_folded() -> None:
+    found = json.loads(notebook.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found)
+    (folded,) = (cell for cell in found if cell["metadata"].get("cellView") == "form")
+    assert folded["id"] == notebook.HELPERS and folded["metadata"]["jupyter"] == {"source_hidden": True}
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_failing_command_stops_the_notebook_or_is_reported_after_its_output(
+    stop: bool, helpers: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = sys.executable, "-S", "-c", "print('said'); raise SystemExit(3)"
+    with pytest.raises(RuntimeError, match="exit code 3") if stop else contextlib.nullcontext():
+        helpers["shell"](*failing, stop=stop)
+    said, *told = capsys.readouterr().out.splitlines()
+    assert said == "said" and len(told) == (not stop) and all("exit code 3" in line for line in told)
+
+
+def test_a_command_gets_the_memory_that_this_process_does_not_use(
+    helpers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
-    monkeypatch.setattr(names["gc"], "collect", lambda: done.append("collect"))
+    monkeypatch.setattr(helpers["gc"], "collect", lambda: done.append("collect"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
-    monkeypatch.setattr(names["subprocess"], "Popen", lambda *given, **options: done.append("start") or 1 / 0)
+    monkeypatch.setattr(helpers["subprocess"], "Popen", lambda *given, **options: done.append("start") or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        names["shell"]("anything")
+        helpers["shell"]("anything")
     assert done == ["collect", "empty", "start"]
 
 
@@ -248,15 +313,13 @@ def executed(sources: list[str], folder: Path) -> list[str]:
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     import nbformat
 
-    cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    book = nbformat.v4.new_notebook(cells=cells)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     patience = {"timeout": 1200, "startup_timeout": 1200, "iopub_timeout": 1200}  # in seconds; a machine may be busy
     nbclient.NotebookClient(book, resources={"metadata": {"path": str(folder)}}, **patience).execute()
     return ["".join(output.get("text", "") for output in cell["outputs"]) for cell in book["cells"]]
 
 
-@needs_notebook
-def test_in_a_notebook_commands_print_few_lines_of_progress_and_no_escapes(tmp_path: Path) -> None:
+def test_in_a_notebook_commands_print_few_lines_of_progress_and_no_escapes(cells: Cells, tmp_path: Path) -> None:
     """A kernel sets FORCE_COLOR, by which rich takes a pipe for a terminal."""
     command = (
         "from flash_attn_compat import progress\n"
@@ -265,19 +328,17 @@ def test_in_a_notebook_commands_print_few_lines_of_progress_and_no_escapes(tmp_p
     )
     look = "print(os.environ.get('FORCE_COLOR'))"
     run = f"print(len(shell(sys.executable, '-c', {command!r}).splitlines()))"
-    cells = notebook.cells()
     *_, colour, shown = executed([cells["source"], cells[notebook.HELPERS], look, run], tmp_path)
     assert colour != "None\n", "else this test shows nothing"
     *progress, width, count = shown.splitlines()
     assert len(progress) == 21 and width == "120" and count == "22" and "\x1b" not in shown
 
 
-@needs_notebook
 @pytest.mark.thorough
-def test_all_cells_run_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cells_run_in_a_kernel(cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook.save_tiny_model(tmp_path / "tiny")
     monkeypatch.setenv("NOTEBOOK_MODEL", str(tmp_path / "tiny"))
-    found = executed([*notebook.cells().values()], tmp_path)
+    found = executed([*cells.values()], tmp_path)
     (checked,) = (text for text in found if "All well." in text)
     assert "PASS" in checked
     with zipfile.ZipFile(tmp_path / "t4-report.zip") as report:
@@ -285,7 +346,7 @@ def test_all_cells_run_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ran(cells: Cells, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The namespace after its cells, with the commands that they ran as `told`."""
     folder = tmp_path_factory.mktemp("notebook")
     notebook.save_tiny_model(folder / "tiny")
@@ -304,7 +365,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU takes minutes for the cells that measure it
         (folder / "t4.ipynb").touch()  # as where it is saved beside its results
         try:
-            for name, source in notebook.cells().items():
+            for name, source in cells.items():
                 notebook.run(name, source, names)
                 if name == notebook.HELPERS:
                     names["shell"] = shell
@@ -313,20 +374,17 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return names
 
 
-@needs_notebook
 def test_cells_run_from_top_to_bottom_and_install_nothing_that_is_there(ran: dict[str, Any]) -> None:
     assert ran["missing"] == []
     assert [command[1:4] for command in ran["told"]] == [("-m", "flash_attn_compat", at) for at in ("verify", "doctor")]
 
 
-@needs_notebook
 def test_the_notebooks_lora_learns_as_with_sdpa(ran: dict[str, Any]) -> None:
     ours, theirs = (ran["figures"][f"LoRA, {name}"]["losses"] for name in ("flash_attention_2", "SDPA"))
     assert sum(ran["served"].values()) == len(ours) * 2, "a forward of two layers for each step"
     assert ours[-1] < ours[0] and all(math.isclose(a, b, rel_tol=2e-3) for a, b in zip(ours, theirs))
 
 
-@needs_notebook
 def test_the_notebooks_functions_keep_documents_apart_and_scores_below_the_cap(ran: dict[str, Any]) -> None:
     """The cell's result, against the softmax of its formula in fp64."""
     q, k, v = (ran[name].double() for name in "qkv")
@@ -336,28 +394,16 @@ def test_the_notebooks_functions_keep_documents_apart_and_scores_below_the_cap(r
     torch.testing.assert_close(ran["out"].double(), scores.where(seen, -math.inf).softmax(-1) @ v, atol=2e-3, rtol=2e-3)
 
 
-@needs_notebook
-def test_the_notebook_asks_for_its_source_before_it_installs(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = notebook.cells()
-    names: dict[str, Any] = {}
+def test_the_notebook_asks_for_its_source_before_it_installs(
+    cells: Cells, helpers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NOTEBOOK_SOURCE", raising=False)
-    for name in ("source", notebook.HELPERS):
-        notebook.run(name, cells[name], names)
+    notebook.run("source", cells["source"], helpers)
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(RuntimeError, match="is a placeholder: put the package's address into SOURCE"):
-        notebook.run("install", cells[notebook.INSTALL], names)
+        notebook.run("install", cells[notebook.INSTALL], helpers)
 
 
-@needs_notebook
-def test_helper_cells_are_folded_and_the_source_is_not() -> None:
-    found = {
-        cell["id"]: cell["metadata"] for cell in json.loads(notebook.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    }
-    assert [name for name, metadata in found.items() if metadata.get("cellView") == "form"] == [notebook.HELPERS]
-    assert found[notebook.HELPERS]["jupyter"] == {"source_hidden": True}
-
-
-@needs_notebook
 def test_the_notebooks_last_cell_packs_the_results(ran: dict[str, Any]) -> None:
     with zipfile.ZipFile(ran["folder"] / "t4-report.zip") as report:
         assert report.namelist() == ["t4-answers.json", "t4-doctor.txt", "t4-lora.json"]

@@ -1,4 +1,4 @@
-"""Libraries, unmodified, after patch(): `kernels`, diffusers, peft, accelerate, xformers, verl."""
+"""Libraries, unmodified, after patch(), trainers among them; flash-attn's own Python layer on our raw functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flash_attn_compat
-from flash_attn_compat import fa3, flash_attn_func
+from flash_attn_compat import fa3, flash_attn_func, installed
 from flash_attn_compat.dropin.hub_kernels import FOLDERS, LOCAL_KERNELS, NAMES
 from tests.forms.plain import pairwise
 from tests.forms.support import load_file
@@ -25,40 +25,36 @@ from tests.tools.interpreters import forked, forked_child
 
 GET = """
 import kernels
-got = kernels.get_kernel("kernels-community/{name}", {which})
-import flash_attn_compat as ours
-assert got.flash_attn_func is ours.flash_attn_func and got.flash_attn_with_kvcache is ours.flash_attn_with_kvcache
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "which"),
-    [
-        ("flash-attn2", "version=3"),
-        ("flash-attn2", "version=4"),
-        ("flash-attn2", "revision='v1'"),
-        ("flash-attn", "revision='main'"),
-    ],
-)
-def test_get_kernel_gives_our_functions_in_a_child_too(name: str, which: str) -> None:
-    pytest.importorskip("kernels", reason="kernels is not installed")
-    with flash_attn_compat.patched(hub_kernels=True):
-        answer = forked_child(GET.format(name=name, which=which))
-    assert answer.returncode == 0, answer.stderr[-3000:]
-
-
-GET_FA3 = """
-import kernels
+versions = ("2", {"version": 3}), ("2", {"version": 4}), ("2", {"revision": "v1"}), ("", {"revision": "main"})
+for name, which in versions:
+    got = kernels.get_kernel(f"kernels-community/flash-attn{name}", **which)
+    import flash_attn_compat as ours
+    assert got.flash_attn_func is ours.flash_attn_func and got.flash_attn_with_kvcache is ours.flash_attn_with_kvcache
 fa3 = kernels.get_kernel("kernels-community/flash-attn3", revision="main").flash_attn_interface
 from flash_attn_compat import fa3 as ours
 assert fa3.flash_attn_func is ours.flash_attn_func
 """
+DIFFUSERS = """
+import torch, flash_attn_compat
+from diffusers.models import attention_dispatch as dispatch
+q, k, v = (torch.randn(1, 6, 2, 16) for _ in range(3))
+for name in ("flash_hub", "flash_varlen_hub"):
+    backend = dispatch.AttentionBackendName(name)
+    dispatch._maybe_download_kernel_for_backend(backend)
+    flash_attn_compat.reset_backend_counts()
+    found = dispatch.dispatch_attention_fn(q, k, v, backend=backend)
+    assert flash_attn_compat.backend_counts(), name
+    expected = dispatch.dispatch_attention_fn(q, k, v, backend=dispatch.AttentionBackendName.NATIVE)
+    torch.testing.assert_close(found, expected)
+"""
 
 
-def test_get_kernel_gives_flash_attention_3s_interface() -> None:
-    pytest.importorskip("kernels", reason="kernels is not installed")
+@pytest.mark.parametrize(("packages", "code"), [(["kernels"], GET), (["kernels", "diffusers"], DIFFUSERS)])
+def test_a_child_gets_our_functions_by_the_names_of_the_hub(packages: list[str], code: str) -> None:
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed")
     with flash_attn_compat.patched(hub_kernels=True):
-        answer = forked_child(GET_FA3)
+        answer = forked_child(code)
     assert answer.returncode == 0, answer.stderr[-3000:]
 
 
@@ -87,43 +83,18 @@ def test_the_setting_keeps_its_value_and_is_restored(
         assert os.environ.get(LOCAL_KERNELS) == given
 
 
-BUILDS = [build for folder in sorted(set(FOLDERS.values())) for build in sorted(folder.glob("torch-*"))]
-
-
-@pytest.mark.parametrize("build", BUILDS, ids=[f"{build.parent.name}-{build.name}" for build in BUILDS])
-def test_each_hub_build_names_its_torch_variant(build: Path) -> None:
-    assert len(BUILDS) == 10
-    told = json.loads((build / "metadata.json").read_text())
-    backend, version = told["backend"]["type"], build.parent.name[-1]
-    assert build.name == f"torch-{backend}" and told["id"].endswith(backend) and told["name"] == f"flash-attn{version}"
-    found: dict[str, Any] = {}
-    exec((build / "__init__.py").read_text(), found)
-    assert found["flash_attn_func"] is found["flash_attn_interface"].flash_attn_func
-    assert found["flash_attn_func"] is (fa3.flash_attn_func if version == "3" else flash_attn_func)
-
-
-@pytest.mark.usefixtures("patched")
-def test_diffusers_finds_it_by_its_own_names() -> None:
-    pytest.importorskip("kernels", reason="kernels is not installed")
-    pytest.importorskip("diffusers", reason="diffusers is not installed")
-    with flash_attn_compat.patched(hub_kernels=True):
-        answer = forked_child(DIFFUSERS)
-    assert answer.returncode == 0, answer.stderr[-3000:]
-
-
-DIFFUSERS = """
-import torch, flash_attn_compat
-from diffusers.models import attention_dispatch as dispatch
-q, k, v = (torch.randn(1, 6, 2, 16) for _ in range(3))
-for name in ("flash_hub", "flash_varlen_hub"):
-    backend = dispatch.AttentionBackendName(name)
-    dispatch._maybe_download_kernel_for_backend(backend)
-    flash_attn_compat.reset_backend_counts()
-    found = dispatch.dispatch_attention_fn(q, k, v, backend=backend)
-    assert flash_attn_compat.backend_counts(), name
-    expected = dispatch.dispatch_attention_fn(q, k, v, backend=dispatch.AttentionBackendName.NATIVE)
-    torch.testing.assert_close(found, expected)
-"""
+def test_each_hub_build_names_its_torch_variant() -> None:
+    builds = [build for folder in sorted(set(FOLDERS.values())) for build in sorted(folder.glob("torch-*"))]
+    assert len(builds) == 10
+    for build in builds:
+        told = json.loads((build / "metadata.json").read_text())
+        backend, version = told["backend"]["type"], build.parent.name[-1]
+        assert build.name == f"torch-{backend}" and told["id"].endswith(backend)
+        assert told["name"] == f"flash-attn{version}"
+        found: dict[str, Any] = {}
+        exec((build / "__init__.py").read_text(), found)
+        assert found["flash_attn_func"] is found["flash_attn_interface"].flash_attn_func
+        assert found["flash_attn_func"] is (fa3.flash_attn_func if version == "3" else flash_attn_func)
 
 
 # ---------------------------------------------------------------- diffusers
@@ -269,3 +240,139 @@ def test_tokens_leave_their_padding_and_come_back_as_by_verls_own(utilities: Any
     assert torch.equal(mine.grad, theirs.grad)
     chosen = utilities.index_first_axis(x.flatten(0, 1), indices)
     assert torch.equal(chosen, utilities._fallback_index_first_axis(x.flatten(0, 1), indices))
+
+
+# ------------------------------------------------------------ trainers: losses and outputs are those of the plain way
+
+
+LENGTHS = (5, 31, 12, 20, 3, 9, 17, 26)
+WAYS: dict[str, dict[str, Any]] = {
+    "padding-free": {"padding_free": True, "max_length": None},
+    # Rows of at most 64 tokens, so that all eight fit into two.
+    "packed": {"packing": True, "max_length": 64},
+}
+
+
+def tokenizer() -> Any:
+    """Of numbers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.clients.models import VOCABULARY
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2", unk_token="0")
+
+
+def losses(trl: Any, implementation: str, folder: Path, **way: Any) -> list[float]:
+    """Of three steps, each over all texts."""
+    import datasets
+    from transformers import TrainerCallback  # whose module takes seconds to import
+
+    from tests.clients.models import VOCABULARY, build
+
+    class Losses(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                found.append(logs["loss"])
+
+    found: list[float] = []
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    settings = trl.SFTConfig(
+        output_dir=str(folder), per_device_train_batch_size=len(LENGTHS), max_steps=3, learning_rate=3e-3,
+        lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
+        gradient_checkpointing=False, disable_tqdm=True, **way,
+    )  # fmt: skip
+    trl.SFTTrainer(
+        build("llama", implementation).train(), settings, processing_class=tokenizer(), callbacks=[Losses()],
+        train_dataset=datasets.Dataset.from_dict({"input_ids": texts}),
+    ).train()  # fmt: skip
+    return found
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("way", WAYS)
+def test_sequences_without_padding_have_the_losses_of_eager_with_padding(way: str, calls: Any, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    eager = losses(trl, "eager", tmp_path)
+    assert len(eager) == 3 and calls() == 0
+    ours = losses(trl, "flash_attention_2", tmp_path, **WAYS[way])
+    assert calls() > 0
+    assert ours == pytest.approx(eager, rel=2e-3)
+
+
+@pytest.mark.usefixtures("patched")
+def test_embeddings_of_texts_of_very_different_length_are_those_of_eager(tmp_path: Path, calls: Any) -> None:
+    package = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    from tests.clients.models import build
+
+    build("bert", "eager").bert.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    texts = ["7", "3 4 5 6 7 8 9 10 11", " ".join(str(3 + i % 90) for i in range(70)), "90 5"]
+
+    def embeddings(implementation: str) -> torch.Tensor:
+        options = {"attn_implementation": implementation, "dtype": torch.float32}
+        model = package.SentenceTransformer(str(tmp_path), model_kwargs=options, device="cpu")
+        found: torch.Tensor = model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
+        return found
+
+    eager = embeddings("eager")
+    assert calls() == 0
+    ours = embeddings("flash_attention_2")
+    assert calls() > 0
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------ flash-attn's own Python layer, unbuilt, on our raw functions, where it is there
+
+SOURCE = os.environ.get("FLASH_ATTN_SOURCE")
+
+
+@pytest.fixture
+def official(monkeypatch):
+    if SOURCE is None:
+        pytest.skip("FLASH_ATTN_SOURCE does not name flash-attn's sources")
+    monkeypatch.syspath_prepend(SOURCE)
+    with flash_attn_compat.patched():
+        import flash_attn
+
+        assert Path(flash_attn.__file__).is_relative_to(SOURCE) and installed.swapped_package()
+        yield flash_attn
+    assert "flash_attn" not in sys.modules
+
+
+def results(function, *inputs, **options):
+    """Return the results, gradients and written caches of a call on fresh copies."""
+    leaves = [x.clone() for x in inputs]
+    if "cache_seqlens" in options:
+        return [function(leaves[0], *leaves[2:], k=leaves[1], v=leaves[1], **options), *leaves[2:]]
+    out = function(*[x.requires_grad_() for x in leaves], **options)
+    return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+DENSE = [(2, 17, heads, 32) for heads in (4, 2, 2)]
+STARTS, LENGTHS = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 7, 7, 20], [5, 7]))
+CALLS = [
+    ("flash_attn_func", DENSE, {}),
+    ("flash_attn_func", DENSE, {"window_size": (4, 0), "softcap": 3.0}),
+    ("flash_attn_varlen_qkvpacked_func", [(20, 3, 4, 32)], {"cu_seqlens": STARTS, "max_seqlen": 13, "causal": True}),
+    ("flash_attn_with_kvcache", [(2, 1, 4, 32), (2, 1, 2, 32), *[(2, 32, 2, 32)] * 2], {"cache_seqlens": LENGTHS}),
+]
+
+
+@pytest.mark.parametrize(("name", "shapes", "options"), CALLS)
+def test_results_and_gradients_are_ours_to_the_bit(official, calls, name, shapes, options):
+    inputs = [torch.randn(shape) for shape in shapes]
+    found = results(getattr(official, name), *inputs, **options)
+    assert calls() > 0
+    assert all(map(torch.equal, found, results(getattr(flash_attn_compat, name), *inputs, **options)))
+
+
+def test_it_compiles_as_one_graph(official):
+    inputs = [torch.randn(shape) for shape in DENSE]
+    torch._dynamo.reset()
+    compiled = torch.compile(official.flash_attn_func, fullgraph=True, backend="aot_eager")
+    expected = results(flash_attn_compat.flash_attn_func, *inputs, causal=True)
+    assert all(map(torch.equal, results(compiled, *inputs, causal=True), expected))

@@ -18,18 +18,18 @@ from tests.kernels import fused_on_cpu
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests.clients import models  # noqa: E402
-from tests.clients.models import DECODER, MODELS, NAMED, WINDOW, build, relative_error, run, token_ids  # noqa: E402
+from tests.clients.models import FA4, MODELS, NAMED, build, check, check_outputs, relative_error, run, token_ids  # noqa: E402
 
 version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
 
 def each(*kinds: str, dtypes: bool = False) -> pytest.MarkDecorator:
-    """Of the models of these kinds in each way; with dtypes in bf16 in the first, else a third way is thorough."""
+    """Of the models of these kinds in each way; with dtypes in bf16 in the first, else the hub's names are thorough."""
     cases = []
     for name, model in MODELS.items():
         for index, way in enumerate(model.ways if model.kind in kinds else ()):
             for dtype in (torch.float32, torch.bfloat16) if dtypes and index == 0 else (torch.float32,):
-                marks = [pytest.mark.thorough] * (index > 1 and not dtypes)
+                marks = [pytest.mark.thorough] * (way.startswith("kernels-community") and not dtypes)
                 cases.append(pytest.param(name, way, dtype, id=f"{name}, {way}, {dtype}", marks=marks))
     return pytest.mark.parametrize(("name", "way", "dtype"), cases)
 
@@ -48,7 +48,7 @@ def served_in_its_way(request: pytest.FixtureRequest) -> Iterator[None]:
         flash_attn_compat.register_with_transformers(way)
         yield
         return
-    with flash_attn_compat.patched(hub_kernels=True):
+    with flash_attn_compat.patched(hub_kernels=way != FA4, interfaces=("fa4",) * (way == FA4)):
         yield
 
 
@@ -65,34 +65,12 @@ def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def gradients(model, logits, weights):
-    model.zero_grad()
-    (logits * weights).sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def check(flash, got, eager, expected, limit, kept=...):
-    """Outputs where they are kept, and the gradients in all parameters."""
-    assert relative_error(got[kept], expected[kept]) <= limit
-    weights = torch.zeros_like(expected)
-    weights[kept] = torch.randn_like(expected[kept])
-    ours, right = gradients(flash, got, weights), gradients(eager, expected, weights)
-    assert ours.keys() == right.keys()
-    scale = max(float(grad.abs().max()) for grad in right.values())
-    worst = max(float((ours[name].float() - right[name].float()).abs().max()) for name in right)
-    assert worst <= limit * scale, f"{worst / scale:.2e}"
-
-
 @in_its_way
 @each("decoder", "encoder", "other", dtypes=True)
 def test_outputs_and_gradients_without_padding_equal_eager(name, way, dtype, calls):
     eager, flash = pair(name, dtype, way)
-    inputs = models.inputs_of(name, eager.config)
-    expected = run(eager, inputs)
-    assert calls() == 0
-    got = run(flash, inputs)
+    check(eager, flash, models.inputs_of(name, eager.config), limit=models.tolerance(name, dtype))
     assert calls() >= MODELS[name].attention_calls
-    check(flash, got, eager, expected, models.tolerance(name, dtype))
 
 
 @in_its_way
@@ -104,9 +82,8 @@ def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, way,
     inputs = {"input_ids": ids, "attention_mask": mask}
     if MODELS[name].kind == "decoder":
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    expected, got = run(eager, inputs), run(flash, inputs)
+    check(eager, flash, inputs, mask, models.tolerance(name, dtype))
     assert calls() >= MODELS[name].attention_calls
-    check(flash, got, eager, expected, models.tolerance(name, dtype), mask.bool())
 
 
 @in_its_way
@@ -119,7 +96,7 @@ def test_packed_sequences_equal_eager_on_each_by_itself(name, way, dtype, calls)
     expected = torch.cat([run(eager, {"input_ids": part}) for part in ids.split(lengths, dim=1)], dim=1)
     got = run(flash, {"input_ids": ids, "position_ids": positions})
     assert calls() == MODELS[name].attention_calls
-    check(flash, got, eager, expected, models.tolerance(name, dtype))
+    check_outputs((eager, flash), [expected, got], None, models.tolerance(name, dtype))
 
 
 @in_its_way
@@ -140,11 +117,9 @@ def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, 
 @pytest.mark.parametrize("way", [NAMED, models.REGISTERED])
 def test_a_model_in_fp32_trains_under_autocast(way, calls):
     eager, flash = pair("llama", torch.float32, way)
-    ids = token_ids(2, 12)
     with torch.autocast("cpu", torch.bfloat16):
-        expected, got = (run(model, {"input_ids": ids}) for model in (eager, flash))
+        check(eager, flash, {"input_ids": token_ids(2, 12)}, limit=4e-2)
     assert calls() == MODELS["llama"].attention_calls
-    check(flash, got, eager, expected, 4e-2)
 
 
 # For fp32 transformers logs a warning from inside the graph, which breaks it with any flash-attn.
@@ -164,116 +139,30 @@ def test_a_decoder_compiles_as_one_graph_forward_and_backward(calls):
     before = calls()
     got = compiled(ids)
     assert calls() == before + 2
-    check(flash, got, eager, expected, 2e-6)
+    check_outputs((eager, flash), [expected, got], None, 2e-6)
 
 
 @in_its_way
-def test_a_model_switched_after_its_creation_or_loaded_from_files_equals_eager(tmp_path, calls):
+@pytest.mark.parametrize("way", [NAMED, FA4])
+def test_a_model_switched_after_its_creation_or_loaded_from_files_equals_eager(way, tmp_path, calls):
     eager = build("llama", "eager")
     ids = {"input_ids": token_ids(2, 12)}
     expected = run(eager, ids)
     eager.save_pretrained(tmp_path)
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2").eval()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation=way).eval()
     assert relative_error(run(loaded, ids), expected) <= 2e-6
     assert calls() == 2
     if not hasattr(eager, "set_attn_implementation"):
         pytest.skip("this transformers cannot switch a model")
-    eager.set_attn_implementation("flash_attention_2")
+    eager.set_attn_implementation(way)
     assert relative_error(run(eager, ids), expected) <= 2e-6
     assert calls() == 4
 
 
-# ---------------------------------------------------------------- flash_attention_4, under patch(interfaces=("fa4",))
-
-has_fa4 = pytest.mark.skipif(
-    4 not in getattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}),
-    reason=f"transformers {transformers.__version__} has no flash_attention_4",
+@pytest.mark.skipif(
+    not hasattr(utils, "is_flash_attn_4_available"), reason="this transformers has no flash_attention_4"
 )
-
-WAY = "flash_attention_4"
-MIMO: dict[str, Any] = DECODER | WINDOW | {
-    "head_dim": 24, "v_head_dim": 16, "mlp_layer_types": ["dense", "dense"],
-    "layer_types": ["sliding_attention", "full_attention"],
-}  # fmt: skip
-FA4_MODELS = {
-    "LlamaForCausalLM": DECODER,
-    "MistralForCausalLM": DECODER | WINDOW,
-    "Gemma2ForCausalLM": DECODER
-    | WINDOW
-    | {"attn_logit_softcapping": 5.0, "head_dim": 16, "query_pre_attn_scalar": 16},
-    "MiMoV2FlashForCausalLM": MIMO,  # knows this implementation alone; it has sinks, and values narrower than keys
-}
-
-
-@pytest.fixture
-def served_as_fa4() -> Iterator[None]:
-    with flash_attn_compat.patched(interfaces=("fa4",)):
-        yield
-
-
-def build_fa4(name: str, implementation: str) -> Any:
-    if not hasattr(transformers, name):
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    head = getattr(transformers, name)
-    torch.manual_seed(0)
-    model = head._from_config(head.config_class(**FA4_MODELS[name]), attn_implementation=implementation).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "sink" in parameter_name:
-                parameter.normal_()
-    return model
-
-
-@has_fa4
-@pytest.mark.usefixtures("served_as_fa4")
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("name", FA4_MODELS)
-def test_flash_attention_4_equals_eager_at_the_tokens(name: str, side: str, calls: Any) -> None:
-    eager = build_fa4(name, "eager")
-    flash = build_fa4(name, "flash_attention_2" if name.startswith("MiMo") else WAY)  # which transformers replaces
-    assert flash.config._attn_implementation == WAY
-    flash.load_state_dict(eager.state_dict())
-    ids = token_ids(2, 9)
-    mask = torch.ones_like(ids)
-    if side != "none":
-        mask[1, slice(0, 4) if side == "left" else slice(5, 9)] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    weights = torch.randn(2, 9, 97) * mask[..., None]
-    logits, grads = [], []
-    for model in (eager, flash):
-        logits.append(model(input_ids=ids, attention_mask=mask, position_ids=positions).logits * mask[..., None])
-        (logits[-1] * weights).sum().backward()
-        grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
-    assert calls() == flash.config.num_hidden_layers
-    assert relative_error(logits[1], logits[0]) < 1e-5
-    assert grads[0].keys() == grads[1].keys()
-    for key, grad in grads[0].items():
-        assert float((grads[1][key] - grad).abs().max()) < 1e-5 * max(1.0, float(grad.abs().max())), key
-
-
-@has_fa4
-@pytest.mark.usefixtures("served_as_fa4")
-def test_flash_attention_4_generates_eagers_tokens_from_left_padded_prompts(calls: Any) -> None:
-    ids = token_ids(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    options = dict(attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0)
-    expected, got = (build_fa4("MistralForCausalLM", way).generate(ids, **options) for way in ("eager", WAY))
-    assert calls() >= 10 and torch.equal(got, expected)
-
-
-@has_fa4
-@pytest.mark.usefixtures("served_as_fa4")
-def test_a_model_on_a_cpu_can_be_switched_to_it() -> None:
-    model = build_fa4("LlamaForCausalLM", "eager")
-    ids = token_ids(1, 5)
-    expected = model(ids).logits
-    model.set_attn_implementation(WAY)
-    assert relative_error(model(ids).logits, expected) < 1e-5
-
-
-@has_fa4
-def test_the_check_is_transformers_own_again_after_the_block() -> None:
+def test_the_check_for_flash_attention_4_is_transformers_own_again_after_the_block() -> None:
     original = utils.is_flash_attn_4_available
     with flash_attn_compat.patched(interfaces=("fa4",)):
         assert utils.is_flash_attn_4_available() and utils.is_flash_attn_4_available is not original

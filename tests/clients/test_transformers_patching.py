@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import flash_attn_compat
+from flash_attn_compat import settings
 from flash_attn_compat.dropin import attention_function
+from flash_attn_compat.dropin.install import install
 from tests.forms.inputs import UNSEEN
 from tests.forms.support import Environment
 from tests.tools.interpreters import WITHOUT_TORCH, forked, forked_child
@@ -46,7 +50,7 @@ def ours():
 
 
 def test_patch_is_enough_before_transformers_import_and_its_modules_lose_the_answer():
-    check_ends_well(f"""
+    ends_well(f"""
 import flash_attn_compat
 flash_attn_compat.patch(hub_kernels=True)
 {RUN_A_MODEL}
@@ -67,13 +71,14 @@ if not torch.cuda.is_available():  # with CUDA transformers needs no patching
 """)
 
 
+@pytest.mark.thorough  # between the two beside it
 def test_patch_is_enough_after_the_package_was_imported():
-    check_ends_well("import transformers\n" + PATCH + RUN_A_MODEL)
+    ends_well("import transformers\n" + PATCH + RUN_A_MODEL)
 
 
 def test_patch_is_enough_after_models_were_imported_and_refused_and_unpatch_leaves_them_as_they_were():
     """Qwen2-VL's module of transformers 4.48 holds flash_attn_varlen_func = None where it found no flash-attn."""
-    check_ends_well(f"""
+    ends_well(f"""
 from transformers.utils import is_flash_attn_2_available
 without_cuda = not is_flash_attn_2_available()
 from transformers import LlamaForCausalLM
@@ -97,32 +102,41 @@ assert not without_cuda or not (import_utils.is_flash_attn_2_available() or flas
 
 
 LOOK = "from transformers.utils import is_flash_attn_2_available as look; assert look()"
+REGISTRY = """
+import transformers.modeling_utils as modeling
+registry = getattr(getattr(modeling, "AttentionInterface", None), "_global_mapping", None)
+assert registry is None or "PagedAttentionCache" in registry["flash_attention_2"].__code__.co_consts
+"""
 
 
-@pytest.mark.usefixtures("patched")
-def test_a_child_of_a_patched_process_needs_nothing_more():
-    answer = forked_child(f"{WITHOUT_TORCH}\n{LOOK}")
-    assert answer.returncode == 0, answer.stderr
+def test_a_child_of_a_patched_process_needs_nothing_more_and_imports_no_torch_by_our_doing():
+    code = f"{WITHOUT_TORCH}\nimport transformers.utils.import_utils; print('torch' in sys.modules)"
+    alone = ends_well(code)
+    with flash_attn_compat.patched(transformers=True):
+        assert ends_well(f"{code}\n{LOOK}\n{REGISTRY}", forked_child) == alone != ""
 
 
-def test_a_persistent_installation_needs_no_line_of_code(tmp_path):
+def test_a_persistent_installation_needs_no_line_of_code_and_run_and_install_set_a_variable(tmp_path, monkeypatch):
     """It waits for transformers' import as a child of a patched process does."""
     environment = Environment(tmp_path / "env")
-    assert environment.command("install").returncode == 0
-    answer = environment.forked(LOOK)
+    install(environment.site_packages, transformers=True)
+    show = "import os; print(os.environ.get('FLASH_ATTN_COMPAT_TRANSFORMERS'))"
+    assert ends_well(f"{show}\n{LOOK}", environment.forked).strip() == "1"
+    monkeypatch.setenv(settings.TRANSFORMERS, "0")
+    assert environment.call("-c", show).stdout.strip() == "0"
+    monkeypatch.delenv(settings.TRANSFORMERS)
+    script = tmp_path / "job.py"
+    script.write_text(f"import sys; print(sys.argv[1:])\n{show}")
+    arguments = ["run", "--transformers", str(script), "--transformers"]
+    told = ends_well(f"from flash_attn_compat import cli; cli.main({arguments!r})")
+    assert told.splitlines() == ["['--transformers']", "1"]
+
+
+def ends_well(code: str, way: Any = forked) -> str:
+    """What the code prints in a process of its own."""
+    answer = way(code)
     assert answer.returncode == 0, answer.stderr
-
-
-def test_importing_transformers_in_a_patched_child_does_not_import_torch_by_our_doing():
-    code = f"{WITHOUT_TORCH}\nimport transformers.utils.import_utils; print('torch' in sys.modules)"
-    alone = forked(code).stdout
-    with flash_attn_compat.patched():
-        assert forked_child(code).stdout == alone != ""
-
-
-def check_ends_well(code: str) -> None:
-    answer = forked(code)
-    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
 
 
 def attend(*inputs, **options):
@@ -137,9 +151,9 @@ class TestRegistry:
         pytest.importorskip("transformers.masking_utils", reason="this transformers has no registry of masks")
         flash_attn_compat.register_with_transformers()
 
-    @pytest.mark.parametrize(
-        ("positions", "lengths"),
-        [
+    def test_a_sequence_starts_at_the_lowest_position(self):
+        q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+        for positions, lengths in (
             ([0, 0, 1, 2, 3], [1, 4]),
             ([0, 1, 2, 3, 0], [4, 1]),
             ([0, 0, 0, 0, 0], [1, 1, 1, 1, 1]),
@@ -148,14 +162,11 @@ class TestRegistry:
             ([0, 1, 1, 1, 2], [5]),  # an image's tokens share a position
             ([0, 1, 2, 5, 6], [5]),
             ([4, 5, 6, 7, 8], [5]),
-        ],
-    )
-    def test_a_sequence_starts_at_the_lowest_position(self, positions, lengths):
-        q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
-        each = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
-        expected = torch.cat([attend(*parts, None, is_causal=True) for parts in each], dim=1)
-        found = attend(q, k, v, None, position_ids=torch.tensor([positions]), is_causal=True)
-        torch.testing.assert_close(found, expected)
+        ):
+            each = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
+            expected = torch.cat([attend(*parts, None, is_causal=True) for parts in each], dim=1)
+            found = attend(q, k, v, None, position_ids=torch.tensor([positions]), is_causal=True)
+            torch.testing.assert_close(found, expected)
 
     @pytest.mark.parametrize("seqlen_q", [5, 2])
     def test_padding_of_as_many_queries_as_keys_hands_over_one_tensor_of_starts(self, seqlen_q, monkeypatch):
