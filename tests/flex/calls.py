@@ -1,4 +1,4 @@
-"""Calls of flex_attention, and the same in fp32 by PyTorch's own composition."""
+"""Calls of flex_attention, and the same by PyTorch's own composition."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 
 def tensors(
-    batch: int = 2, heads: int = 4, heads_k: int = 2, rows: int = 130, keys: int = 130, dim: int = 64,
+    batch: int = 2, heads: int = 4, heads_k: int = 2, rows: int = 130, keys: int = 130, dim: int = 32,
     dim_v: int | None = None, dtype: torch.dtype = torch.float16, device: str = "cpu", seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k and v as models make them: (batch, rows, heads, dim) transposed."""
@@ -61,19 +61,23 @@ def call(
 
     more: further tensors that want a gradient
     """
-    from torch.nn.attention.flex_attention import _create_empty_block_mask
-
     leaves = [x.detach().requires_grad_() if gradients else x for x in qkv]
-    used = _create_empty_block_mask(*leaves[:2]) if mask is None else mask
-    factor = qkv[0].shape[-1] ** -0.5 if scale is None else scale
+    run = of_operator(leaves, score_mod, mask, scale, options)
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)
+    return _answer(compiled(*leaves), leaves, more, gradients)
+
+
+def of_operator(
+    qkv: Sequence[Tensor], score_mod: Mod = identity, mask: BlockMask | None = None, scale: float | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return a function of q, k and v; its graph makes no BlockMask, for which inductor would compile C++."""
+    lists, factor = rest_of(qkv, mask, scale)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return OPERATOR(q, k, v, score_mod, used.as_tuple(), factor, {"BACKEND": "AUTO", **(options or {})})
+        return OPERATOR(q, k, v, score_mod, lists, factor, {"BACKEND": "AUTO", **(options or {})})
 
-    out, lse, *_ = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)(*leaves)
-    if not gradients:
-        return Answer(out, lse)
-    return Answer(out.detach(), lse.detach(), _gradients(out, lse, [*leaves, *more]))
+    return run
 
 
 def upstream(out: Tensor) -> Tensor:
@@ -81,28 +85,33 @@ def upstream(out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=generator).to(out.device)
 
 
-def in_fp32(qkv: Sequence[Tensor], *arguments: Any, **named: Any) -> Answer:
-    """The same call in fp32 by PyTorch's own composition."""
-    return composed([x.float() for x in qkv], *arguments, **named)
-
-
 def composed(
     qkv: Sequence[Tensor], score_mod: Mod = identity, mask: BlockMask | None = None, scale: float | None = None,
     more: Sequence[Tensor] = (), gradients: bool = True,
 ) -> Answer:  # fmt: skip
-    """PyTorch's own composition in the call's dtype. more: further tensors that want a gradient"""
+    """Return the same by PyTorch's own composition in the call's dtype, which autograd differentiates."""
+    leaves = [x.detach().requires_grad_(gradients) for x in qkv]
+    return _answer(COMPOSED(*leaves, score_mod, *rest_of(leaves, mask, scale), {}, (), ()), leaves, more, gradients)
+
+
+def in_fp32(qkv: Sequence[Tensor], *arguments: Any, **named: Any) -> Answer:
+    return composed([x.float() for x in qkv], *arguments, **named)
+
+
+def rest_of(leaves: Sequence[Tensor], mask: BlockMask | None = None, scale: float | None = None) -> tuple[Any, float]:
+    """Return the operator's arguments behind score_mod."""
     from torch.nn.attention.flex_attention import _create_empty_block_mask
 
-    leaves = [x.detach().requires_grad_() if gradients else x for x in qkv]
     used = _create_empty_block_mask(*leaves[:2]) if mask is None else mask
-    factor = qkv[0].shape[-1] ** -0.5 if scale is None else scale
-    out, lse, *_ = COMPOSED(*leaves, score_mod, used.as_tuple(), factor, {}, (), ())
-    return Answer(out.detach(), lse.detach(), _gradients(out, lse, [*leaves, *more]) if gradients else ())
+    return used.as_tuple(), leaves[0].shape[-1] ** -0.5 if scale is None else scale
 
 
-def _gradients(out: Tensor, lse: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _answer(results: Any, leaves: Sequence[Tensor], more: Sequence[Tensor], gradients: bool) -> Answer:
+    out, lse, *_ = results
+    if not gradients:
+        return Answer(out, lse)
     loss = (out.float() * upstream(out)).sum() + torch.where(lse.isfinite(), lse, 0.0).sin().sum()
-    return torch.autograd.grad(loss, leaves)
+    return Answer(out.detach(), lse.detach(), torch.autograd.grad(loss, [*leaves, *more]))
 
 
 def assert_close(found: Answer, right: Answer, dtype: torch.dtype) -> None:

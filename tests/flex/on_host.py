@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from flash_attn_compat.core.flex import capture, printer
 from flash_attn_compat.core.flex.printed import Printed
@@ -38,19 +37,33 @@ inline int flex_within(int i, int size) {
   i = i < 0 ? i + size : i;
   return i < 0 ? 0 : i >= size ? size - 1 : i;
 }
-%s
-extern "C" __attribute__((visibility("default"))) int evaluate(
+#include "scores/flex_operators.cuh"
+"""
+_EACH = """
+namespace functions_{number} {{
+{text}
+extern "C" __attribute__((visibility("default"))) int evaluate_{number}(
     const FlexParams &f, i64 count, const float *score, const int *b, const int *h, const int *q, const int *kv,
-    float *scores, float *slopes, bool *masks) {
+    float *scores, float *slopes, bool *masks) {{
   outside = 0;
-  for (i64 i = 0; i < count; i++) {
+  for (i64 i = 0; i < count; i++) {{
     scores[i] = flex_score(f, score[i], b[i], h[i], q[i], kv[i]);
     slopes[i] = flex_slope(f, score[i], b[i], h[i], q[i], kv[i]);
     masks[i] = flex_mask(f, b[i], h[i], q[i], kv[i]);
-  }
+  }}
   return outside;
-}
+}}
+}}
 """
+
+
+class Problem(NamedTuple):
+    """Printed functions, and what they are evaluated for: scores, each one's (b, h, q, kv), captured arguments"""
+
+    functions: Printed
+    score: Tensor
+    places: Sequence[Tensor]
+    captured: Sequence[Any] = ()
 
 
 class Results(NamedTuple):
@@ -60,12 +73,6 @@ class Results(NamedTuple):
     slopes: Tensor
     masks: Tensor
     outside: int
-
-
-def traced(function: Any, arguments: int) -> GraphModule:
-    """A graph of a function without captured arguments."""
-    capture_function = capture.capture_mask if arguments == 4 else capture.capture_score
-    return capture_function(function, (), CPU, *([0] if arguments == 4 else [])).graph
 
 
 def identity(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -89,9 +96,15 @@ def printed(
     return printer.print_functions(score, mask, joint)
 
 
-def evaluate(functions: Printed, score: Tensor, places: Sequence[Tensor], captured: Sequence[Any] = ()) -> Results:
-    """Run printed functions for each score and its (b, h, q, kv)."""
-    library = _library(functions.text)
+def evaluate(problems: Sequence[Problem]) -> list[Results]:
+    """Run printed functions, of which g++ compiles all together: most of its time goes into its start."""
+    library = _library("".join(_EACH.format(number=i, text=each.functions.text) for i, each in enumerate(problems)))
+    return [_run(getattr(library, f"evaluate_{i}"), *problem) for i, problem in enumerate(problems)]
+
+
+def _run(
+    function: Any, functions: Printed, score: Tensor, places: Sequence[Tensor], captured: Sequence[Any]
+) -> Results:
     tensors = [captured[i] for i in functions.tensors]
     content = struct.pack("<16Q", *(x.data_ptr() for x in tensors), *[0] * (16 - len(tensors)))
     ends = [1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride())) if x.numel() else 0 for x in tensors]
@@ -106,7 +119,7 @@ def evaluate(functions: Printed, score: Tensor, places: Sequence[Tensor], captur
     scores, slopes = torch.empty_like(score), torch.empty_like(score)
     masks = torch.empty(score.shape, dtype=torch.bool)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (score, *at, scores, slopes, masks)]
-    outside = library.evaluate(content, ctypes.c_int64(score.numel()), *pointers)
+    outside = function(content, ctypes.c_int64(score.numel()), *pointers)
     return Results(scores, slopes, masks, outside)
 
 
@@ -117,7 +130,7 @@ def _bits(x: Any, is_float: bool) -> int:
 
 
 def _library(text: str) -> ctypes.CDLL:
-    source = _HARNESS % text
+    source = _HARNESS + text
     name = hashlib.sha256(source.encode()).hexdigest()[:20]
     folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_mods_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

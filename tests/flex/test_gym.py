@@ -23,6 +23,6 @@ def test_an_entry_of_attention_gym_is_right_forward_and_backward(name: str, serv
     calls.assert_close(found, right, qkv[0].dtype)
 
 
-@pytest.mark.parametrize("seed", some(range(9), 9))
+@pytest.mark.parametrize("seed", some((1, 0, *range(2, 9)), 9))
 def test_random_functions_are_right(seed: int, served: LaunchRecord) -> None:
     assert fuzz.mistake(fuzz.make_problem(seed, "cpu")) is None

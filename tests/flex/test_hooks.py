@@ -17,7 +17,7 @@ from flash_attn_compat.torch_flex import functions, graphs, inductor, operator, 
 from flash_attn_compat.torch_flex.calls import FlexCall
 from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
-from tests.flex.calls import Answer, causal, make_mask, softcap, tensors
+from tests.flex.calls import OPERATOR, Answer, causal, make_mask, softcap, tensors
 from tests.forms.plain import some
 from tests.kernels.fused_on_cpu import LaunchRecord
 
@@ -29,7 +29,7 @@ def alibi(slopes: Tensor) -> calls.Mod:
     return lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.usefixtures("inductor_cache")
 def test_a_call_and_its_gradients_are_computed_by_our_kernels(backend: str, served: LaunchRecord) -> None:
     qkv = tensors()
@@ -41,7 +41,7 @@ def test_a_call_and_its_gradients_are_computed_by_our_kernels(backend: str, serv
     calls.assert_close(found, calls.in_fp32(qkv, alibi(slopes), mask), HALF)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", some([torch.bfloat16, HALF], 2), ids=str)
 def test_a_soft_cap_without_a_block_mask(dtype: torch.dtype, served: LaunchRecord) -> None:
     qkv = tensors(rows=77, keys=201, dtype=dtype)
     found = calls.call(qkv, softcap)
@@ -53,7 +53,7 @@ def test_the_public_function_returns_lse_in_natural_units(served: LaunchRecord) 
     q, k, v = tensors()
     with torch.no_grad():
         out, lse = torch.compile(flex_attention, backend="eager")(q, k, v, enable_gqa=True, return_lse=True)
-    scores = q.float() @ k.float().repeat_interleave(2, 1).mT / 8
+    scores = q.float() @ k.float().repeat_interleave(2, 1).mT * 32**-0.5
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
     assert served.entries == ["forward"] and out.shape == q.shape
 
@@ -79,10 +79,10 @@ def test_values_of_another_head_dim_and_keys_of_one_batch(served: LaunchRecord) 
     calls.assert_close(found, calls.in_fp32(qkv, calls.identity, mask), HALF)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", some(["aot_eager", "inductor"], 2))
 @pytest.mark.usefixtures("inductor_cache")
 def test_blocks_of_16_rows_and_48_keys_are_served(backend: str, served: LaunchRecord) -> None:
-    qkv = tensors(dim=32)
+    qkv = tensors()
     mask = make_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 50), *qkv[:2], block=(16, 48))
     found = calls.call(qkv, softcap, mask, backend=backend)
     assert served.entries == BACKWARD
@@ -117,15 +117,13 @@ def test_one_text_serves_all_lengths_of_a_dynamic_graph(backend: str, served: La
     def relative(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score + offsets[q] * 0.01
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v, score_mod=relative, enable_gqa=True)
-
-    compiled, texts = torch.compile(run, backend=backend, dynamic=True), set()
+    run, texts = calls.of_operator(tensors(), relative), set()
+    compiled = torch.compile(run, backend=backend, dynamic=True)
     for rows in (60, 100, 130):
-        q, k, v = tensors(rows=rows, keys=rows)
+        qkv = tensors(rows=rows, keys=rows)
         with torch.no_grad():
-            out = compiled(q, k, v)
-        calls.assert_close(Answer(out, q), Answer(calls.in_fp32((q, k, v), relative).out, q), HALF)
+            found = Answer(*compiled(*qkv)[:2])
+        calls.assert_close(found, calls.in_fp32(qkv, relative, gradients=False), HALF)
         texts.add(served.last.variant.text)
     assert len(texts) == 1 and served.entries == ["forward"] * 3
 
@@ -135,24 +133,23 @@ def test_one_text_serves_all_lengths_of_a_dynamic_graph(backend: str, served: La
 def test_a_captured_integer_that_changes_is_a_number_of_the_call(backend: str, served: LaunchRecord) -> None:
     table = torch.randn(4, 600)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    lists = calls.rest_of(tensors())[0]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
         length = q.shape[2]
 
         def relative(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return score + table[h, q - kv + length]
 
-        return flex_attention(q, k, v, score_mod=relative, enable_gqa=True)
+        return OPERATOR(q, k, v, relative, lists, 0.125, {"BACKEND": "AUTO"})
 
     compiled = torch.compile(run, backend=backend, dynamic=True)
     for rows in (60, 100):
-        q, k, v = tensors(rows=rows, keys=rows)
-        at = torch.arange(rows)
-        biases = table[:, at[:, None] - at + rows]
+        qkv = tensors(rows=rows, keys=rows)
         with torch.no_grad():
-            out = compiled(q, k, v)
-        scores = (q.float() @ k.float().repeat_interleave(2, 1).mT / 8 + biases).softmax(-1)
-        right = scores @ v.float().repeat_interleave(2, 1)
-        torch.testing.assert_close(out.float(), right, rtol=4e-3, atol=4e-3)
+            found = Answer(*compiled(*qkv)[:2])
+        right = calls.in_fp32(qkv, lambda s, b, h, q, kv: s + table[h, q - kv + rows], scale=0.125, gradients=False)
+        calls.assert_close(found, right, HALF)
     assert served.entries == ["forward"] * 2
 
 
@@ -241,19 +238,27 @@ def test_off_again_everything_is_as_before(served: LaunchRecord) -> None:
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.7", reason="inductor of PyTorch 2.6 refuses fp16 on CPUs")
 @pytest.mark.usefixtures("inductor_cache")
-def test_a_compiled_function_follows_the_switch(served: LaunchRecord) -> None:
+def test_a_compiled_function_follows_the_switch(served: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lower_as_pytorch(*arguments: Any) -> Any:
+        raise NotImplementedError("this is PyTorch's lowering")
+
     policy = override.active_policy()
     assert policy is not None
-    q, k, v = tensors()
-    run = torch.compile(lambda q, k, v: flex_attention(q, k, v, enable_gqa=True))
+    override.release(policy)
+    monkeypatch.setitem(inductor._import_lowerings().lowerings, OPERATOR, lower_as_pytorch)
+    override.acquire(policy)
+    qkv = tensors()
+    run = torch.compile(calls.of_operator(qkv))
     with torch.no_grad():
-        run(q, k, v)
+        run(*qkv)
         assert served.entries == ["forward"]
         override.release(policy)
-        right = run(q, k, v)
+        with pytest.raises(Exception, match="this is PyTorch's lowering"):
+            run(*qkv)
         assert served.entries == ["forward"]
         override.acquire(policy)
-        torch.testing.assert_close(run(q, k, v), right, rtol=4e-3, atol=4e-3)
+        found = run(*qkv)
+    torch.testing.assert_close(found[0], calls.composed(qkv, gradients=False).out, rtol=4e-3, atol=4e-3)
     assert served.entries == ["forward"] * 2
 
 
@@ -262,15 +267,15 @@ def test_the_keys_of_graphs_on_disk_hold_the_switch() -> None:
     config: Any = getattr(torch.compiler, "config", None)
     if not isinstance(getattr(config, "cache_key_tag", None), str):
         pytest.skip("PyTorch 2.7 brought marks of cache keys")
-    q, k, v = tensors()
-    run = torch.compile(lambda q, k, v: flex_attention(q, k, v, enable_gqa=True), backend="aot_eager")
+    qkv = tensors(rows=9, keys=9)
+    run = torch.compile(calls.of_operator(qkv), backend="eager")
     with torch.no_grad():
-        run(q, k, v)
+        run(*qkv)
         assert f"|flash_attn_compat.flex={graphs._state()}" in config.cache_key_tag
         policy = override.active_policy()
         assert policy is not None
         override.release(policy)
-        run(q, k, v)
+        run(*qkv)
         assert "flash_attn_compat.flex" not in config.cache_key_tag
         override.acquire(policy)
 
@@ -305,12 +310,12 @@ def test_a_kernel_that_does_not_compile_leaves_the_call_to_pytorch_with_a_warnin
         raise nvrtc.KernelError("refused")
 
     monkeypatch.setattr(nvrtc, "kernel", fail)
-    q, k, v = tensors(rows=40, keys=40)
-    run = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=softcap, enable_gqa=True), backend=backend)
+    qkv = tensors(rows=40, keys=40)
+    run = torch.compile(calls.of_operator(qkv, softcap), backend=backend)
     with torch.no_grad(), pytest.warns(RuntimeWarning, match="flex_attention failed, and PyTorch's serve: refused"):
-        out = run(q, k, v)
+        out, *_ = run(*qkv)
     assert not served.seen
-    torch.testing.assert_close(out, calls.composed((q, k, v), softcap, gradients=False).out, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(out, calls.composed(qkv, softcap, gradients=False).out, rtol=4e-3, atol=4e-3)
 
 
 class Marked(Tensor):

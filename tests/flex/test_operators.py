@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_attn_compat.core.flex import operators
 from flash_attn_compat.core.flex.operators import OPERATORS, Declined
 from tests.flex import on_host
+from tests.flex.on_host import Problem, Results
 from tests.kernels import emulate
 
 pytestmark = pytest.mark.skipif(bool(emulate.skip_reason()), reason="no g++ compiles for the CPU here")
@@ -80,19 +81,17 @@ def rows(count: int) -> tuple[Tensor, ...]:
     return zero, zero, torch.arange(count, dtype=torch.int32), zero
 
 
-def score_of(function: Function, x: Tensor, *others: Tensor) -> Tensor:
-    """Evaluate function(x, others[q]) by printed C++."""
+def of_scores(function: Function, x: Tensor, *others: Tensor) -> Problem:
+    """function(score, others[q]) for the scores ``x``."""
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *captured: Tensor) -> Tensor:
         return function(score, *(y[q] for y in captured)).to(torch.float32)
 
-    found = on_host.evaluate(on_host.printed(mod, captured=others), x, rows(x.numel()), others)
-    assert found.outside == 0
-    return found.scores
+    return Problem(on_host.printed(mod, captured=others), x, rows(x.numel()), others)
 
 
-def holds_everywhere(function: Function, *cases: tuple[Tensor, ...]) -> bool:
-    """Whether function(*case) equals PyTorch's in every element of every case; integers are compared as integers."""
+def of_cases(function: Function, *cases: tuple[Tensor, ...]) -> Problem:
+    """A mask: where function(*case) equals PyTorch's in every case; integers are compared as integers."""
     given = [x for case in cases for x in (*case, function(*case))]
     length, count = max(map(len, given)), len(cases[0]) + 1
     given = [x[torch.arange(length) % len(x)] for x in given]
@@ -104,47 +103,59 @@ def holds_everywhere(function: Function, *cases: tuple[Tensor, ...]) -> bool:
             holds = holds & (function(*operands) == right)
         return holds
 
-    printed = on_host.printed(mask_mod=mod, captured=given)
-    found = on_host.evaluate(printed, torch.zeros(length), rows(length), given)
-    assert found.outside == 0
-    return bool(found.masks.all())
+    return Problem(on_host.printed(mask_mod=mod, captured=given), torch.zeros(length), rows(length), given)
 
 
-def close(found: Tensor, right: Tensor) -> None:
-    torch.testing.assert_close(found, right, rtol=3e-6, atol=3e-7, equal_nan=True)
+def evaluate(problems: Mapping[str, Problem]) -> dict[str, Results]:
+    found = on_host.evaluate([*problems.values()])
+    assert not any(each.outside for each in found)
+    return dict(zip(problems, found, strict=True))
 
 
-@pytest.mark.parametrize("name", UNARY)
-def test_a_function_of_a_float_is_pytorchs(name: str) -> None:
-    x = FLOATS
-    if name in ("sin", "cos", "tan", "sinh", "cosh"):  # PyTorch's vectors round huge arguments in their own way
-        x = x[(x.abs() < 1e5) | ~x.isfinite()]
-    close(score_of(UNARY[name], x), UNARY[name](x))
+def check_scores(
+    functions: Mapping[str, Function], operands: Callable[[str], tuple[Tensor, ...]], rtol: float = 0, atol: float = 0
+) -> None:
+    """Each function of operands(name) is PyTorch's, by default in every bit but of zeros and NaN."""
+    found = evaluate({name: of_scores(function, *operands(name)) for name, function in functions.items()})
+    for name, function in functions.items():
+        right = function(*operands(name)).float()
+        torch.testing.assert_close(
+            found[name].scores, right, rtol=rtol, atol=atol, equal_nan=True, msg=lambda words: f"{name}: {words}"
+        )
 
 
-@pytest.mark.parametrize("name", BINARY)
-def test_a_function_of_two_floats_is_pytorchs(name: str) -> None:
+def check_cases(functions: Mapping[str, Function], cases: Callable[[str], Iterable[tuple[Tensor, ...]]]) -> None:
+    """Each function is PyTorch's for every case."""
+    found = evaluate({name: of_cases(function, *cases(name)) for name, function in functions.items()})
+    assert [name for name, each in found.items() if not bool(each.masks.all())] == []
+
+
+NEAR: dict[str, Any] = {"rtol": 3e-6, "atol": 3e-7}
+
+
+def test_functions_of_a_float_are_pytorchs() -> None:
+    tame = FLOATS[(FLOATS.abs() < 1e5) | ~FLOATS.isfinite()]  # PyTorch's vectors round others in their own way
+    waves = "sin", "cos", "tan", "sinh", "cosh"
+    check_scores(UNARY, lambda name: (tame if name in waves else FLOATS,), **NEAR)
+
+
+def test_functions_of_two_floats_are_pytorchs() -> None:
     x, y = pairs(FLOATS)
-    if name in (*DIVISIONS, "pow"):  # where a quotient has more digits than a float, libraries round it differently
-        keep = ~((x.abs() > 1e5) & (y.abs() < 1e3)) & ~((y.abs() > 1e5) & y.isfinite()) & (y.abs() != 1e-30)
-        x, y = x[keep], y[keep]
-    close(score_of(BINARY[name], x, y), BINARY[name](x, y))
+    # Where a quotient has more digits than a float, libraries round it differently.
+    keep = ~((x.abs() > 1e5) & (y.abs() < 1e3)) & ~((y.abs() > 1e5) & y.isfinite()) & (y.abs() != 1e-30)
+    check_scores(BINARY, lambda name: (x[keep], y[keep]) if name in (*DIVISIONS, "pow") else (x, y), **NEAR)
 
 
-@pytest.mark.parametrize("name", PREDICATES)
-def test_a_question_about_a_float_is_pytorchs(name: str) -> None:
-    assert torch.equal(score_of(PREDICATES[name], FLOATS), PREDICATES[name](FLOATS).float())
+def test_questions_about_a_float_are_pytorchs() -> None:
+    check_scores(PREDICATES, lambda name: (FLOATS,))
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_a_comparison_of_floats_is_pytorchs(name: str) -> None:
-    x, y = pairs(FLOATS)
-    assert torch.equal(score_of(COMPARISONS[name], x, y), COMPARISONS[name](x, y).float())
+def test_comparisons_of_floats_are_pytorchs() -> None:
+    check_scores(COMPARISONS, lambda name: pairs(FLOATS))
 
 
-@pytest.mark.parametrize("name", INTEGER_UNARY)
-def test_a_function_of_an_integer_is_pytorchs(name: str) -> None:
-    assert holds_everywhere(INTEGER_UNARY[name], *((INTEGERS.to(dtype),) for dtype in DTYPES))
+def test_functions_of_an_integer_are_pytorchs() -> None:
+    check_cases(INTEGER_UNARY, lambda name: [(INTEGERS.to(dtype),) for dtype in DTYPES])
 
 
 def integer_pairs(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -160,22 +171,19 @@ def integer_pairs(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x[keep], y[keep]
 
 
-@pytest.mark.parametrize("name", INTEGER_BINARY)
-def test_a_function_of_two_integers_is_pytorchs(name: str) -> None:
-    assert holds_everywhere(INTEGER_BINARY[name], *(integer_pairs(name, dtype) for dtype in DTYPES))
+def test_functions_of_two_integers_are_pytorchs() -> None:
+    check_cases(INTEGER_BINARY, lambda name: [integer_pairs(name, dtype) for dtype in DTYPES])
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_a_comparison_of_two_types_is_pytorchs(name: str) -> None:
+def test_comparisons_of_two_types_are_pytorchs() -> None:
     x, y = pairs(INTEGERS)
     types = (torch.int64, torch.float32), (torch.int8, torch.int64), (torch.bool, torch.int32)
-    assert holds_everywhere(COMPARISONS[name], *((x.to(one), y.to(other)) for one, other in types))
+    check_cases(COMPARISONS, lambda name: [(x.to(one), y.to(other)) for one, other in types])
 
 
-@pytest.mark.parametrize("name", ["bitwise_and", "bitwise_or", "bitwise_xor", "add", "mul", "minimum", "maximum"])
-def test_a_function_of_two_booleans_is_pytorchs(name: str) -> None:
-    x, y = pairs(torch.tensor([False, True]))
-    assert holds_everywhere(getattr(torch, name), (x, y))
+def test_functions_of_two_booleans_are_pytorchs() -> None:
+    names = "bitwise_and", "bitwise_or", "bitwise_xor", "add", "mul", "minimum", "maximum"
+    check_cases({name: getattr(torch, name) for name in names}, lambda name: [pairs(torch.tensor([False, True]))])
 
 
 def test_every_operator_of_the_table_has_a_test() -> None:
@@ -214,12 +222,9 @@ OPTIONS: dict[str, Function] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_and_composed_operators_are_pytorchs(name: str) -> None:
-    x = (
-        FLOATS if name[:2] in ("a ", "an") else FLOATS[FLOATS.abs() < 1e7]
-    )  # PyTorch's vectors differ from its numbers there
-    close(score_of(OPTIONS[name], x), OPTIONS[name](x).float())
+def test_options_and_composed_operators_are_pytorchs() -> None:
+    tame = FLOATS[FLOATS.abs() < 1e7]  # PyTorch's vectors differ from its numbers elsewhere
+    check_scores(OPTIONS, lambda name: (FLOATS if name[:2] in ("a ", "an") else tame,), **NEAR)
 
 
 _DIFFERENTIATED = "a clamp f", "silu", "gelu", "softplus", "elu"
@@ -230,21 +235,26 @@ SLOPES["a product"] = lambda x: x * torch.exp(-x * x)
 SLOPES |= {"sigmoid": torch.sigmoid, "relu": torch.relu}
 
 
-@pytest.mark.parametrize("name", SLOPES)
-def test_a_slope_is_pytorchs_derivative(name: str) -> None:
+def test_slopes_are_pytorchs_derivatives() -> None:
     x = torch.linspace(-9, 9, 181).requires_grad_()
 
-    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return SLOPES[name](score)
+    def problem(function: Function) -> Problem:
+        def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return function(score)
 
-    found = on_host.evaluate(on_host.printed(mod, slopes=True), x.detach(), rows(x.numel()))
-    y = SLOPES[name](x)
-    right = torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
-    torch.testing.assert_close(found.slopes, right, rtol=1e-5, atol=4e-6)
+        return Problem(on_host.printed(mod, slopes=True), x.detach(), rows(x.numel()))
+
+    found = evaluate({name: problem(function) for name, function in SLOPES.items()})
+    for name, function in SLOPES.items():
+        y = function(x)
+        right = torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
+        torch.testing.assert_close(
+            found[name].slopes, right, rtol=1e-5, atol=4e-6, msg=lambda words: f"{name}: {words}"
+        )
 
 
-@pytest.mark.parametrize("dims", [0, 1, 2, 3, 4])
-def test_captured_tensors_of_any_dtype_rank_and_strides_are_read_as_pytorch_reads_them(dims: int) -> None:
+def reads(dims: int) -> tuple[Problem, Tensor]:
+    """A function of tensors of every dtype and of ``dims`` axes, and PyTorch's scores."""
     torch.manual_seed(dims)
     names, sizes = ["b", "h", "q", "kv"][:dims], (2, 3, 5, 7)[:dims]
     tables = []
@@ -260,23 +270,31 @@ def test_captured_tensors_of_any_dtype_rank_and_strides_are_read_as_pytorch_read
             score = score * 0.5 + number.to(torch.float32) * (place + 1)
         return score
 
-    found = on_host.evaluate(on_host.printed(mod, captured=tables), torch.zeros(50), at, tables)
     right = mod(torch.zeros(50), *at, *(table if dims else table.expand(50) for table in tables))
-    assert found.outside == 0 and torch.equal(found.scores, right)
+    return Problem(on_host.printed(mod, captured=tables), torch.zeros(50), at, tables), right
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_indices_count_from_the_end_where_negative_and_never_leave_their_tensor(dtype: torch.dtype) -> None:
-    most = torch.iinfo(dtype)
-    wanted = torch.tensor([0, 1, -1, -5, 4, 5, -6, most.max, most.min, 99], dtype=dtype)
-    table = torch.randn(5)
+def test_captured_tensors_of_any_dtype_rank_and_strides_are_read_as_pytorch_reads_them() -> None:
+    made = [reads(dims) for dims in range(5)]
+    found = evaluate({str(dims): problem for dims, (problem, _) in enumerate(made)})
+    assert [torch.equal(each.scores, right) for each, (_, right) in zip(found.values(), made)] == [True] * 5
+
+
+def test_indices_count_from_the_end_where_negative_and_never_leave_their_tensor() -> None:
+    table, given = torch.randn(5), {}
+    for dtype in (torch.int32, torch.int64):
+        most = torch.iinfo(dtype)
+        given[str(dtype)] = torch.tensor([0, 1, -1, -5, 4, 5, -6, most.max, most.min, 99], dtype=dtype)
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, x: Tensor, at: Tensor) -> Tensor:
         return score + x[at[q]]
 
-    given = table, wanted
-    found = on_host.evaluate(on_host.printed(mod, captured=given), torch.zeros(10), rows(10), given)
-    assert found.outside == 0 and torch.equal(found.scores[:5], table[wanted[:5].long()])
+    found = evaluate({
+        name: Problem(on_host.printed(mod, captured=(table, at)), torch.zeros(10), rows(10), (table, at))
+        for name, at in given.items()
+    })  # fmt: skip
+    for name, wanted in given.items():
+        assert torch.equal(found[name].scores[:5], table[wanted[:5].long()])
 
 
 DECLINED: dict[str, tuple[Function, tuple[Any, ...]]] = {
@@ -327,15 +345,18 @@ INDEX_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", INDEX_SCORES)
-def test_integers_of_indices_become_the_floats_of_pytorch(name: str) -> None:
+def test_integers_of_indices_become_the_floats_of_pytorch() -> None:
     """Up to the largest index: what fp32 computes exactly is converted before it is computed."""
     ends = torch.tensor([0, 1, 2, 63, 64, 4095, 70_000, 2**22 - 1, 2**22, 2**23 - 2, 2**23 - 1], dtype=torch.int32)
-    q, kv = pairs(ends)
-    zero = torch.zeros_like(q)
+    rows_of, keys = pairs(ends)
+    zero = torch.zeros_like(rows_of)
 
-    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return score + INDEX_SCORES[name](q, kv)
+    def problem(function: Function) -> Problem:
+        def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return score + function(q, kv)
 
-    found = on_host.evaluate(on_host.printed(mod), torch.zeros(q.shape), (zero, zero, q, kv))
-    assert torch.equal(found.scores, INDEX_SCORES[name](q, kv).float())
+        return Problem(on_host.printed(mod), torch.zeros(zero.shape), (zero, zero, rows_of, keys))
+
+    found = evaluate({name: problem(function) for name, function in INDEX_SCORES.items()})
+    for name, function in INDEX_SCORES.items():
+        assert torch.equal(found[name].scores, function(rows_of, keys).float()), name

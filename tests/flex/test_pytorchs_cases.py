@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from flash_attn_compat import explain
 from tests.flex import calls
@@ -30,10 +30,9 @@ def problem(case: Case) -> tuple[tuple[torch.Tensor, ...], BlockMask | None]:
 def test_a_case_of_pytorchs_is_served_or_declined_as_the_list_says(name: str, served: LaunchRecord) -> None:
     case = make_cases()[name]
     qkv, mask = problem(case)
-    call = torch.compile(flex_attention, backend="eager")
-    named = {"score_mod": case.score_mod, "block_mask": mask, "enable_gqa": True, "kernel_options": case.options}
+    call = torch.compile(calls.of_operator(qkv, case.score_mod, mask, options=case.options), backend="eager")
     with torch.no_grad():
-        reasons = explain(call, *qkv, **named).reasons["fused"]
+        reasons = explain(call, *qkv).reasons["fused"]
     assert bool(reasons) == bool(case.reason) and (case.reason or "") in " ".join(reasons), reasons
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,9 @@ class _Launch(ctypes.Structure):
     )
 
 
+_Mods = ctypes.c_void_p * 4  # struct Mods of emulator.h
+
+
 class Rules(NamedTuple):
     """How a launch goes.
 
@@ -95,10 +99,11 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry of a compiled source."""
+    """One entry of a compiled source. mods: the library of a caller's functions"""
 
     library: ctypes.CDLL
     entry: str
+    mods: ctypes.CDLL | None = None
 
     def launch(
         self,
@@ -119,6 +124,8 @@ class Kernel:
         emulate = _engine().emulate
         emulate.restype = ctypes.c_char_p
         with _ONE_AT_A_TIME:
+            if self.mods:
+                _Mods.in_dll(self.library, "emulated_mods")[:] = _Mods.in_dll(self.mods, "emulated_mods")[:]
             said = emulate(entry, ctypes.c_char_p(params), ctypes.byref(launch), memories)
         if said:
             raise EmulationError(f"{self.entry}: {said.decode()}")
@@ -137,15 +144,27 @@ def _memory(x: Tensor) -> _Memory:
 
 
 def compile_kernel(source: str | Path, entry: str, macros: Macros, text: str = "") -> Kernel:
-    """``source``: a file of the package's kernels, or a path; text: the header flex_mods.cuh"""
+    """``source``: a file of the package's kernels, or a path; text: the header flex_mods.cuh
+
+    A text is compiled once, and a kernel once for all texts.
+    """
     # How many blocks a GPU may hold at once decides nothing here.
     values = {**DEFAULTS, **macros, "MIN_BLOCKS": 1}
-    defined = tuple(sorted(f"-D{name}={int(value)}" for name, value in values.items()))
-    return Kernel(_library(SOURCES / source, defined, text), entry)
+    if not text:
+        return Kernel(_library(SOURCES / source, _defined(values)), entry)
+    sums = re.search(r"FLEX_SUMS = (\d+);", text)
+    mods = _library(HERE / "mods.cu", _defined({**DEFAULTS, "FLEX": 1, "FLEX_GRADIENTS": sums is not None}), text)
+    if sums:
+        values["EMULATED_SUMS"] = int(sums[1])
+    return Kernel(_library(SOURCES / source, _defined(values)), entry, mods)
+
+
+def _defined(macros: Macros) -> tuple[str, ...]:
+    return tuple(sorted(f"-D{name}={int(value)}" for name, value in macros.items()))
 
 
 @cache
-def _library(source: Path, macros: tuple[str, ...], text: str) -> ctypes.CDLL:
+def _library(source: Path, macros: tuple[str, ...], text: str = "") -> ctypes.CDLL:
     _engine()
     generated = (f"-I{_generated(text)}",) if text else ()
     return ctypes.CDLL(str(_built(source, (*VARIANT_OPTIONS, *macros, *generated, "-include", "emulator.h"))))

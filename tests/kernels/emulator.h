@@ -81,6 +81,16 @@ inline float exp2_approx(float x) { return emulator::exp2(x); }
 inline float reciprocal_approx(float x) { return emulator::reciprocal(x); }
 inline float half_to_float(u16 x) { return emulator::half_to_float(x); }
 
+#if FLEX && defined TYPE   // a caller's functions, in a library that mods.cu makes
+struct FlexSum;
+struct Mods {
+  float (*score)(const FlexParams &, float, int, int, int, int), (*slope)(const FlexParams &, float, int, int, int, int);
+  bool (*mask)(const FlexParams &, int, int, int, int);
+  void (*gradients)(const FlexParams &, FlexSum *, float, float, int, int, int, int);
+};
+extern "C" __attribute__((visibility("default"))) Mods emulated_mods;
+#endif
+
 // ---- Global memory: every access lies in one of the tensors that the launch was given, and is aligned.
 template <class T> inline T *checked(const T *p, emulator::Access access) {
   return (T *)emulator::global(p, sizeof(T), sizeof(T), access);

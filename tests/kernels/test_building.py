@@ -354,7 +354,7 @@ EMULATED: dict[str, Change] = {
     "libraries": other(emulate, "LIBRARIES", ("-lc",)),
     "compiler": other(emulate, "compiler_version", lambda: "g++ 99"),
 }
-EMULATOR = {f"kernels/{path.name}" for path in emulate.HERE.glob("*.h")} | {"kernels/engine.cpp"}
+EMULATOR = {f"kernels/{path.name}" for path in emulate.HERE.glob("*.*h")} | {"kernels/engine.cpp"}
 BACKWARD = tuple(make(KIND) for make in (variants.delta, variants.dkdv, variants.dq))
 CACHES = {
     "kernel": Cache(
