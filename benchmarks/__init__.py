@@ -1,6 +1,6 @@
 """Benchmarks of the package: `python -m benchmarks` lists them, `python -m benchmarks NAME` runs one.
 
-Workloads, contestants, timing and tables are verify's; its bench is the largest benchmark.
+Workloads, contestants, timing and tables come from verify, whose command bench is the largest benchmark.
 """
 
 import os

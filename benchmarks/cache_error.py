@@ -45,7 +45,8 @@ DISTRIBUTIONS: dict[str, Draw] = {
     "outlier channels, 50 times as large": lambda generator: with_outliers(generator, 50.0),
     "heads from 0.02 to 20": uneven_heads,
 }
-# dtype, and how a descale is chosen: none, or the largest magnitude of a tensor or of each head over the format's.
+# dtype, and how a descale is chosen: none, or the largest magnitude of a tensor or of each head, divided by the largest
+# number of the format.
 FORMATS: dict[str, tuple[torch.dtype, str]] = {
     "fp16": (torch.float16, ""),
     "e4m3, descale 1": (E4M3, ""),
@@ -64,7 +65,7 @@ def choose_descale(x: Tensor, dtype: torch.dtype, by: str) -> Tensor | None:
 
 
 def error_of(k: Tensor, v: Tensor, q: Tensor, name: str) -> float:
-    """Return |out - exact| / |exact| of a cache in a format."""
+    """Return |out - exact| / |exact|, where out is computed from keys and values in the format ``name``."""
     dtype, by = FORMATS[name]
     exact = flash_attn_with_kvcache(q.double(), k.double(), v.double())
     if dtype.itemsize == 2:

@@ -22,12 +22,12 @@ from verify.contestants import RIVALS, ours
 from verify.timing import Job, time_together
 from verify.workloads import workload
 
-# Log-normal around 200, the longest 2048.
+# Sequence lengths: log-normal around 200, the longest 2048.
 SKEWED = (torch.randn(32, generator=torch.Generator().manual_seed(0)).exp() * 200).clamp(1, 2048).int().tolist()
 SKEWED[7] = 2048
 LENGTHS = {"skewed": SKEWED, "uniform": [256] * 16, "tiny": [1 + i % 16 for i in range(512)]}
 PACKING = "pad_sdpa", "sdpa_loop"
-# The least ratio of the rivals' time to ours, in PACKING's order.
+# The least allowed ratio of each rival's time to ours; rivals in the order of PACKING.
 REQUIRED = {"skewed": (3.0, 0.85), "uniform": (0.9, 0.85), "tiny": (0.9, 0.85)}
 ENOUGH_S = 10.0
 

@@ -29,13 +29,13 @@ from verify.timing import Job
 
 
 class Attention(NamedTuple):
-    """An implementation: its name in transformers, and the context in which it serves."""
+    """An implementation of attention: its name in transformers, and a context in which the model must run."""
 
     in_transformers: str
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-# Ours first; the last one is the reference for results.
+# Ours first. Results are compared with those of the last one.
 ATTENTIONS = {
     "ours": Attention("fa2_compat"),
     "switched": Attention("sdpa", partial(flash_attn_compat.sdpa, always=True)),  # SDPA on our kernels
@@ -78,7 +78,7 @@ class Setting(NamedTuple):
 
 
 def language_model(family: str, options: Options, device: str, dtype: torch.dtype) -> Any:
-    """Return a model with the same random weights each time, large enough for attention to show in the outputs."""
+    """Return a model with the same random weights each time, so large that attention changes the outputs visibly."""
     if importlib.util.find_spec("transformers") is None:
         raise NotSupported("transformers is not installed")
     import transformers
@@ -131,7 +131,7 @@ def prefill(setting: Setting) -> Mapping[str, Jobs]:
 def generation(setting: Setting, prompts: Sequence[int]) -> Mapping[str, Jobs]:
     """Decode greedily after left-padded prompts of these lengths.
 
-    Only the first logits are compared: where two logits are almost equal, the texts differ from there on.
+    Only the first logits are compared: where two logits are almost equal, rounding decides, and the texts differ then.
     """
     model = language_model("Qwen3", TINY if setting.tiny else QWEN3_06B, setting.device, setting.dtype)
     lengths = torch.tensor([*map(setting.size, prompts)])
@@ -143,7 +143,7 @@ def generation(setting: Setting, prompts: Sequence[int]) -> Mapping[str, Jobs]:
 
 
 def packed_step(setting: Setting) -> Mapping[str, Jobs]:
-    """Run forward and backward of Llama over texts packed by position_ids, of which SDPA makes a dense mask.
+    """Run forward and backward of Llama over texts packed by position_ids, for which SDPA needs a dense mask.
 
     The optimizer is left out: it has no attention.
     """
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     arguments.add_argument("--implementations", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     options = arguments.parse_args(argv)
-    # An installed flash-attn is a contestant of its own and must not serve ours.
+    # An installed flash-attn is a contestant itself. It must not compute the calls of ours too.
     os.environ.setdefault(settings.DISABLE_OFFICIAL, "1")
     if (settings.forced_capability() or (8, 0)) < (8, 0):
         disable_flash_kernels()

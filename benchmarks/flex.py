@@ -39,7 +39,7 @@ Mod = Callable[..., Tensor]
 
 
 class Entry(NamedTuple):
-    """Functions, and the same as keywords of flash_attn_func where they are a feature of ours."""
+    """A pair of functions; ``own``: keywords with which flash_attn_func computes the same, None if it cannot."""
 
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
@@ -104,7 +104,7 @@ def entries(tokens: int, device: str) -> dict[str, Entry]:
 
 
 class Calls(NamedTuple):
-    """A contestant: forward, and forward with backward."""
+    """A contestant's two functions to time: the forward, and the forward with its backward."""
 
     forward: Callable[[], Any]
     training: Callable[[], Any]
@@ -112,7 +112,7 @@ class Calls(NamedTuple):
 
 
 def make_calls(entry: Entry, head_dim: int, options: argparse.Namespace) -> dict[str, Calls]:
-    """Return the contestants of an entry over the same tensors."""
+    """Return the chosen contestants for a pair of functions, all over the same tensors."""
     found = _make_calls(entry, head_dim, options.tokens, options.device)
     return {name: calls for name, calls in found.items() if name in options.contestants}
 
@@ -177,7 +177,7 @@ def failure(calls: Calls) -> str | None:
 
 
 def compile_part(names: Sequence[str], options: argparse.Namespace) -> dict[str, float]:
-    """Compile entries into the caches on disk; return the seconds of each, by contestant."""
+    """Compile pairs of functions into the caches on disk; return the seconds for each contestant and pair."""
     seconds: dict[str, float] = {}
     for name in names:
         dim, _, entry = name.partition(" ")
@@ -191,7 +191,7 @@ def compile_part(names: Sequence[str], options: argparse.Namespace) -> dict[str,
 
 
 def compile_in_parallel(names: Sequence[str], options: argparse.Namespace) -> dict[str, float]:
-    """Run ``compile_part`` in several processes."""
+    """Run ``compile_part`` for shares of the names in several processes at once; return all seconds."""
     arguments = [sys.executable, "-m", "benchmarks.flex", "--tokens", str(options.tokens)]
     arguments += ["--contestants", *options.contestants, "--compile"]
     parts = [names[start :: options.workers] for start in range(options.workers)]
@@ -211,7 +211,7 @@ def compile_in_parallel(names: Sequence[str], options: argparse.Namespace) -> di
 
 
 class Times(NamedTuple):
-    """Medians by contestant: the GPU's milliseconds a call, and the host's microseconds for launching it."""
+    """Medians for each contestant: the GPU's milliseconds of a call, and the host's microseconds to launch it."""
 
     gpu: dict[str, float]
     host: dict[str, float]
@@ -249,7 +249,7 @@ def relative_difference(found: Mapping[str, Calls], other: str) -> float:
 
 
 def is_chosen(name: str, only: str) -> bool:
-    """Whether a name has one of the texts of --only."""
+    """Whether a name contains one of the texts of --only, which are separated by semicolons."""
     return any(part in name for part in only.split(";"))
 
 

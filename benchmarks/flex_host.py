@@ -32,7 +32,7 @@ TOKENS, TURNS, CALLS = 256, 20, 50
 
 
 def make_call(entry: flex.Entry, head_dim: int, device: str = "cuda") -> Callable[[bool], Any]:
-    """Return a function that calls flex_attention eagerly; its argument: whether with the backward."""
+    """Return a function that calls flex_attention eagerly; its argument says whether to run the backward too."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     shape = flex.BATCH, flex.HEADS, TOKENS, head_dim
@@ -98,7 +98,7 @@ def time_warm(entry: flex.Entry, head_dim: int) -> tuple[float, float]:
 def time_first(name: str, head_dim: int) -> list[float]:
     """Return the seconds of the first forward and of the first forward with backward, in this process."""
     torch.zeros(1, device="cuda")
-    make_call(flex.Entry(), head_dim)(False)  # PyTorch imports and traces once what it always needs
+    make_call(flex.Entry(), head_dim)(False)  # else the first reading includes PyTorch's own imports
     call = make_call(flex.entries(TOKENS, "cuda")[name], head_dim)
     seconds = []
     with flash_attn_compat.flex():

@@ -32,7 +32,7 @@ PICTURES: dict[str, Callable[..., Tensor]] = {"documents": documents, "window": 
 
 
 def states(mask: BlockMask) -> Tensor:
-    """Return 0 for each block in no list, 1 for a partial block, 2 for a full one."""
+    """Return a number for each block of a BlockMask: 0 hidden, 1 partial, 2 full."""
     found = torch.zeros(TOKENS // BLOCK, TOKENS // BLOCK, dtype=torch.int)
     for state, num, indices in (
         (1, mask.kv_num_blocks, mask.kv_indices),

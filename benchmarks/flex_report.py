@@ -40,7 +40,7 @@ def _everywhere(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 class Pair(NamedTuple):
-    """Functions, and what each captures, as arguments behind its own."""
+    """A score_mod and a mask_mod, and the tensors that each captures, which it takes as its last arguments."""
 
     score_mod: Callable[..., Tensor] = _same
     mask_mod: Callable[..., Tensor] = _everywhere
@@ -70,7 +70,7 @@ PAIRS = {
 
 
 def print_pair(pair: Pair) -> Mods:
-    """Return a pair of functions in C++, with the derivative of the first."""
+    """Return a pair of functions as C++, with the derivative of score_mod."""
     score = capture.capture_score(pair.score_mod, pair.of_score, _HOST)
     mask = capture.capture_mask(pair.mask_mod, pair.of_mask, _HOST, len(pair.of_score))
     slope = capture.capture_joint(pair.score_mod, pair.of_score, _HOST)

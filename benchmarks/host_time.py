@@ -42,8 +42,8 @@ from verify.timing import Clock, Failed, Job, Timing, attempt, synchronize
 Call = Callable[[], object]
 BATCHES, CALLS = 600, 10
 PACKED = "packed", "packed, recorded", "packed, recorded, with backward"
-# Backends of a packed call by contestant, and the compute capability that they see; None for the first that serves, and
-# for the GPU's own.
+# For each contestant the backend of a packed call (None: the first that serves it), and the compute capability that the
+# backend sees (None: the GPU's own).
 CONTESTANTS = {
     "default": (None, None),
     "torch_flash": ("torch_flash", None),
@@ -110,7 +110,7 @@ def make_calls(device: str, interface: Any) -> dict[str, Call]:
 
 
 def contests(device: str) -> Iterator[Contest]:
-    """Yield contests of our calls and, if flash-attn is installed, of its own calls and of ours served by it."""
+    """Yield contests: our kernels and, if flash-attn is installed, flash-attn alone and our functions on top of it."""
     ours = make_calls(device, flash_attn_interface)
     own: dict[str, Call] = {}
     if device == "cuda" and importlib.util.find_spec("flash_attn"):
@@ -122,7 +122,7 @@ def contests(device: str) -> Iterator[Contest]:
 
 
 def milliseconds(job: Job, device: str, clock: Clock = time.perf_counter) -> float:
-    """Return the milliseconds of one call in the fastest batch: other programs disturbed the slower ones."""
+    """Return the milliseconds of one call in the fastest batch of calls: other programs disturb the slower batches."""
     fastest = float("inf")
     job.run()
     for _ in range(BATCHES):
@@ -139,7 +139,7 @@ def milliseconds(job: Job, device: str, clock: Clock = time.perf_counter) -> flo
 
 @contextlib.contextmanager
 def served_as(backend: str | None, capability: str | None) -> Iterator[None]:
-    """Serve by ``backend`` (None: the first but flash-attn's) as on a compute capability (None: the GPU's)."""
+    """Force ``backend`` (None: any but flash-attn's) and a compute capability (None: the GPU's) during a block."""
     variables = {} if backend else {settings.DISABLE_OFFICIAL: "1"}
     variables |= {settings.CAPABILITY: capability} if capability else {}
     with mock.patch.dict(os.environ, variables), use_backend(backend) if backend else contextlib.nullcontext():
@@ -235,7 +235,7 @@ def serve_without_gpu() -> None:
 
 def print_profile(call: Call, backend: str) -> None:
     profile = cProfile.Profile()
-    with use_backend(backend), torch.autograd.set_multithreading_enabled(False):  # profiled is this thread alone
+    with use_backend(backend), torch.autograd.set_multithreading_enabled(False):  # cProfile sees only this thread
         call()
         profile.enable()
         for _ in range(2000):

@@ -49,11 +49,11 @@ IDEAS = (
 TODAY = len(IDEAS) - 1
 HEAD_DIMS = 64, 128
 KEYS = 64  # of a tile in shared memory
-# In steps 4 and 5 all rows of K and V begin in the same banks. A product of S loads a word of K in 8 turns, a product
-# of O two words of V in 4 turns each: 7 and 6 more turns than without conflicts.
+# In steps 4 and 5 all rows of K and V begin in the same shared-memory banks. For a product of S, loading a word of K
+# takes 8 turns; for a product of O, each of two words of V takes 4. That is 7 and 6 turns more than without conflicts.
 MORE_TURNS = {4: 6.5, 5: 6.5}
-TOLERANCE = 4e-3  # beside the largest number of the result: P and out are rounded to 2^-11
-# A bare loop of products: 8 warps of a block multiply 4 * 512 each.
+TOLERANCE = 4e-3  # relative to the result's largest number: P and out are rounded to 2^-11
+# A kernel that only multiplies: each of the 8 warps of a block issues 4 * 512 tensor-core instructions.
 PEAK = Variant("tensor_peak", str(SOURCE.with_name("tensor_peak.cu")), (("TYPE", FP16),), 1, 256, 0)
 BARE_LOOP = 8 * 4 * 512
 PRODUCT_FLOPS = 2 * 16 * 8 * 8
@@ -75,7 +75,10 @@ def make_variant(step: int, head_dim: int, causal: bool) -> Variant:
 
 
 class Model(NamedTuple):
-    """pipes: cycles of a T4's multiprocessor for 64 rows times 64 keys; share: of the tensor cores' limit"""
+    """What the model says of a step.
+
+    pipes: cycles of a T4's multiprocessor for 64 rows times 64 keys; share: the speed over the tensor cores' limit
+    """
 
     pipes: Pipes
     share: float
@@ -102,8 +105,8 @@ def apply_model(step: int, head_dim: int, causal: bool) -> Model | None:
 def count_tile_instructions(code: list[tuple[int, str]], step: int, head_dim: int) -> Counter[str]:
     """Return the instructions that a warp executes for a tile of keys, by name.
 
-    Without tensor cores: those of the loops over single keys, for all keys of a tile. Loads from global memory count as
-    loads from shared memory there: the L1 cache is the same unit.
+    For steps without tensor cores: the instructions of the loops over single keys, times the keys of a tile. Loads from
+    global memory count as loads from shared memory there, since the L1 cache is in the same unit.
     """
     if step >= 4:
         loop = offline.main_loop(code)
@@ -151,7 +154,7 @@ def pack_argument(kernel: Variant, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 
 def make_job(step: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Job:
-    """Return the call that runs a step and returns its result."""
+    """Return a job that runs the kernel of a step and returns its result."""
     if step == TODAY:
         return Job(partial(flash_attn_func, q, k, v, causal=causal), partial(use_backend, "fused"))
     kernel, device = make_variant(step, q.shape[-1], causal), q.get_device()
@@ -167,7 +170,7 @@ def make_job(step: int, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Job:
 
 
 def measure_peak() -> float:
-    """Measure mma.m16n8k8 in a bare loop, without a load."""
+    """Return the TFLOP/s of mma.m16n8k8 in a loop without loads."""
     blocks = 32 * torch.cuda.get_device_properties(0).multi_processor_count
     sums, kernel = torch.empty(blocks, device="cuda:0"), nvrtc.kernel(PEAK, 0)
     head, rest = params.head_struct(["lse"]), params.pack_rest({})
@@ -177,7 +180,7 @@ def measure_peak() -> float:
 
 class Measured(NamedTuple):
     timing: Timing | Failed
-    error: float  # beside the largest number of the result
+    error: float  # relative to the largest number of the result
     tflops: float
     share: float  # of the peak
 
@@ -205,7 +208,7 @@ def measure(options: argparse.Namespace, peak: float, device: str = "cuda:0") ->
 
 
 def compute_in_fp32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Return attention, computed by PyTorch."""
+    """Return attention, computed by PyTorch in fp32: the right result for all steps."""
     q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
@@ -221,7 +224,7 @@ def measure_error(job: Job, right: Tensor) -> float:
 
 
 def format_gains(costs: list[float]) -> list[str]:
-    """Format how many times each step is as fast as the step before."""
+    """Format how many times faster each step is than the step before."""
     return ["", *(f"{before / after:.2f}" for before, after in itertools.pairwise(costs))]
 
 
@@ -304,7 +307,7 @@ def describe_fault(found: Measured) -> str:
 
 
 def to_json(record: Model | Measured | None) -> dict[str, Any] | None:
-    """Return what JSON can hold."""
+    """Return a record as dicts for JSON."""
     if record is None:
         return None
     if isinstance(record, Model):

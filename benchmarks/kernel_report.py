@@ -31,10 +31,11 @@ _SHOWN = (
 
 
 class Pipes(NamedTuple):
-    """Cycles of a multiprocessor of sm_75 for 64 rows times 64 keys, by pipe; the largest one bounds the kernel.
+    """Cycles for 64 rows times 64 keys on a multiprocessor of sm_75, by pipe; the busiest pipe bounds the kernel.
 
-    Assumed cycles: of a quarter, 8 for HMMA.1688.F32, MUFU and F2F, 2 for FMA and ALU, 1 for issue; of the whole
-    multiprocessor, 8 for LDSM.x4, LDS.128 and STS.128, 2 for smaller shared accesses. Masks' instructions count too.
+    Assumed cycles of an instruction. Each quarter of the multiprocessor: 8 for HMMA.1688.F32, MUFU and F2F, 2 for FMA
+    and ALU, 1 for issue. The shared unit: 8 for LDSM.x4, LDS.128 and STS.128, 2 for smaller accesses. Instructions that
+    only masked tiles execute count too.
     """
 
     tensor: float
@@ -46,16 +47,16 @@ class Pipes(NamedTuple):
 
     @property
     def tensor_share(self) -> float:
-        """The share of the tensor cores' peak, if everything overlaps."""
+        """The speed as a share of the tensor cores' peak, if all pipes work at the same time."""
         return self.tensor / max(self)
 
 
-# The products that each kernel needs, over the channels of q and k and over those of v.
+# How many matrix products each kernel needs: over the channels of q and k; over the channels of v.
 _PRODUCTS = {"forward": (1, 1), "dkdv": (2, 2), "dq": (2, 1)}
 
 
 def useful_share(pipes: Pipes, variant: Variant, head_dim: int, head_dim_v: int) -> float:
-    """Return the cycles of the needed products, with the true head dims, over the cycles of the busiest pipe."""
+    """Return the cycles of the needed products, for unpadded head dims, over the cycles of the busiest pipe."""
     of_d, of_dv = _PRODUCTS[variant.entry]
     return 8 * (of_d * head_dim + of_dv * head_dim_v) / max(pipes)
 
@@ -83,7 +84,7 @@ def model_turing(loop: Counter[str], variant: Variant) -> Pipes:
 
 
 def choose_variants(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
-    """Return the variants to compile and their kinds. every: all, not only each feature alone and all together"""
+    """Return the variants to compile and their kinds. every: all, else each feature alone and all features together"""
     masked = (
         kind
         for kind in enumeration.every_kind(number)
@@ -96,7 +97,7 @@ def choose_variants(number: int, every: bool, entries: list[str]) -> dict[Varian
 
 
 def step(variant: Variant) -> int:
-    """Return the keys (rows for dkdv) of one iteration of the main loop."""
+    """Return how many keys (in dkdv: rows) one iteration of the main loop handles."""
     macros = dict(variant.macros)
     return macros.get("STREAMED_ROWS", 64) * macros.get("KEY_GROUPS", 1)
 
@@ -122,7 +123,7 @@ def report_variant(variant: Variant, number: int, compiler: str) -> tuple[str, b
 
 def format_instructions(loop: Counter[str]) -> str:
     counts = {name: sum(count for full, count in loop.items() if full.split(".")[0] == name) for name in _SHOWN}
-    size = sum(loop.values())  # of 16 bytes; sm_75 has caches of some 16 and 46 KB for instructions
+    size = sum(loop.values())  # of 16 bytes each; sm_75's instruction caches have 16 and 46 KB
     return f"main loop of {size}, {size / 64:.1f} KB: " + ", ".join(
         f"{count} {name}" for name, count in counts.items() if count
     )
@@ -142,7 +143,7 @@ Loops = list[tuple[Variant, offline.Compiled, Counter[str]]]
 
 
 def main_loops(compiler: str, *kinds: Kind, head_dims: Iterable[int] = HEAD_DIMS) -> Iterator[tuple[int, str, Loops]]:
-    """Yield each kernel and size of sm_75 with its compiled variant of each kind and the main loop's instructions."""
+    """Yield head dim, kernel and, for each kind, the variant compiled for sm_75 with its main loop's instructions."""
     nvrtc = offline.compilers()[compiler]
     for D, entry in itertools.product(head_dims, _PRODUCTS):
         chosen = [variants.MAKERS[entry](kind.replace(head_dim=D)) for kind in kinds]
@@ -153,7 +154,7 @@ def main_loops(compiler: str, *kinds: Kind, head_dims: Iterable[int] = HEAD_DIMS
 def make_table(compiler: str) -> Iterator[str]:
     """Yield model_turing's figures of each kernel and size of sm_75 as rows of Markdown.
 
-    The last columns are the share of useful cycles, and in brackets the loop's share of instructions that spill.
+    The last columns are shares of useful cycles; in brackets the share of the loop's instructions that spill registers.
     """
     yield "| head_dim | kernel | rows x step, warps | registers | tensor | shared | special | fp16 | causal | bf16 |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -171,7 +172,7 @@ def make_table(compiler: str) -> Iterator[str]:
 
 
 def make_bf16_table(compiler: str) -> Iterator[str]:
-    """Yield the instructions of main loops for sm_75 in fp16, and their ratios in bf16, converted or copied before."""
+    """Yield the main loops' instructions for sm_75 in fp16, and ratios for bf16, converted in the kernel or before."""
     yield "| head_dim | kernel | fp16 | bf16 | bf16, copied |\n|---|---|---|---|---|"
     for D, entry, loops in main_loops(compiler, PLAIN, CONVERTED, CONVERTED.replace(copied=True)):
         counts = [sum(loop.values()) / variant.rows / step(variant) * variant.threads for variant, _, loop in loops]

@@ -38,8 +38,8 @@ from verify.graphs import in_graph
 from verify.timing import Job
 from verify.workloads import Workload, decoding, workload
 
-Tiles = tuple[Tile | None, ...]  # None: the present one
-Flags = Sequence[Mapping[str, Any]]  # of a Kind, for each sort of call
+Tiles = tuple[Tile | None, ...]  # None: the tile that the package chooses today
+Flags = Sequence[Mapping[str, Any]]  # fields of a Kind, one mapping for each sort of call
 # head dim: batch, seqlen, (query heads, key heads)
 SHAPES = {32: (16, 2048, (8, 8)), 64: (8, 4096, (8, 8)), 128: (4, 2048, (32, 8)), 256: (4, 2048, (16, 16))}
 MASKS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"causal": True, "softcap": 30.0},
     "dropout": {"causal": True, "dropout_p": 0.1},
 }
-BACKWARD = "full", "causal", "ALiBi", "causal ALiBi", "softcap"  # the masks of the backward
+BACKWARD = "full", "causal", "ALiBi", "causal ALiBi", "softcap"  # the masks with which a backward is timed
 TOKENS, CHANNELS = 16384, 2048  # of the batch, and of all heads, with --lengths
 SPLITS = None, 1, 2, 3, 4, 6, 8, 16, 32
 DECODE = (*workloads.DECODE, *decoding(32, 4096, (16, 16), 64), *decoding(1, 8192, (16, 16), 64))
@@ -69,7 +69,10 @@ def format_tile(tile: Tile | None) -> str:
 
 @contextmanager
 def replace_tile(entry: str, tile: Tile | None) -> Iterator[None]:
-    """Give a kernel ``tile``, unless that is None, during a block. entry: few_keys: dkdv where one tile has all keys"""
+    """Make the kernel ``entry`` use ``tile`` during a block; None changes nothing.
+
+    entry: "few_keys" means dkdv of calls so short that one tile holds all keys
+    """
     before = variants.choose_tile
 
     def choose(asked: str, kind: Kind) -> Tile:
@@ -102,7 +105,7 @@ def _replace_function(module: ModuleType, function: str, instead: Callable[..., 
 
 
 def backward_job(attend: Attention, qkv: list[Tensor]) -> Callable[[], object]:
-    """Return a function that runs the whole backward; its other kernels have their present tiles."""
+    """Return a function that runs the whole backward: all kernels but the timed one keep today's tiles."""
     leaves, held = [tensor.detach().requires_grad_() for tensor in qkv], list[Tensor]()
 
     def run_backward() -> object:
@@ -146,7 +149,7 @@ def tile_variants(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype, f
 
 
 def compile_together(wanted: Iterable[variants.Variant]) -> None:
-    """Compile in processes, then load in threads. A tile that does not fit fails later, when it is timed."""
+    """Compile variants in several processes, then load them. A tile that does not fit fails later, when it is timed."""
     chosen, architecture = sorted(set(wanted)), nvrtc.target(0)
     pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
     _, errors = aot.compile_all([(variant, architecture) for variant in chosen], pool=pool)
@@ -155,7 +158,7 @@ def compile_together(wanted: Iterable[variants.Variant]) -> None:
 
 
 def split_jobs(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
-    """Return jobs for each number of blocks that share a tile's keys, as replays of a CUDA graph."""
+    """Return a job for each count of splits: how many blocks share the keys of a tile. Jobs replay CUDA graphs."""
     arguments, jobs = problem.call("cuda", dtype), dict[str, Job]()
     for count in SPLITS:
         with replace_result(grids, "count_splits", count):
@@ -169,7 +172,7 @@ def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> It
         batch, seqlen, heads = SHAPES[head_dim]
         for mask in () if entry not in kernels else MASKS if entry == "forward" else BACKWARD:
             problem = workload(f"{entry} d{head_dim} {mask}", (seqlen,) * batch, heads, head_dim, **MASKS[mask])
-            compared = None if mask == "dropout" else dtype  # each call drops other probabilities
+            compared = None if mask == "dropout" else dtype  # results differ: each call drops other probabilities
             compile_all(entry, tiles, head_dim, dtype)
             yield Contest(problem.name, partial(tile_jobs, entry, tiles, problem, dtype), compared)
     for each in DECODE if "decode" in kernels else ():
@@ -178,7 +181,7 @@ def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> It
 
 
 class Trial(NamedTuple):
-    """A kernel at a head dim in a dtype, with the tiles to time; None: the present one."""
+    """A kernel at a head dim in a dtype, with the tiles to time; None: the tile that the package chooses today."""
 
     entry: str
     head_dim: int
@@ -197,7 +200,7 @@ class Trial(NamedTuple):
 
 
 def make_trials(kernels: list[str], head_dims: list[int], dtypes: list[str], text: str) -> Iterator[Trial]:
-    """Yield the trials of tune's candidates whose name has ``text``, beside the present tile."""
+    """Yield a Trial for each kernel: today's tile, and the candidates of `tune` whose name contains ``text``."""
     number = nvrtc.target_number(0)
     for entry, head_dim, dtype in itertools.product(candidates.ENTRIES, head_dims, dtypes):
         present = variants.choose_tile(entry, Kind(number, FP16, Sizes(head_dim)))

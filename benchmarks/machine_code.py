@@ -29,16 +29,17 @@ ARCHITECTURES = 75, 80, 90
 
 
 class Measured(NamedTuple):
-    """Registers and spilled bytes of a thread."""
+    """How many registers and how many bytes of spilled registers a thread has."""
 
     registers: int
     spilled: int
 
 
 def choose_variants(number: int, entries: list[str], every: int = 1) -> Iterator[tuple[str, Variant]]:
-    """Yield the variants for sm_``number``, or one of ``every``, with names that do not depend on macros.
+    """Yield the variants for sm_``number`` with their names. every: yield only one in so many
 
-    Each feature alone, all features together, dense masks, shared grids, and the tiles that ``tune`` may choose.
+    They have each feature alone, all features together, dense masks, shared grids, and the tiles that ``tune`` may
+    choose. A name does not depend on macros, so that it stays when macros are renamed.
     """
     kinds = [
         *fused_coverage.kinds(number),
@@ -60,7 +61,7 @@ def choose_variants(number: int, entries: list[str], every: int = 1) -> Iterator
 
 
 def _label(kind: Kind) -> str:
-    """Return the fields that differ from the defaults."""
+    """Return a name for a kind: its dtype and the fields that differ from their defaults."""
     groups = kind.sizes, kind.features, kind.hints
     fields = [(name, value, one._field_defaults.get(name)) for one in groups for name, value in one._asdict().items()]
     return " ".join([f"type {kind.type}", *(f"{name} {value}" for name, value, usual in fields if value != usual)])
@@ -77,9 +78,10 @@ def compile_into(folder: Path, name: str, variant: Variant, compiler: str) -> Me
 
 
 def machine_code(cubin: bytes) -> dict[bytes, bytes]:
-    """Return the sections of an ELF file (64 bits, little-endian) with instructions and their literals, by name.
+    """Return the sections of a cubin (a little-endian 64-bit ELF file) that hold instructions and literals, by name.
 
-    Without the symbols and the addresses of constexpr variables (.nv.constant4), which depend on the sources' names.
+    Left out are symbols and addresses of constexpr variables (.nv.constant4): renaming something in a source changes
+    them.
     """
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<3H", cubin, 0x3A)

@@ -32,8 +32,8 @@ from verify.workloads import Workload
 
 Clock = Callable[[Jobs], Timings]
 ENOUGH_S = 3.0  # seconds of readings of one contestant
-# The largest difference from rounding, even over many layers, relative to the largest number. Wrong attention exceeds
-# it.
+# The largest difference, relative to the largest number, that rounding makes, even over many layers. Wrong attention
+# differs by more.
 ROUNDING = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-4}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -42,9 +42,9 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 class Contest:
     """Contestants that do the same work.
 
-    jobs: makes the contestants' jobs, by contestant (ours first) and mode ("forward" if there is no backward)
-    dtype: of the results, which must agree up to its rounding; None to compare no results
-    at_least: the least ratio of a rival's time to ours, by rival
+    jobs: returns the jobs to time by contestant (ours first) and mode: "forward", and "both" if there is a backward
+    dtype: of the results, which must agree up to rounding in it; None if results are not compared
+    at_least: for rivals, the least allowed ratio of the rival's time to ours
     """
 
     name: str
@@ -54,7 +54,7 @@ class Contest:
 
 
 def forward_only(jobs: Jobs) -> Mapping[str, Jobs]:
-    """Return contestants of one job each, in the mode "forward"."""
+    """Return contestants with one job each, which is timed as "forward"."""
     return {name: {"forward": job} for name, job in jobs.items()}
 
 
@@ -74,7 +74,7 @@ def make_contest(
 
 
 def time_one_by_one(device: str, read: Callable[[Job], float] | None = None) -> Clock:
-    """Return a clock that times one contestant after another, each within its job's context, by the fastest reading.
+    """Return a clock that times one contestant after another, in the job's context, and keeps the fastest reading.
 
     read: measures the milliseconds of one call; by default verify's ``fastest``
     """
@@ -111,7 +111,7 @@ def run(
 ) -> int:
     """Run the contests and print tables and means. Returns the exit code: 1 if one failed, differs or is too slow.
 
-    clock: by default medians of readings in turns; weigh: also measure peak memory; closing: more lines after the means
+    clock: by default contestants take turns, medians count; weigh: measure peak memory; closing: lines after the means
     """
     clock = clock or (lambda jobs: time_together(jobs, device, options.repeats, ENOUGH_S))
     terminal, environment = console(), describe([device])

@@ -29,7 +29,7 @@ from verify.errors import NotSupported
 from verify.graphs import capture
 from verify.timing import Job
 
-On = Callable[[], AbstractContextManager[object]]  # switches our kernels on
+On = Callable[[], AbstractContextManager[object]]  # a context with our kernels under SDPA
 
 
 class Shape(NamedTuple):
@@ -125,7 +125,7 @@ def make_jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[
 
 
 def capture_all(jobs: Mapping[str, Jobs], device: str) -> Mapping[str, Jobs]:
-    """Return replays of the same calls. Raises NotSupported if our kernels did not serve the captures of "with"."""
+    """Return the calls as replays of CUDA graphs. Raises NotSupported if our kernels were captured in none of them."""
     flash_attn_compat.reset_backend_counts()
     replayed = {
         name: {mode: capture_job(job, device) for mode, job in by_mode.items()} for name, by_mode in jobs.items()
@@ -145,7 +145,7 @@ def capture_job(job: Job, device: str) -> Job:
     return Job(again)
 
 
-# The lengths of sequences packed into 8192 tokens, as a collator does; and the padding of each of 8 prompts.
+# Lengths of sequences that a collator packs into 8192 tokens; how many tokens of padding each of 8 prompts has.
 PACKED, PADDED = (2100, 1500, 900, 1300, 400, 700, 850, 442), (0, 500, 120, 800, 30, 300, 620, 900)
 
 
@@ -155,7 +155,7 @@ def dense_mask(shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
     row, key = torch.arange(keys - rows, keys, device=device)[:, None], torch.arange(keys, device=device)
     if shape.mask == "bias of heads":
         return torch.randn(1, shape.heads[0], rows, keys, dtype=dtype, device=device)
-    if shape.mask == "bias of windows":  # one bias for each of 64 windows, the same in each picture
+    if shape.mask == "bias of windows":  # a bias for each of 64 windows, repeated for each image
         windows = torch.randn(64, shape.heads[0], rows, keys, dtype=dtype, device=device)
         return windows.repeat(shape.batch // 64 or 1, 1, 1, 1)[: shape.batch]
     if shape.mask == "keys":

@@ -27,7 +27,7 @@ from benchmarks.sdpa import capture_job
 from flash_attn_compat import flash_attn_func, use_backend
 from verify.timing import Failed, Job, Timing, attempt, time_together
 
-HOST_CALLS, HOST_READINGS = 20, 9  # so few calls that the queue of launches has room for all
+HOST_CALLS, HOST_READINGS = 20, 9  # few enough calls for the driver's queue of launches
 
 
 class Shape(NamedTuple):
@@ -50,7 +50,7 @@ SHAPES = (
 
 
 def attend_by_torch(backend: SDPBackend, shape: Shape, *qkv: Tensor) -> Tensor:
-    """PyTorch's kernel; heads repeat outside of it where its interface wants equal numbers."""
+    """Call one of PyTorch's kernels. Key heads are repeated before, since these kernels take no grouped heads."""
     q, k, v = (x.transpose(1, 2) for x in qkv)
     if shape.heads[0] != shape.heads[1]:
         k, v = (x.repeat_interleave(shape.heads[0] // shape.heads[1], 1) for x in (k, v))

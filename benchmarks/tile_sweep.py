@@ -33,8 +33,8 @@ from verify.graphs import capture
 from verify.timing import Failed, Job, attempt, fastest, free_memory
 
 TORCH = {"memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-ENTRIES = "forward", "dkdv", "dq", "few_keys"  # the last is dkdv where one tile holds all keys
-Choice = Mapping[str, Tile]  # by entry; others have today's tile
+ENTRIES = "forward", "dkdv", "dq", "few_keys"  # few_keys: dkdv if one tile holds all keys
+Choice = Mapping[str, Tile]  # tiles by kernel; kernels without one keep today's tile
 
 
 class Shape(NamedTuple):
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
         return Kind(number, FP16, Sizes(self.head_dim), Features(local=self.causal), hints)
 
     def entries(self, number: int) -> dict[str, tuple[Tile, ...]]:
-        """The tiles to time, of kernels that such calls take."""
+        """Return the tiles to time, for each kernel that calls of this shape launch."""
         few_keys, tiles = self.kind(number).hints.few_keys, TILES[self.head_dim]
         left_out = ("dkdv", "dq") if few_keys else ("few_keys",)
         rows = -(-few_keys // 64) * 64
@@ -75,7 +75,7 @@ SHAPES = (
     *(Shape(4, 4096, 2048 // D, D, causal) for D in (64, 96, 112, 128, 160, 192, 256) for causal in (False, True)),
 )
 _SHARED = {"qk_in_regs": False, "vo_in_regs": False}
-# All fit sm_75; of registers they spill at most what other tiles there do.
+# Tiles to try, by head dim and kernel. All fit sm_75, and spill no more registers than the tiles that it has today.
 TILES: dict[int, dict[str, tuple[Tile, ...]]] = {
     32: {
         "forward": (Tile(64, 4, 1, 3, load_v_with_k=True), Tile(64, 4, 1, 4, load_v_with_k=True), Tile(64, 4, 1, 3)),

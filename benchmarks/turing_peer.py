@@ -60,7 +60,7 @@ def contests() -> Iterator[Contest]:
 
 
 def geometric_means(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the geometric means of the peer's time over ours, of the forward and of the backward alone."""
+    """Yield the geometric means of flash-attention-turing's time over ours: for forwards, and for backwards alone."""
     for way in ("forward", "backward"):
         ratios = [ratio for each in compared(rows) if each.mine.workload.endswith(way)
                   and (ratio := each.ratio(["peer"], "forward"))]  # fmt: skip

@@ -59,7 +59,8 @@ OURS = {
     "eager, prefix caching, whole": dict(eager=True, prefix_caching=True, chunk=8192),
 }
 REFERENCE = dict(eager=False, prefix_caching=True, chunk=8192, backend="TRITON_ATTN")
-WORKLOADS = {"32 mixed prompts": 1.2, "a prompt of 8,000": 1.5, "one prompt decoding": 1.0}  # and the ratios to reach
+# The least ratio of our speed to vLLM's, by workload.
+WORKLOADS = {"32 mixed prompts": 1.2, "a prompt of 8,000": 1.5, "one prompt decoding": 1.0}
 
 
 # ---- models that need no network -------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ def write_shapes(folder: Path) -> Path:
 
 
 def random_prompts() -> list[list[int]]:
-    """Prompts of 1 to 700 tokens; every other one starts with the same 96."""
+    """Return prompts of 1 to 700 tokens; every other prompt starts with the same 96 tokens."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -173,7 +174,7 @@ def start_engine(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def environment(job: dict[str, Any], folder: Path) -> dict[str, str]:
-    """A child's environment. Our engines count the GPU as 7.5; the package's entry point exists, installed or not."""
+    """Return a child's environment. Our engines treat the GPU as 7.5 and find our entry point by PYTHONPATH."""
     paths = [str(folder / "entry_point"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     found = os.environ | dict(
         PYTHONPATH=os.pathsep.join(paths), VLLM_USE_FLASHINFER_SAMPLER="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
@@ -185,7 +186,7 @@ def environment(job: dict[str, Any], folder: Path) -> dict[str, str]:
 
 
 def write_entry_point(folder: Path) -> None:
-    """Describe the package as an installed one where it is not installed: vLLM finds plugins by this alone."""
+    """Write the metadata of an installed package if this one is not installed: vLLM finds plugins by metadata alone."""
     from importlib.metadata import entry_points
 
     if any(point.name == "flash_attn_compat" for point in entry_points(group="vllm.general_plugins")):
@@ -201,9 +202,10 @@ def write_entry_point(folder: Path) -> None:
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any], tie: float) -> dict[str, Any]:
-    """Compare greedy tokens up to ties. Behind a first difference two answers have nothing in common.
+    """Compare greedy tokens up to the first difference of each answer, since all later tokens differ by it.
 
-    Returns counts of equal answers, ties and differences; and the largest difference of a log probability before one.
+    Returns how many answers are equal, differ at a tie, or differ otherwise; and the largest difference of a log
+    probability before the first different token.
     """
     found: dict[str, Any] = {"equal": 0, "ties": 0, "differences": 0, "widest": 0.0, "first": []}
     for index, (a, b) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
@@ -224,7 +226,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], tie: float) -> dict[st
 
 
 def equal_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run our engine in each mode beside TRITON_ATTN, all at once, and compare their greedy tokens; for each model."""
+    """For each model, run our engine in each mode and one with TRITON_ATTN at once, and compare their greedy tokens."""
     work = {"prompts": random_prompts(), "new_tokens": NEW_TOKENS, "logprobs": 5, "runs": 1}
     found: dict[str, Any] = {}
     for name in given.model:
@@ -253,14 +255,14 @@ def equal_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def was_used(ours: dict[str, Any], tensor_parallel: int) -> bool:
-    """Whether our kernels served; of workers in other processes their log tells."""
+    """Whether our kernels served. With tensor parallelism the workers' log tells, since they are other processes."""
     if tensor_parallel > 1:
         return any("Attention runs on flash_attn_compat" in line for line in ours.get("log", ()))
     return bool(ours.get("served", {}).get("fused")) and set(ours["served"]) == {"fused"}
 
 
 def speed_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Tokens a second in Qwen3-0.6B's shapes, with graphs, prefills included."""
+    """Measure tokens a second in Qwen3-0.6B's shapes, with CUDA graphs, prefills included."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -302,7 +304,7 @@ def speed_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def fp8_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """An 8-bit cache: greedy tokens beside those of PyTorch's operators over the dequantised cache, and its speed."""
+    """Compare greedy tokens over an 8-bit cache with PyTorch's over the dequantised cache, and measure its speed."""
     import torch
 
     model = write_model("qwen3", folder / "qwen3")
@@ -346,7 +348,7 @@ def fp8_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def serve_part(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """`vllm serve` with its defaults but for sizes: answers to the OpenAI client, against TRITON_ATTN in an engine."""
+    """Run `vllm serve` with default options except sizes; compare its answers over HTTP with TRITON_ATTN's."""
     model = folder / "qwen3"
     if not (model / "config.json").exists():
         write_model("qwen3", model)
@@ -416,7 +418,7 @@ def serve(model: Path, prompts: list[list[int]], given: argparse.Namespace, fold
 
 
 def _token_id(name: str) -> str:
-    """Return the 12 of "token_id:12"."""
+    """Return the number in a name such as "token_id:12"."""
     return name.rpartition(":")[2]
 
 

@@ -8,6 +8,6 @@ from pathlib import Path
 
 _program = Path(sys.argv[0] if getattr(sys, "argv", None) else "")
 _is_installed = _program.stem == "flash-attn-compat" or _program.parent.name == "flash_attn_compat"
-# As the user typed it; in a clone both commands run this package.
+# The command as the user typed it: in a clone, either of the two runs this package.
 COMMAND = "python -m verify" if __name__ == "verify" and not _is_installed else "flash-attn-compat verify"
 EXTRA = 'pip install "flash-attn-compat[verify]"'

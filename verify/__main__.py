@@ -1,4 +1,4 @@
-"""The program. Names in one line the missing package if the extra is not installed."""
+"""The program. If the extra `verify` is not installed, it names the missing package in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's function, called as flash_attn_func is: by its names, and with its defaults for required arguments."""
+"""Call a user's function by the argument names of flash_attn_func, whatever names the function has itself."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def adapted(function: Function) -> Function:
-    """Return the function under flash_attn_func's names, or itself if it has them already.
+    """Return a function with flash_attn_func's argument names that calls ``function``, or itself if it has them.
 
-    A required causal is False by default, a required scale head_dim ** -0.5. Raises UsageError with the name of a
-    required argument that flash_attn_func lacks.
+    If it requires causal or a scale, the defaults are False and head_dim ** -0.5. Raises UsageError if it requires an
+    argument that flash_attn_func lacks.
     """
     context = _takes_context(function)
     try:
@@ -65,7 +65,7 @@ def _forward_of(function: Function) -> Function:
 
 
 def _our_names(plain: list[Parameter]) -> dict[str, str]:
-    """Return flash_attn_func's name of each parameter; its own name if it has none."""
+    """Return flash_attn_func's name for each parameter of the function, or the parameter's own name if it has none."""
     names = [each.name for each in plain]
     ours = {name: name for name in names}
     leading = [each.name for each in plain if each.kind is not Parameter.KEYWORD_ONLY][: len(TENSORS)]
@@ -79,7 +79,7 @@ def _our_names(plain: list[Parameter]) -> dict[str, str]:
 
 
 class _Adapted:
-    """A function with other names, or with arguments by place only, as a function of flash_attn_func's arguments."""
+    """Calls a user's function, which has other names or positional arguments, from flash_attn_func's arguments."""
 
     def __init__(
         self, function: Function, theirs: list[Parameter], ours: dict[str, str], is_positional: bool, wants_number: bool

@@ -26,7 +26,7 @@ MOST_SCORES = 2**22
 
 
 def locate_words(rows: Sequence[Row], isolated: bool) -> list[str]:
-    """Return at most one line for each implementation and device with wrong answers."""
+    """Return a line of advice for each implementation and device with wrong answers, if a command shows one of them."""
     lines = []
     for pair in dict.fromkeys((row.implementation, row.device) for row in rows):
         wrong = [row for row in rows if (row.implementation, row.device) == pair and row.outcome == FAIL]
@@ -48,7 +48,7 @@ def _of_one(wrong: Sequence[Row], isolated: bool) -> list[str]:
 
 
 def _size(row: Row) -> tuple[bool, float]:
-    """Return the sort key: wrong outputs before wrong gradients, and problems of few tiles first."""
+    """Return the key that sorts rows: wrong outputs before wrong gradients, then problems of few tiles first."""
     problem = row.case.problem
     lengths = [problem.seqlens_q[0], problem.seqlens_k[0]] if isinstance(problem, Problem) else [1]
     return not _is_output_wrong(row), sum(abs(math.log2(max(n, 1) / FEW_TILES)) for n in lengths)
@@ -86,7 +86,7 @@ def arguments_of(row: Row) -> tuple[str, ...] | None:
 
 
 def try_each(first: int, commands: Sequence[Sequence[str]]) -> Iterator[Sequence[str] | None]:
-    """Yield the first command that shows a difference, or None: one step, for a child process."""
+    """Yield once: the first command that shows a difference, or None. A step for `run_in_children`."""
     yield next((command for command in commands if _shows(command)), None)
 
 

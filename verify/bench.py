@@ -167,7 +167,7 @@ def problems(plan: Plan) -> list[Problem]:
 
 
 def isolated_problems(plan: Plan, kernel: str | None) -> list[Problem]:
-    """Run the plan in child processes. If one ends, the kernel, or our first contestant, failed in that workload."""
+    """Return the plan's problems, run in child processes. If one ends, the kernel or our first contestant failed."""
     given = problems(plan)
     results = run_in_children(len(given), steps, plan)
     blamed = kernel or next(each.name for each in plan.contestants if each.ours)
@@ -181,7 +181,7 @@ def isolated_problems(plan: Plan, kernel: str | None) -> list[Problem]:
 
 
 def steps(first: int, plan: Plan) -> Iterator[list[Row]]:
-    """Yield the rows of the problems from number ``first`` on. The contestant that breaks the GPU has failed."""
+    """Yield the rows of the problems from number ``first`` on. A contestant that breaks the GPU counts as failed."""
     for heading, of_one in problems(plan)[first:]:
         begun = [""]
         try:
@@ -218,7 +218,7 @@ def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], st
 
 
 def _print_rows(heading: str, rows: Sequence[Row], terminal: Console) -> None:
-    """Show the figures of a workload. A table at the end counts what was not measured by reason."""
+    """Show the figures of a workload. A table at the end shows the rows without figures, counted by reason."""
     answered = [row for row in rows if not row.declined]
     if answered:
         terminal.print(shown(heading, "bold"), soft_wrap=True)
@@ -245,7 +245,7 @@ def conclude(
 ) -> int:
     """Show and write the results, and return the exit code.
 
-    yardsticks: rivals for the means, none without; closing: lines behind the means; data: further fields of the JSON
+    yardsticks: rivals for the means; empty for no means; closing: lines after the means; data: further JSON fields
     """
     summary = [tables.summary_table(rows, yardsticks, subject)] if yardsticks else []
     lines = tables.mean_lines(rows, yardsticks)

@@ -30,7 +30,7 @@ def speed(each: Compared, names: Sequence[str], mode: str) -> Bar | None:
 
 
 def memory(each: Compared, names: Sequence[str], mode: str) -> Bar | None:
-    """Return bars relative to the fastest rival."""
+    """Return a bar: our peak memory relative to that of the fastest of the rivals ``names``."""
     rival, ours = each.fastest(names, mode), each.mine.mebibytes(mode)
     theirs = rival.mebibytes(mode) if rival else None
     return Bar(ours / theirs, f"{ours / theirs:.2f} ({ours:.3g} MiB)", each.mine.wrong) if ours and theirs else None
@@ -52,7 +52,7 @@ def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Picture]:
         return [*found.items()]
 
     def rate(mode: str, products: int) -> Callable[[Row, Workload], float | None]:
-        """Return the floating-point operations, for the half of the scores that a causal mask leaves."""
+        """Return a function that computes TFLOP/s of a row; a causal mask leaves half of the operations."""
 
         def of_one(row: Row, workload: Workload) -> float | None:
             operations = (1 if workload.causal else 2) * products * workload.scores * workload.head_dim

@@ -21,12 +21,12 @@ from .timing import Timing
 from .workloads import DECODING, IN_GRAPH, SHAPE_NOTE
 
 MODES = {"forward": "forward", "both": "forward + backward"}
-Yardsticks = Mapping[str, Sequence[str]]  # contestants that are compared with: the fastest of them
+Yardsticks = Mapping[str, Sequence[str]]  # by label, contestants: we are compared with the fastest of them
 YARDSTICKS: Yardsticks = {"flash-attn": FLASH, "the fastest way without flash-attn": WORKAROUNDS}
 NONE = "-"
 PROCESS_ENDED = "its process ended"
-MOST_NAMES = 3  # workloads in a line
-NOISE = 0.25  # a larger spread of a time, as a share of its median, is no property of the kernel
+MOST_NAMES = 3  # how many workloads a line names
+NOISE = 0.25  # a time that spreads by more of its median was disturbed by other programs
 
 
 # ---- ratios ----------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class Compared:
     rivals: Sequence[Row]
 
     def fastest(self, names: Sequence[str], mode: str) -> Row | None:
-        """Return the timed rivals of these names that answered right."""
+        """Return the fastest of the named rivals that were timed and answered right, or None."""
         timed = [row for row in self.rivals if row.contestant in names and not row.wrong and row.milliseconds(mode)]
         return min(timed, key=lambda row: row.milliseconds(mode) or 0.0, default=None)
 
@@ -57,7 +57,7 @@ def compared(rows: Sequence[Row]) -> Iterator[Compared]:
         mine, rivals = (
             [row for row in rows if row.workload == workload and row.ours is ours] for ours in (True, False)
         )
-        # "default" first, then the other timed contestants.
+        # Ours: "default" first, then contestants that were timed.
         mine.sort(key=lambda row: (row.contestant != "default", not row.forward))
         if mine:
             yield Compared(mine[0], rivals)
@@ -109,7 +109,7 @@ def remarks(row: Row) -> str:
 
 
 def mistake(row: Row) -> str:
-    """Return the reason for missing figures and the wrong quantity, without remarks on the times."""
+    """Return why figures are missing and which quantity is wrong; remarks on the times are left out."""
     verdict = "" if row.verdict is None or row.verdict.ok else f"{row.verdict.quantity}: {row.verdict.note}"
     return "; ".join(filter(None, [row.reason, verdict]))
 
@@ -119,9 +119,9 @@ def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table
 
 
 def declined_table(rows: Sequence[Row], folded: bool = False) -> Table:
-    """Return a line for each contestant and reason without figures: the number of workloads, and their names.
+    """Return a table of missing figures: for each contestant and reason, the number of workloads and their names.
 
-    folded: fold the table unless one of our contestants is in it
+    folded: hide the table behind its title unless it has one of our contestants
     """
     declined = [row for row in rows if row.declined]
     found: dict[tuple[str, str], list[str]] = {}
@@ -141,7 +141,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def wrong_lines(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each contestant of ours and mistake: the first workload, and the names of the others."""
+    """Return a line for each mistake of each of our contestants: its first workload, and the names of the others."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.ours and row.wrong:
@@ -220,7 +220,7 @@ def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS, subj
 
 
 def _listed(values: Sequence[float | None], form: str) -> str:
-    """Format forward / forward + backward, as far as both exist."""
+    """Format one or two values, of forward and of forward + backward, with a slash between them."""
     return NONE if not any(values) else " / ".join(_format(value, form) for value in values)
 
 
@@ -268,7 +268,7 @@ def load(path: Path) -> Saved:
 
 
 def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:
-    """Return a table of now / saved, closing lines, and whether ours is slower by more than the tolerance."""
+    """Compare with a saved run. Returns a table of time ratios, lines below it, and whether ours became too slow."""
     cells, slower = [], []
     found: dict[str, list[float]] = {what: [] for what in MODES.values()}
     for row in rows:
@@ -280,7 +280,7 @@ def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table,
             ratio = now.median_ms / then.median_ms
             cells.append([row.workload, row.contestant, what, str(then), str(now), f"{ratio:.3f}"])
             found[what] += [ratio] if row.ours else []
-            # The distance exceeds the noise of both runs.
+            # Slower, and by more than the noise of both runs.
             if row.ours and ratio > 1 + tolerance and now.low_ms > then.high_ms:
                 slower.append(f"{row.workload} {row.contestant} {what} {ratio:.2f}x")
     columns = ["workload", "contestant", "", "saved ms", "now ms", "ratio"]

@@ -24,10 +24,10 @@ Timings = Mapping[str, Timing | Failed]
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one workload. reason: explains missing figures
+    """The result of one contestant on one workload. reason: why figures are missing
 
-    clock_mhz, power_w: medians of the GPU's clock and power while the workload was timed, alike for its contestants,
-    which take turns; None if unknown
+    clock_mhz, power_w: medians of the GPU's clock and power while the workload was timed, None if unknown. Contestants
+    take turns, so these are the same for all contestants of the workload.
     """
 
     workload: str
@@ -59,7 +59,7 @@ class Row:
         return bool(self.forward and self.both and self.forward.median_ms > self.both.median_ms)
 
     def milliseconds(self, mode: str) -> float | None:
-        """mode: forward or both."""
+        """Return the median time. mode: "forward", or "both" for forward and backward"""
         timing: Timing | None = getattr(self, mode)
         return None if timing is None else timing.median_ms
 
@@ -67,7 +67,7 @@ class Row:
         return self.memory_mib if mode == "forward" else self.both_memory_mib
 
     def but(self, failed: Failed) -> Row:
-        """Return the row with a failure as its reason."""
+        """Return the row with a failure instead of figures."""
         return replace(self, reason=failed.reason, failed=not failed.refused)
 
     def to_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Plan:
 class Entry:
     """A contestant's unfinished row, and its jobs to time, by "forward" and "both".
 
-    held_mib: memory of prepared masks and indices, which counts as the contestant's
+    held_mib: MiB of masks and indices that the contestant prepared before; they count in its peak memory
     """
 
     row: Row
@@ -107,7 +107,7 @@ class Entry:
 
 
 def measured(entries: Sequence[Entry], device: str, clock: Callable[[Jobs], Timings], weigh: bool = True) -> list[Row]:
-    """Return the rows with times and, if requested, peak memory. The entries take turns, one mode after the other."""
+    """Return the rows with times and, if ``weigh``, peak memory. Entries take turns, one mode after the other."""
     rows = {entry.row.contestant: entry.row for entry in entries}
     for mode, memory in (("forward", "memory_mib"), ("both", "both_memory_mib")):
         jobs = {entry.row.contestant: entry.jobs[mode] for entry in entries if mode in entry.jobs}
@@ -139,7 +139,7 @@ def run(plan: Plan, workload: Workload, step: Callable[[str], None] = lambda wha
 
 
 def _entries(workload: Workload, plan: Plan, step: Callable[[str], None]) -> Iterator[Entry]:
-    """Every contestant, checked."""
+    """Yield an entry for each contestant, after a check of its answer."""
     step(f"{workload.name}: tensors")
     given = attempt(plan.device, workload.call, plan.device, plan.dtype, plan.seed)
     pieces = given if isinstance(given, Failed) else attempt(plan.device, spot_check.pieces, given)
@@ -147,7 +147,7 @@ def _entries(workload: Workload, plan: Plan, step: Callable[[str], None]) -> Ite
         yield from (Entry(Row(workload.name, each.name, each.ours).but(pieces)) for each in plan.contestants)
         return
     assert isinstance(given, Call)
-    # The check needs the call with gradients. If it fails, mostly for lack of memory, the forward may still run.
+    # Check with gradients first. If that fails, mostly for lack of memory, the forward alone may still work.
     ways = (True, False) if plan.backward and not workload.decode else (False,)
     for contestant in plan.contestants:
         step(f"{workload.name}: checking {contestant.name}")
@@ -165,7 +165,7 @@ def _checked(
     pieces: Sequence[spot_check.Piece],
     ways: Sequence[bool],
 ) -> Entry:
-    """Return the contestant's checked row and its jobs. ways: with gradients (True) or without, the first that works"""
+    """Return the contestant's checked row and its jobs. ways: with gradients or without; the first that works counts"""
     row = Row(workload.name, contestant.name, contestant.ours)
     pair = attempt(plan.device, _prepared, contestant, workload, given)
     if isinstance(pair, Failed):
@@ -184,7 +184,7 @@ def _checked(
 
 
 def _prepared(contestant: Contestant, workload: Workload, given: Call) -> tuple[Prepared, Prepared]:
-    """Return the call to time and the call to check. Dropout has no single right answer, so the latter has none."""
+    """Return the call to time and the call to check. The checked call has no dropout, whose answer is random."""
     timed = contestant.prepare(workload, given)
     if not workload.dropout_p:
         return timed, timed

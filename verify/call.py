@@ -1,6 +1,6 @@
 """The values of verify: a Call (one call of a public function, as tensors) and an Answer (all its results).
 
-No judgement, and no source of calls, belongs here.
+This module neither judges answers nor draws calls.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PACKED = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}
 DIFFERENTIABLE = ("q", "k", "v", *PACKED)
 CACHES = "k_cache", "v_cache"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # of a cache beside q in half precision
+EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # dtypes of a cache; q is in half precision
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function's name, every argument by name, and the upstream gradient, if any."""
+    """A call: the function's name, every argument by name, and dout, the gradient of out, or None for no backward."""
 
     fn: str
     args: dict[str, Any]
@@ -64,12 +64,12 @@ class Call:
         return replace(self, args=args, dout=None if self.dout is None else moved(self.dout, device))
 
     def of_dtype(self, dtype: torch.dtype) -> Call:
-        """Return the call with its data rounded to another dtype; slopes and lengths stay."""
+        """Return the call with q, k, v and dout rounded to another dtype; slopes and lengths stay."""
         args = {name: x.to(dtype) if self._is_rescaled(name, x) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else self.dout.to(dtype))
 
     def multiplied(self, factor: float) -> Call:
-        """Return the call with its data multiplied."""
+        """Return the call with q, k, v and dout multiplied by ``factor``."""
         args = {name: factor * x if self._is_rescaled(name, x) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else factor * self.dout)
 
@@ -80,9 +80,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """The results of one call, or the right ones, in flash-attn's shapes.
+    """The results of one call, or its right results, in flash-attn's shapes.
 
-    grads: by q, k and v, with packed arguments split; caches: k_cache and v_cache after the call
+    grads: the gradients by "q", "k" and "v", also of packed arguments; caches: k_cache and v_cache after the call
     ungraded: why there are no gradients, if the call asked for them
     """
 
@@ -111,13 +111,13 @@ def _is_data(name: str, x: Any) -> bool:
 
 
 def moved(x: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy of x on another device with its strides, its offset and the memory between its values."""
+    """Return a copy of x on another device, with the same strides and offset, and with the memory between values."""
     memory = x.new_empty(0).set_(x.untyped_storage()).to(device, copy=True)
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def taken_apart(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients by q, k and v."""
+    """Return gradients by "q", "k" and "v": those of packed arguments are split."""
     found: dict[str, Tensor] = {}
     for name, grad in grads.items():
         found |= dict(zip(PACKED[name], grad.unbind(-3))) if name in PACKED else {name: grad}
@@ -133,7 +133,7 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def accepted(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without unknown ones that the call can omit: requests for extra results, and defaults."""
+    """Return the arguments; unknown to the function, defaults and requests for extra results are left out."""
     known = parameters(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return dict(args)
@@ -154,9 +154,10 @@ def _may_be_left_out(name: str, value: Any) -> bool:
 def solve(
     function: Callable[..., Any], call: Call, seed: int = 7, forgives: Callable[[Exception], bool] | None = None
 ) -> Answer:
-    """Make the call with seeded dropout, then its backward; no gradients if out has none. Keep the caches as left.
+    """Make the call with seeded dropout, and its backward if out requires gradients; return all results.
 
-    forgives: whether an error of the backward, or of a call whose inputs require gradients, means that there is none
+    forgives: whether an error means that the function has no gradients: an error of the backward, or of a call whose
+        inputs require gradients
     """
     args, ungraded = dict(call.args), ""
     leaves: dict[str, Tensor] = {}

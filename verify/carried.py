@@ -1,7 +1,7 @@
-"""The key tiles' weights in a row if an online softmax skips a rescaling from some key tile on.
+"""The wrong softmax weights of a kernel whose online softmax does not rescale from some key tile on.
 
 A kernel goes over the key tiles with a running maximum m, a row sum l and an output O. If exp(m) grows by a factor of
-1 / r, the kernel must multiply l and O by r. The right weights alone determine the weights of a kernel that does not.
+1 / r, the kernel must multiply l and O by r. If it does not, its wrong weights follow from the right weights alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OUTPUT = "the output O is not rescaled to the new maximum as the row sum is (FA2
 NEITHER = "neither the row sum l nor the output O is rescaled to the new maximum (FA2 algorithm 1, lines 9 and 10)"
 INVERTED = "the row sum l and the output O are rescaled by exp(m_new - m), not by exp(m - m_new)"
 OWN_MAXIMUM = "each key tile subtracts its own maximum, not the running maximum m (FA2 algorithm 1, line 9)"
-MATCHES = 0.9  # of the rows have the weights that follow from a mistake
-TELLS = 0.3  # of the rows have other weights then: in the rest the mistake stays within one block
+MATCHES = 0.9  # share of rows that must have a mistake's weights, to name it
+TELLS = 0.3  # share of rows that the mistake must change: in the others it stays within one block
 
 
 class Forgotten(NamedTuple):
@@ -32,9 +32,9 @@ class Forgotten(NamedTuple):
 
 
 def forgotten(probabilities: Tensor, size: int) -> Iterator[Forgotten]:
-    """Yield each mistake's weights, the earliest tile first.
+    """Yield the weights of each skipped rescaling, the earliest key tile first.
 
-    probabilities: the right ones, (rows, keys) in fp64; size: of a key tile
+    probabilities: the right weights, (rows, keys) in fp64; size: how many keys a tile has
     """
     tiles = probabilities.split(size, dim=-1)
     highest = torch.stack([tile.amax(-1) for tile in tiles], -1).cummax(-1).values
@@ -44,7 +44,7 @@ def forgotten(probabilities: Tensor, size: int) -> Iterator[Forgotten]:
     lengths = torch.tensor([tile.shape[-1] for tile in tiles], device=probabilities.device)
     for first in range(1, len(tiles)):
         missing = 1 / torch.cat([torch.ones_like(shrink[:, : first - 1]), shrink[:, first - 1 :]], -1)
-        # The product of the factors left out at the later tiles.
+        # By how much a tile's weights are too large: the product of the factors that later tiles leave out.
         growth = torch.cat([missing.flip(-1).cumprod(-1).flip(-1), torch.ones_like(missing[:, :1])], -1)
         grown = probabilities * growth.repeat_interleave(lengths, -1)
         total = grown.sum(-1, keepdim=True)

@@ -17,7 +17,7 @@ EVERY = (*HALF, "float32")
 RANDOM = 1200  # random problems beyond the named ones, unless --quick
 PUBLIC_KINDS = tuple(kind for kind in KINDS if kind != "private_varlen")
 
-# Window sides are small beside every length below, so problems reach both edges.
+# Windows are narrow compared with every length below, so that both of their edges hide keys.
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -28,14 +28,14 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 SKEWED: dict[str, Any] = {"seqlens_q": (37, 1, 0, 70), "seqlens_k": (52, 9, 8, 64)}
 NO_EMPTY: dict[str, Any] = {"seqlens_q": (37, 5, 20, 70), "seqlens_k": (52, 9, 20, 64)}
-# Factors of q, k, v and dout, one entry after another for each (sequence, key head); fp16 has less range.
+# Factors of (q, k, v, dout): each (sequence, key head) takes the next entry. fp16 has less range.
 SIZES = ((1.0, 1.0, 1.0, 1.0), (1e-6, 1e4, 1e-6, 1.0), (1e4, 1e-4, 1e4, 1e-6), (1.0, 1e-8, 1e-8, 1e4))
 SIZES_FP16 = ((1.0, 1.0, 1.0, 1.0), (1e-2, 1e2, 1e-3, 1.0), (1.0, 1.0, 1e3, 1e-3), (1e-3, 1.0, 1.0, 1e-4))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A named call, or its description, and flash-attn's answer if recorded."""
+    """A case: its name, a call or a Problem that describes one, and flash-attn's recorded answer, or None."""
 
     name: str
     problem: Problem | Call
@@ -59,7 +59,7 @@ class Case:
 
 
 def _case(kind: str, feature: str, dtype: str, **fields: Any) -> Case:
-    """Return a repeatable case: its name gives the seed."""
+    """Return a case. Its seed comes from its name, so that the same name always gives the same numbers."""
     short = FUNCTIONS[kind].removeprefix("flash_attn_").removesuffix("_func")
     name = f"{short} {feature} {SHORT[DTYPES[dtype]]}"
     return Case(name, Problem(kind=kind, dtype=dtype, seed=zlib.crc32(name.encode()), **fields))
@@ -116,8 +116,8 @@ def plain(quick: bool = False) -> Iterator[Case]:
 
 
 def of_few_features() -> Iterator[Case]:
-    """Yield a case for each feature of a kernel that is dense, has equal heads, head_dim 64 or 128 and fp16 alone, and
-    perhaps no gradients: what the named cases below show with other heads, dims or dtypes, such a kernel declines.
+    """Yield a case for each feature, for kernels that compute only dense fp16 calls without grouped heads, of head_dim
+    64 or 128. Such a kernel declines most of the other cases, which show the features with other heads, dims or dtypes.
     """
 
     def case(feature: str, lengths: tuple[int, int] = (83, 83), head_dim: int = 64, **fields: Any) -> Case:
@@ -148,7 +148,7 @@ def of_few_features() -> Iterator[Case]:
 
 
 def feature_cases() -> Iterator[Case]:
-    """Yield a case for each feature and each common mistake with it."""
+    """Yield a case for each feature, and for each common mistake in computing it."""
     fp16, bf16, fp32 = EVERY
     yield from of_few_features()
     for dtype in (*EVERY, "float64"):
@@ -171,8 +171,8 @@ def feature_cases() -> Iterator[Case]:
     yield _dense("head_dim 64 value 32", fp16, head_dim=64, head_dim_v=32, causal=True)
     yield _dense("large logits", fp32, magnitude=6.3)
     yield _dense("large logits causal", fp16, magnitude=4.0, causal=True)
-    # The mean shows the error of fp16 sums. Forward only: the backward takes rowsum(dout * out) from the rounded out,
-    # so with values this one-sided even flash-attn's gradients are less accurate than plain PyTorch's.
+    # Values with a mean show the error of sums in fp16. Without a backward: it computes rowsum(dout * out) from the
+    # rounded out, so that with such values even flash-attn's gradients are less accurate than plain PyTorch's.
     many: dict[str, Any] = {"batch": 1, "lengths": (4, 8192), "nheads_k": 1, "group": 2, "head_dim": 64}
     yield _dense("8192 keys one-sided values", fp16, value_mean=1.0, backward=False, **many)
     yield _dense("8192 keys", fp16, **many)
@@ -230,7 +230,7 @@ def feature_cases() -> Iterator[Case]:
 
 
 def _hurtful() -> Iterator[Case]:
-    """Yield problems that reveal one maximum over a whole tensor, or a product with 0."""
+    """Yield problems that reveal two mistakes: one maximum for a whole tensor, and 0 times NaN or infinity."""
     fp16, bf16, _ = EVERY
     for dtype in EVERY:
         sizes = SIZES_FP16 if dtype == fp16 else SIZES
@@ -254,7 +254,7 @@ def _hurtful() -> Iterator[Case]:
 
 
 def _random(number: int) -> Case:
-    """Yield the fuzzer's problems in a form that flash-attn takes. A case's name rebuilds it."""
+    """Return random problem ``number``, in a form that flash-attn takes. Its name holds all that rebuilds it."""
     problem = random_problem(number, PUBLIC_KINDS)
     problem = replace(problem, window_as="tuple", max_seqlen_as="int", return_attn_probs=True)
     return Case(f"random #{number} {problem!r}", problem)

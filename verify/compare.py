@@ -42,9 +42,9 @@ def run(
     first: int = 0,
     gradients: bool = False,
 ) -> Iterator[Row]:
-    """Yield the rows, case by case, so a case's tensors are freed after its turn.
+    """Yield the rows case by case, so that the tensors of a case are freed before the next case.
 
-    first: rows to leave out; gradients: a user's kernel without gradients is wrong
+    first: how many rows to leave out; gradients: whether a user's kernel must have gradients
     """
     for case in cases:
         for device in devices:
@@ -94,7 +94,7 @@ class Asked:
 
 
 def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
-    """Yield verdict, remark and bypassed of the rows from number ``first`` on."""
+    """Yield the verdict, remark and `bypassed` of each row from number ``first`` on: steps for `run_in_children`."""
     torch.set_num_threads(1)
     for device in asked.devices:
         cap_memory(torch.device(device))
@@ -103,7 +103,7 @@ def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
 
 
 def count_judging_processes(devices: Sequence[str]) -> int:
-    """Return the number of judging processes: on a GPU, compilation and self-tests take most of the time."""
+    """Return how many processes judge: several on a GPU, where compilation and self-tests take most of the time."""
     return min(MOST_CHILDREN, os.cpu_count() or 1) if any(each.startswith("cuda") for each in devices) else 1
 
 
@@ -123,7 +123,7 @@ def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row
 
 
 def _isolated_rows(asked: Asked, cases: Sequence[Case]) -> Iterator[Row]:
-    """Yield the rows of one child process after another."""
+    """Yield the rows of the cases, judged in a child process; a new child takes over if one ends."""
     places = [(case, name, device) for case in cases for device in asked.devices for name in asked.names]
     for place, found in zip(places, run_in_children(len(places), steps, asked)):
         if not isinstance(found, Ended):
@@ -139,7 +139,7 @@ def _judged(
     before, remark = implementation.calls_served(), ""
     verdict = examination.examine(implementation, case.official, True, may_lack_gradients)
     if verdict.refused and not verdict.errors and examination.call.dropout_p <= 0:
-        # Some kernels serve a model's calls, output and gradients, but return no softmax_lse.
+        # Judge the call again without softmax_lse: some kernels return only the output, with gradients.
         alone = examination.without_lse().examine(implementation, case.official, False, may_lack_gradients)
         if not alone.refused:
             verdict, remark = alone, f"without softmax_lse: {verdict.refused}"
@@ -198,7 +198,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not cases:
         raise UsageError(f"no case has {arguments.filter!r} in its name")
     if not isolated:
-        _ = asked.judged  # before the work
+        _ = asked.judged  # raises for a wrong name before the work
     elif own:
         impl.check_loads(own)
     torch.set_num_threads(1)  # thousands of small problems: more threads cost more time than they save

@@ -73,7 +73,7 @@ def _summary(rows: Iterable[Row]) -> Table:
 
 
 def _wrong_rows(rows: Sequence[Row]) -> Table:
-    """Return one line for all rows with mistakes of one kind: the first row, which is the plainest, and their count."""
+    """Return a table with one line for each kind of mistake: the first row that has it, and how many rows have it."""
     alike: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
         said = row.note if row.verdict.errors else ", ".join(map(_kind, row.verdict.checks))
@@ -88,7 +88,7 @@ def _wrong_rows(rows: Sequence[Row]) -> Table:
 
 
 def _kind(check: Check) -> str:
-    """Return the kind of a mistake: its quantity, and whether it is a number; "" if there is none."""
+    """Return the kind of a mistake: the quantity, and whether it is off or not finite; "" if the check is right."""
     if check.ok:
         return ""
     return (
@@ -113,7 +113,7 @@ def feature_table(rows: Sequence[Row]) -> Table:
 
 
 def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
-    """Return (implementation, device) pairs for which no case ran, and the reason."""
+    """Return the reason by (implementation, device), for pairs for which no case ran."""
     found: dict[tuple[str, str], str] = {}
     for pair in dict.fromkeys((row.implementation, row.device) for row in rows):
         members = [row for row in rows if (row.implementation, row.device) == pair]
@@ -137,7 +137,7 @@ def report(
 ) -> Report:
     """Return the report.
 
-    is_own: on a user's kernel, with a table of features for its author, not on our backends; advice: commands to run
+    is_own: the rows are of a user's kernel, whose author gets a table of features; advice: commands to run
     """
     idle = idle_backends(rows)
     shown = [row for row in rows if (row.implementation, row.device) not in idle]
@@ -169,7 +169,7 @@ def bounds_picture(rows: Sequence[Row]) -> Bars:
         bars: list[Bar | None] = []
         for against in AGAINST:
             worst = worst_of(row.worst(against) for row in mine if row.outcome in (PASS, FAIL))
-            # JSON knows no infinity.
+            # min, since JSON has no infinity.
             text = f"{worst.quantity}, {_times(worst.ratio)}" if worst else ""
             bars.append(Bar(min(worst.ratio, 1e9), text, not worst.ok) if worst else None)
         errors = sum(bool(row.verdict.errors) for row in mine)

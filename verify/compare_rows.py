@@ -13,12 +13,12 @@ from .features import FEATURES, PARTS, features_of
 from .judge import Check
 
 PASS, FAIL, DECLINED, RIGHT_TO, NOT_ASKED = "pass", "FAIL", "declined", "right to fp32", "not asked"
-RAISED = "error"  # a FAIL without an answer
+RAISED = "error"  # the kernel raised an error: a FAIL without an answer
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case by one implementation on one device.
+    """The result of one case by one implementation on one device.
 
     bypassed: answered without the backend, since there was nothing to compute, as with no keys at all
     crashed: the process ended during the case; unasked: skipped, because too many processes had ended before
@@ -81,8 +81,8 @@ AGAINST = {"official": "flash-attn", "fp64": "fp64"}
 
 
 def feature_counts(rows: Iterable[Row]) -> dict[str, Counter[str]]:
-    """Count the outcomes by feature and by part of an answer, errors apart from wrong answers. An fp64 answer that is
-    right to fp32 says nothing about its other features.
+    """Count the outcomes by feature and by part of an answer. Errors are counted apart from wrong answers. An fp64
+    answer that is only as exact as fp32 counts for the feature fp64 alone.
     """
     found: dict[str, Counter[str]] = {name: Counter() for name in (*FEATURES, *PARTS)}
     for row in rows:
@@ -97,7 +97,7 @@ def feature_counts(rows: Iterable[Row]) -> dict[str, Counter[str]]:
 
 
 def standing(count: Counter[str]) -> str:
-    """Return the verdict on a feature's rows, in a word."""
+    """Return the verdict on a feature, as one of the outcomes. count: the outcomes of its rows"""
     if count[FAIL] or count[RAISED]:
         return FAIL
     return next((outcome for outcome in (PASS, RIGHT_TO, DECLINED) if count[outcome]), NOT_ASKED)

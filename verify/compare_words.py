@@ -1,4 +1,4 @@
-"""What compare says of its rows in words."""
+"""The sentences in which compare sums up its rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _of_precision(rows: Sequence[Row]) -> list[str]:
         wrong = [row for row in rows if row.outcome == FAIL and row.case.dtype in dtypes]
         near = [row for row in wrong if row.verdict.as_near_as in HALF]
         right = [row for row in rows if row.outcome == PASS and row.case.dtype in dtypes]
-        # Sums in fp16 show in long problems alone; what computes in half precision shows in almost every one of fp32.
+        # Sums in fp16 show only in long problems. Other half-precision computing shows in almost every fp32 problem.
         contradicted = "fp32" in dtypes and len(right) >= len(near)
         if 2 * len(near) >= len(wrong) > 0 and not contradicted:
             coarse = " and ".join(sorted({row.verdict.as_near_as for row in near}))
@@ -76,7 +76,7 @@ def _of_precision(rows: Sequence[Row]) -> list[str]:
 
 
 def worst_words(rows: Sequence[Row]) -> list[str]:
-    """Return a line on the worst mistake, if there is one, of a problem with usual numbers if such a one is wrong."""
+    """Return a line on the worst mistake. Problems with usual numbers go first. Empty if nothing is wrong."""
     wrong = [row for row in rows if row.outcome == FAIL and not row.raised]
     found = [(check, row) for row in wrong for name in AGAINST if (check := row.worst(name)) and not check.ok]
     if not found:
@@ -86,7 +86,7 @@ def worst_words(rows: Sequence[Row]) -> list[str]:
 
 
 def law_words(rows: Sequence[Row]) -> list[str]:
-    """Return which features alone make answers wrong, or problems raise an error, and which parts alone are wrong."""
+    """Return lines that name the features that all wrong answers, or all errors, and no other rows share."""
     asked = [row for row in rows if row.outcome != DECLINED]
     failed = [row for row in asked if row.outcome == FAIL]
     kinds = {
@@ -112,7 +112,7 @@ def law_words(rows: Sequence[Row]) -> list[str]:
 
 
 def _law(words: str, members: Sequence[Row], asked: Sequence[Row]) -> list[str]:
-    """Return a sentence on the features of these rows that no other row has, if there are any."""
+    """Return a sentence on features that all these rows have and no other row has together; empty if there are none."""
     others = [row for row in asked if row not in members]
     where = shared_by(*([features_of(row.case) for row in each] for each in (members, others)))
     if not where or not others:
@@ -153,7 +153,7 @@ def verdict_words(rows: Sequence[Row], is_narrowed: bool) -> str:
 
 
 def scope_words(rows: Sequence[Row]) -> list[str]:
-    """Return the features that were judged, declined in every case, and absent from the cases."""
+    """Return which features were judged, which were declined in every case, and which no case had."""
     found = {name: standing(count) for name, count in feature_counts(rows).items()}
     told = [
         (words, [name for name, outcome in found.items() if outcome in outcomes])

@@ -1,7 +1,7 @@
 """The contestants on a workload: the package's backends, flash-attn, and PyTorch code as people write it without them.
 
-A contestant prepares masks and indices outside of the clock, as its users prepare them once. The rivals are common code
-and get the benefit of the doubt: no mask where none is needed, masks for free.
+A contestant prepares masks and indices before it is timed, since users prepare them once. The rivals are common code in
+its best form: without a mask where none is needed, and masks cost no time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Prepared:
-    """run(q, k, v) -> out, differentiable. The context `around` is entered outside the clock."""
+    """A contestant ready to be timed. run: (q, k, v) -> out, differentiable; around: a context to enter before"""
 
     run: Attention
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -41,7 +41,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contestant:
-    """prepare: raises NotSupported; ours: whether its answers decide the exit code, unlike a rival's"""
+    """A contestant. prepare: raises NotSupported to decline; ours: whether its wrong answers count in the exit code"""
 
     name: str
     prepare: Callable[[Workload, Call], Prepared]
@@ -52,13 +52,13 @@ class Contestant:
 
 
 def flash_attn_call(namespace: Any, call: Call) -> Callable[..., Any]:
-    """Return (q, k, v) -> out by the call's function, with its other arguments."""
+    """Return the function of ``call`` in ``namespace``, with all arguments filled in except q, k and v."""
     others = {name: value for name, value in call.args.items() if name not in call.qkv_names}
     return functools.partial(getattr(namespace, call.fn), **others)
 
 
 def ours(backend: str | None = None) -> Contestant:
-    """The package: its chosen backend, or the named backend."""
+    """Return this package as a contestant: with the backend that it chooses, or with ``backend``."""
     return Contestant(backend or "default", functools.partial(_ours, backend), ours=True)
 
 
@@ -79,7 +79,7 @@ def _ours(backend: str | None, workload: Workload, given: Call) -> Prepared:
 
 
 def official(workload: Workload, given: Call) -> Prepared:
-    """The real flash-attn, if installed and working."""
+    """Prepare the call for the real flash-attn, if it is installed and works."""
     package, word = impl.official()
     if package is None:
         raise NotSupported(f"flash_attn: {word}")
@@ -105,8 +105,7 @@ def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:
     visible = torch.zeros(shape, dtype=torch.bool, device=device)
     for mine, sq, sk in zip(visible[:, 0], workload.seqlens_q, workload.seqlens_k):
         mine[:sq, :sk] = keys_visible(sq, sk, workload.causal, workload.window, device)
-        # Rows of padding see keys too: in some kernels a row without keys is NaN, and NaN in padding reaches the
-        # gradients.
+        # Let rows of padding see keys too: in some kernels a row without keys is NaN, and would spoil the gradients.
         mine[sq:, :sk] = True
     if not workload.alibi:
         return visible, False
@@ -158,12 +157,12 @@ def textbook(
 
 
 def plain(workload: Workload, given: Call) -> Prepared:
-    """The textbook formula on padded tensors, the only rival with a softcap."""
+    """Prepare the textbook formula on padded tensors, the only rival with a softcap."""
     return _padded(workload, given, lambda q, k, v, mask, p, _: textbook(q, k, v, mask, p, workload.softcap))
 
 
 def pad_sdpa(workload: Workload, given: Call) -> Prepared:
-    """Pad, F.scaled_dot_product_attention, unpad; on a GPU with Turing's kernels only."""
+    """Prepare padding, F.scaled_dot_product_attention and unpadding; on a GPU with kernels that Turing has too."""
     if workload.softcap:
         return plain(workload, given)
     of_turing = functools.partial(sdpa_kernel, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -172,7 +171,7 @@ def pad_sdpa(workload: Workload, given: Call) -> Prepared:
 
 
 def sdpa_loop(workload: Workload, given: Call) -> Prepared:
-    """F.scaled_dot_product_attention for one sequence after the other, with the kernel that PyTorch picks."""
+    """Prepare a loop over the sequences, each by F.scaled_dot_product_attention with the kernel that PyTorch picks."""
     if not workload.packed:
         raise NotSupported("on unpacked calls it is the same as pad_sdpa")
     if workload.softcap or workload.alibi or workload.window != (-1, -1):

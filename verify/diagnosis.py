@@ -1,4 +1,4 @@
-"""Name the mistake of a wrong kernel, by calls from outside and rules on its answers.
+"""Name the mistake of a wrong kernel: call it on chosen inputs, and apply rules to its answers.
 
 Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes the output that tile's softmax weight.
 """
@@ -22,7 +22,7 @@ from .judge import Check, Right, against_fp64, right_answer, rounded_to
 from .steps import blocks
 from .timing import synchronize
 
-# A key tile of a row matters to these rules if it should get at least this share of the row's weight.
+# The rules look only at key tiles that should get at least this share of a row's softmax weight.
 MATTERS = 0.01
 # Verdicts on the softmax weights of the key tiles.
 RIGHT = "each key tile gets its right share of the softmax weight"
@@ -32,7 +32,7 @@ UNEVEN = "key tiles get wrong shares of the weight, and it does not sum to 1"
 NOTHING = "the rows get no weight from any key tile"
 NOT_FINITE = "the softmax weights are NaN or infinite"
 
-# The state that a kernel carries wrongly from key tile to key tile, by the verdict on the weights.
+# For a verdict on the weights: what a kernel carries wrongly from one key tile to the next.
 CARRIED = {
     NORMALISED: "the running maximum m of the key tiles before is lost: stored at, or read from, the wrong index",
     ROW_SUM: carried.ROW_SUM,
@@ -46,7 +46,7 @@ OPTIONS = "causal", "softmax_scale", "window_size", "softcap", "alibi_slopes"
 
 @dataclass(frozen=True)
 class Setting:
-    """A call of flash_attn_func on the CPU, the device to run it, and the rows and keys of a kernel's tiles."""
+    """A call of flash_attn_func, with CPU tensors, the device on which kernels run it, and the sizes of their tiles."""
 
     call: Call
     block_rows: int
@@ -75,8 +75,8 @@ class Setting:
 
     @functools.cached_property
     def shares(self) -> Tensor:
-        """(batch, nheads, row, key tiles, head_dim + 1) in fp64: each key tile's share of a row of the output, then the
-        tile's softmax weight. Each tile has its own channels in v.
+        """What each key tile adds to a row of the output, and its softmax weight in the last channel, in fp64: (batch,
+        nheads, row, key tiles, head_dim + 1). One call finds both, with a v that has channels of its own for each tile.
         """
         v = self.call.args["v"]
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
@@ -93,7 +93,7 @@ class Setting:
         return oracle.answer(self.call.fn, {**self.call.args, "v": v}).out.transpose(1, 2)
 
     def judged(self, out: Tensor) -> Check:
-        """Compare an output with fp64."""
+        """Check an output against the right one in fp64."""
         return against_fp64(self.right, Answer(out))[0]
 
 
@@ -116,7 +116,7 @@ class Kernel:
         try:
             out, *_ = parts_of(self.function(*qkv.values(), **self.options(call)))
             synchronize(call.q.device.type)
-        except Exception as error:  # whatever someone's kernel raises
+        except Exception as error:  # a user's kernel may raise anything
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in qkv.items())
             first_line = (str(error).splitlines() or [""])[0]
             raise UsageError(f"{self.name} raised {type(error).__name__} for {shapes}: {first_line}") from error
@@ -142,7 +142,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Found:
-    """A kernel's answer compared with fp64. repeats: largest difference of a second call from the first"""
+    """A kernel's answer and its check against fp64. repeats: the largest difference between two equal calls"""
 
     kernel: Kernel
     out: Tensor
@@ -185,7 +185,7 @@ class Diagnosis:
         rows, eps = self.wrong.any(-1), torch.finfo(found.out.dtype).eps
         self.measured, self.right = self.weights[rows], setting.shares[rows][..., -1]
         self.slack = max(1e-3, 4 * eps)  # allowed error of a weight
-        # Whether out is the sum of the key tiles' right outputs by the measured weights.
+        # Whether out equals the sum of the key tiles' right outputs, weighted by the measured weights.
         of_one = torch.where(self.right > 0, self.measured / self.right, 0.0)
         mixed = (of_one[..., None] * setting.shares[rows][..., :-1]).sum(-2)
         apart = (mixed - found.out.double().transpose(1, 2)[rows]).abs()
@@ -207,7 +207,7 @@ class Diagnosis:
         for columns in self.setting.key_tiles:
             v = torch.zeros_like(self.setting.call.args["v"])
             v[:, columns] = 1
-            # All channels are equal, unless the kernel mixes up channels.
+            # The channels are equal unless the kernel mixes them up; hence the median.
             yield self.found.kernel.ask(self.setting.but(v=v))[0].double().median(dim=-1).values
 
     def _weighed(self) -> str:
@@ -217,11 +217,11 @@ class Diagnosis:
         off = (measured - right).abs() > slack
         if not off.any():
             return RIGHT
-        # Rows with one key tile, and right rows, tell nothing.
+        # Leave out right rows, and rows with one key tile: they do not show how tiles are combined.
         telling = ((right > MATTERS).sum(-1) > 1) & off.any(-1)
         if telling.any():
             measured, right = measured[telling], right[telling]
-        # If the maximum is lost before a fully masked tile, a row has no weight left: not a mistake of the row sum.
+        # A row without any weight shows no wrong row sum: its maximum was lost before a fully masked tile.
         empty = measured.sum(-1).abs() <= slack
         if empty.all():
             return NOTHING
@@ -241,7 +241,7 @@ class Diagnosis:
 
     @property
     def mistake(self) -> str:
-        """The name of the mistake, by the first rule that holds."""
+        """Name the mistake by the first rule that applies."""
         if self.found.repeats > self.found.check.widest_bound:
             return "two calls differ: a race between threads, or memory read before it is written"
         if self.rounded is not None:
@@ -260,7 +260,7 @@ class Diagnosis:
             return "the softmax is right, so the product with V is wrong: its rows or heads, or the output's place"
         if forgotten := self._forgotten():
             return forgotten
-        # Carried wrongly: one key tile is right, every larger number is wrong, each tile is right in itself.
+        # State is carried wrongly: one key tile is right, two or more are wrong, though each tile by itself is right.
         if len(self.growth) > 1 and not self.growth[0] and all(self.growth[1:]) and self.inside:
             return self._of_one_tile() or CARRIED.get(self.weighed, CARRIED[UNEVEN])
         if self.growth and all(self.growth):
@@ -275,18 +275,18 @@ class Diagnosis:
         return "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"
 
     def _known(self) -> str:
-        """The mistake that gives the same output in fp64; else ""."""
+        """Return the known mistake whose output, computed in fp64, equals the kernel's, or ""."""
         return formulas.name_mistake(
             self.setting.call, self.setting.block_columns, self.found.out, self.found.check.widest_bound
         )
 
     def _forgotten(self) -> str:
-        """The rescaling that an online softmax skips, if this gives the measured weights; else ""."""
+        """Return which rescaling the online softmax skips, if that explains the measured weights, or ""."""
         probabilities = self.setting.probabilities[self.wrong.any(-1)]
         return carried.name(probabilities, self.measured, self.setting.block_columns, self.slack)
 
     def _of_one_tile(self) -> str:
-        """The mistake of a single key tile that counts for nothing, or twice; else ""."""
+        """Return a sentence if one key tile alone is never counted, or is counted twice, else ""."""
         matters = self.right > MATTERS
         share = torch.where(matters, self.measured / self.right, torch.nan)
         share = share / share.nanmedian(-1, keepdim=True).values if self.weighed == NORMALISED else share
@@ -318,7 +318,7 @@ class Diagnosis:
 
     @property
     def sentences(self) -> list[str]:
-        """Return the lines on a wrong kernel: the places first, the mistake last."""
+        """Return the lines on a wrong kernel: first where it is wrong, last the name of the mistake."""
         tiles = self.wrong.split(self.setting.block_rows, dim=2)
         lines = [which([bool(tile.any()) for tile in tiles], "query tile")]
         for axis, noun in ((1, "head"), (0, "batch element")):

@@ -27,8 +27,8 @@ def random_problem(
 ) -> Problem:
     """Return problem number `seed`, always the same.
 
-    mixes: number of mixtures of features, and so about the number of compiled kernels; lengths, numbers and values
-    still differ in each problem.
+    mixes: how many combinations of features occur, which limits how many kernels are compiled; lengths, numbers and
+    values still differ in each problem. None for no limit.
     """
     source = Random(seed)
     features = Random(seed % mixes) if mixes else source
@@ -72,7 +72,7 @@ def random_problem(
 def random_eight_bit_problem(seed: int, dtypes: Sequence[str] | None = None, mixes: int | None = None) -> Problem:
     """Return problem number `seed` over a cache, or pages, of 8-bit floats.
 
-    Without rotation: its rounding, to half precision and again to 8 bits, would not be the same to the bit.
+    It has no rotary embedding: keys rotated, then rounded to half precision and to 8 bits, have no single right value.
     """
     halves = [dtype for dtype in dtypes or ("float16", "bfloat16") if dtype in ("float16", "bfloat16")]
     p = random_problem(seed, ("kvcache", "kvcache", "paged", "private_varlen"), halves, mixes)
@@ -87,7 +87,7 @@ def _length(source: Random) -> int:
 
 def _lengths(source: Random, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     batch = source.randint(1, 4 if "varlen" in kind or kind == "paged" else 3)
-    if _chance(source, 2):  # long enough for several blocks of anything
+    if _chance(source, 2):  # long enough for several tiles of any kernel
         batch = 1
         q, k = source.randint(1, 700), source.randint(300, 1500)
     elif kind == "kvcache":
@@ -124,7 +124,7 @@ def _layouts(source: Random, kind: str) -> tuple[str, str, str, str]:
     ):  # not heads_first, which is (.., H, 3, d) in memory, nor one_head, which makes q, k and v one
         inputs = tuple(x for x in _LAYOUTS if x != "one_head")
     q, k, v = source.choice(inputs), source.choice(inputs), source.choice(inputs)
-    if "varlen" in kind:  # the drawing writes into the gaps of these
+    if "varlen" in kind:  # the tokens between sequences are written to, so no layout may share memory
         q, k, v, dout = ("contiguous" if x in ("one_head", "one_value") else x for x in (q, k, v, dout))
     return q, k, v, dout
 
@@ -180,7 +180,7 @@ def _cache_fields(source: Random, features: Random, fields: dict[str, Any]) -> d
     return found | {"seqlens_k": lengths}
 
 
-# (q, k) and (v, dout): fp16 holds the first of each, and the products of q and k, and of v and dout.
+# Factors of (q, k), and of (v, dout), so small that fp16 holds them, q @ k and v @ dout; _WIDE: for other dtypes.
 _SCORE_SIZES = ((1.0, 1.0),) * 3 + ((1e-3, 1.0), (1.0, 1e-3), (1e2, 1e-2), (1e-2, 1e2), (1e-3, 1e-3))
 _SCORE_SIZES_WIDE = (*_SCORE_SIZES, (1e-8, 1.0), (1.0, 1e-8), (1e4, 1e-4), (1e-4, 1e4), (1e-6, 1e4))
 _VALUE_SIZES = ((1.0, 1.0), (1e-6, 1.0), (1e-3, 1.0), (1.0, 1e-6), (1.0, 1e-3), (1e4, 1e-3), (1e3, 1e-2), (1e-3, 1e3))
@@ -188,16 +188,16 @@ _VALUE_SIZES_WIDE = (*_VALUE_SIZES, (1e-6, 1e-6), (1e4, 1e4), (1e4, 1e-6), (1e-8
 
 
 def _hurtful_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
-    """Draw values that may harm other sequences and heads: numbers of very different size, NaN and infinity."""
+    """Draw values that a wrong kernel spreads to other sequences and heads: very different sizes, NaN, infinity."""
     found: dict[str, Any] = {}
     wide = fields["dtype"] != "float16"
     if _chance(source, 35):
         scores, values = (_SCORE_SIZES_WIDE, _VALUE_SIZES_WIDE) if wide else (_SCORE_SIZES, _VALUE_SIZES)
-        # Dropout enlarges the kept values: out would be infinite.
+        # With dropout, which enlarges values, large values would make out infinite in fp16.
         fitting = [pair for pair in values if wide or pair[0] <= 1 or not fields.get("dropout_p")]
         drawn = [(*source.choice(scores), *source.choice(fitting)) for _ in range(source.randint(2, 4))]
         found["sizes"] = tuple(drawn)
-        # If heads share their numbers, a head's factor would meet another head's: products beyond fp16.
+        # No layout in which heads share memory: factors of several heads would multiply, beyond fp16's range.
         found["layouts"] = tuple("contiguous" if x in ("one_head", "one_value") else x for x in fields["layouts"])
     if _chance(source, 12):
         quantities = QUANTITIES if fields["kind"] in WITH_GRADIENTS else QUANTITIES[:3]

@@ -1,4 +1,4 @@
-"""One call on one device for all implementations: run it, compare the answer with the right one, restore the inputs."""
+"""Examine implementations on one call and device: run it, compare the answer with the right one, restore inputs."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from .judge import (
 )
 from .problems import Problem
 
-# With more scores than this, a GPU computes the right answers faster than one core; with fewer, launches cost more.
+# From this many scores on, the right answer is computed on the GPU; below, launches cost more than one CPU core takes.
 _SCORES_FOR_A_GPU = 2**18
-# An fp16 answer rounded to bf16 is off by about 8 times its bound. One beyond this is not compared with bf16's bound.
+# An fp16 answer whose error is a larger multiple of its bound is not tested for rounding to bf16, which gives about 8.
 _MOST_OF_BF16 = 64.0
 
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """The result of one implementation: declined with a reason, or served. failures: its mistakes, empty if right"""
+    """The verdict on one implementation. refused: its reason to decline; failures: its mistakes, empty if right"""
 
     refused: str = ""
     checks: Sequence[Check] = ()
-    errors: Sequence[str] = ()  # beside the checks: exceptions, and writes before a refusal
-    as_near_as: str = ""  # wrong, but within the bound of this dtype, coarser than the call's
-    right_to: str = ""  # right for a user's kernel: an fp64 call within fp32's bound
+    errors: Sequence[str] = ()  # exceptions, and writes before a refusal; not in checks
+    as_near_as: str = ""  # the coarser dtype in whose bound a wrong answer is
+    right_to: str = ""  # "fp32" if a user's kernel answered an fp64 call within fp32's bound, which counts as right
     ungraded: str = ""  # why a user's kernel gave no gradients, if it was judged without them
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class Verdict:
 
 
 class Examination:
-    """A call on a device, with its tensors and right answers, made once for all implementations."""
+    """A call on a device, with its tensors and its right answer, which all implementations share."""
 
     def __init__(self, problem: Problem | Call, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device).type
@@ -69,7 +69,7 @@ class Examination:
         self.problem = problem
         self.host = host = problem.build() if isinstance(problem, Problem) else problem
         on_host = self.device != "cuda" or (isinstance(problem, Problem) and problem.scores < _SCORES_FOR_A_GPU)
-        # The oracle reads its own copy: a kernel might write to its inputs.
+        # The right answer is computed from a copy, since a kernel might write to its inputs.
         self.judges = "cpu" if on_host else device
         self.untouched = host if on_host else host.to(device)
         self.call = host.to(device)
@@ -84,7 +84,7 @@ class Examination:
         call, forgives = self.call, declines if may_lack_gradients else None
         answer = solve(function, Call(call.fn, accepted(function, call.args), call.dout), forgives=forgives)
         if call.dropout_p > 0 and answer.s_dmask is None and not call.args.get("return_attn_probs"):
-            # A repeated call with S_dmask gives the mask; the checks judge this call.
+            # A second call with the same seed returns the dropout mask, by which the first is judged.
             again = solve(function, Call(call.fn, {**call.args, "return_attn_probs": True}))
             answer = Answer(answer.out, answer.softmax_lse, again.s_dmask, answer.grads, answer.caches)
         return answer
@@ -92,7 +92,7 @@ class Examination:
     def checks(self, answer: Answer, approximate: bool = False, nan_shows: bool = False) -> list[Check]:
         """Check the answer's form, then compare it with fp64. A wrong form ends the checks.
 
-        approximate: exp and tanh may be as approximate as flash-attn's; nan_shows: a right NaN must be a NaN in out
+        approximate: allow exp and tanh as inexact as flash-attn's; nan_shows: where out should be NaN, it must be
         """
         if wrong := of_other_form(self.call, answer, approximate):
             return wrong
@@ -105,7 +105,7 @@ class Examination:
         return checks
 
     def coarser(self, implementation: Implementation, answer: Answer, checks: Sequence[Check]) -> str:
-        """Return the dtype, coarser than the call's, to which the function rounds, if this is its only error."""
+        """Return the coarser dtype to which the function rounds, if rounding is its only error; else ""."""
         if self.call.dropout_p > 0 or of_other_form(self.call, answer, implementation.approximate) or self.written():
             return ""
         if self.call.dtype.itemsize == 2 and max(check.ratio for check in checks) > _MOST_OF_BF16:
@@ -120,7 +120,7 @@ class Examination:
         return next((SHORT[dtype] for dtype in near), "")
 
     def as_of_fp32(self, answer: Answer, checks: Sequence[Check]) -> list[Check]:
-        """Check an answer to an fp64 call by fp32's bounds."""
+        """Check the answer to an fp64 call with the bounds of an fp32 call."""
         here = answer.to(self.judges)
         keep = None if here.s_dmask is None or not self.call.dropout_p else here.s_dmask >= 0
         allowed = right_answer(self.untouched, keep, dtype=torch.float32)
@@ -128,7 +128,7 @@ class Examination:
         return [*against_fp64(allowed, here, self.device, approximate=True), *others]
 
     def written(self) -> list[Check]:
-        """Return the names of read-only inputs that the call wrote to."""
+        """Return a failed check for each input, other than caches, that the call wrote to."""
         given, left = self.untouched.args, self.call.args
         readable = [n for n in left.keys() - set(self.call.caches) if isinstance(left[n], Tensor)]
         return [broken(n, "was written to") for n in readable if not same(left[n].to(given[n].device), given[n])]
@@ -141,13 +141,13 @@ class Examination:
         return self._right
 
     def restore(self) -> None:
-        """Restore the caches."""
+        """Restore the caches, which calls write to."""
         with contextlib.suppress(RuntimeError):  # the device failed; the verdict already says so
             for name in self.call.caches:
                 self.call.args[name].copy_(self.untouched.args[name])
 
     def without_lse(self) -> Examination:
-        """Return the call without requests for extra results."""
+        """Return this examination for the same call without requests for extra results."""
         asked = ("return_attn_probs", "return_softmax_lse")
         args = {name: value for name, value in self.call.args.items() if name not in asked}
         examination = copy.copy(self)
@@ -155,7 +155,7 @@ class Examination:
         return examination
 
     def without_gradients(self) -> Examination:
-        """Return the call without its backward."""
+        """Return this examination for the same call without a backward."""
         examination = copy.copy(self)
         examination.call, examination._right = replace(self.call, dout=None), None
         examination.untouched, examination.host = (replace(each, dout=None) for each in (self.untouched, self.host))
@@ -174,7 +174,7 @@ class Examination:
         twice: bool = False,
         may_lack_gradients: bool = False,
     ) -> Verdict:
-        """Return the verdict. An exception of the implementation is a failure like any other.
+        """Run the implementation and return the verdict. An exception that it raises is a failure like any other.
 
         official: flash-attn's answer; twice: under dropout, also check that the same seed gives the same answer;
         may_lack_gradients: judge an answer without gradients as one of a call without dout
@@ -218,7 +218,7 @@ class Examination:
         return same(self.call.args[name].to(self.judges), self.untouched.args[name])
 
     def _device_error(self) -> list[str]:
-        """Return the error that a failed launch left on the device. It must not count against the next backend."""
+        """Return the error that a failed launch left on the device, now, so that it does not hit the next backend."""
         try:
             if self.device == "cuda":
                 torch.cuda.synchronize()
@@ -227,9 +227,9 @@ class Examination:
         return []
 
     def _nan_shows(self, implementation: Implementation) -> bool:
-        """Whether a NaN among the scores must be a NaN in out. A NaN in v need not reach rows that give it weight 0."""
+        """Whether a NaN in q or k must become NaN in out. One in v need not: a row may give it weight 0."""
         stray = self.problem.stray if isinstance(self.problem, Problem) else None
         if stray is None or stray[0] == "v" or stray[2] != "nan" or not isinstance(implementation, Backend):
             return False
-        # PyTorch's CPU kernel, also in place of another, answers 0 to a row of fewer than 16 NaN scores.
+        # PyTorch's CPU kernel, which both backends call there, returns 0 for a row of fewer than 16 NaN scores.
         return self.device != "cpu" or implementation.name not in ("sdpa", "torch_efficient")

@@ -19,13 +19,13 @@ OPTIONS = (
     "softmax_scale", "softcap", "ALiBi", "dropout", "softcap with dropout", "pages", "pages of no multiple of 256",
     "rotary", "strided inputs", "large scores", "sizes far apart", "NaN or infinity", "8-bit cache",
 )  # fmt: skip
-LARGE = 4.0  # q and k this many times as large as usual have scores near 100, so exp overflows without a maximum
-ENOUGH = 3  # fewer answers show no law, and allow no verdict
-MOST_SHARED = 3  # more features together describe one problem rather than a fault
-# Of problems with unusual numbers, in which an error may be tiny, or its size unusual.
+LARGE = 4.0  # factor of q and k that makes scores near 100: exp overflows unless the row's maximum is subtracted
+ENOUGH = 3  # with fewer answers, no rule and no verdict is stated
+MOST_SHARED = 3  # a rule of more features would describe one problem, not a fault
+# Features of problems with unusual numbers, whose errors may be tiny or huge.
 UNUSUAL = frozenset(("large scores", "sizes far apart", "NaN or infinity"))
 FEATURES = (*DTYPES, *DIMS, *HEADS, *MASKS, *LENGTHS, *CALLS, *OPTIONS)
-# Of calls that flash-attn itself refuses.
+# Features with which flash-attn itself refuses a call.
 BEYOND = frozenset((
     "fp32", "fp64", "head_dim above 256", "v of another head_dim", "softcap with dropout",
     "pages of no multiple of 256", "8-bit cache",
@@ -116,7 +116,7 @@ def _of_options(causal: Any, window: Any, softcap: Any, scale: Any) -> set[str]:
 
 
 def _of_rows(causal: Any, window: Any, seqlens_q: Sequence[int], seqlens_k: Sequence[int]) -> set[str]:
-    """Return whether a mask leaves rows without keys, and whether there are rows of a sequence without any key."""
+    """Return which of two features there are: a mask that hides all keys of a row, and a sequence without keys."""
     right = 0 if causal else int(window[1])
     pairs = [(q, k) for q, k in zip(seqlens_q, seqlens_k) if q]
     masked = any(k and right >= 0 and k - q + right < 0 for q, k in pairs)
@@ -131,8 +131,8 @@ def beyond_flash_attn(call: Call) -> list[str]:
 
 
 def shared_by(some: Sequence[Collection[str]], others: Sequence[Collection[str]]) -> list[str]:
-    """Return the fewest features that each of some problems has and none of the others has together, at most
-    MOST_SHARED; empty if there are none, or fewer than ENOUGH problems, which show no law.
+    """Return the fewest features that every problem of ``some`` has, and that none of ``others`` has together. Empty if
+    there are none, if more than MOST_SHARED are needed, or if ``some`` has fewer than ENOUGH problems.
     """
     if len(some) < ENOUGH:
         return []
@@ -143,7 +143,7 @@ def shared_by(some: Sequence[Collection[str]], others: Sequence[Collection[str]]
 
     if not explain(shared):
         return []
-    # Rare features say more than dtypes, so dtypes come last.
+    # FEATURES begins with dtypes, so these are left out first: rare features say more.
     for feature in [*shared]:
         without = [each for each in shared if each != feature]
         if explain(without):

@@ -1,4 +1,4 @@
-"""The outputs of known mistakes of a forward, in fp64: an output equal to one of them has this mistake."""
+"""The outputs of a forward with known mistakes, in fp64. A kernel whose output equals one of them has that mistake."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from . import oracle
 from .call import Call
 
 TILES = 16, 32, 48, 64, 96, 128, 256  # usual sizes of key tiles, for a kernel that does not state its own
-MOST_SCORES = 2**23  # of a problem: each formula computes all of them
-CLOSE = 1e-2  # relative tolerance of a factor, to find its name
+MOST_SCORES = 2**23  # larger problems are not tried, since each formula computes all scores
+CLOSE = 1e-2  # relative tolerance within which a factor is recognised
 SMALLEST, LARGEST, STEPS = 2.0**-10, 2.0**10, 80  # factors of the scores that are tried
 
 
 class Forward:
-    """The forward of attention in fp64, (batch, nheads, row, channel), with each part replaceable by a wrong one."""
+    """Computes attention in fp64, (batch, nheads, row, channel). A caller can replace each part by a wrong one."""
 
     def __init__(self, call: Call, tile: int) -> None:
         args = call.args
@@ -53,7 +53,7 @@ class Forward:
         return (self.row + offset - self.key).abs().double()
 
     def out(self, scores: Tensor | None = None, visible: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        """Return the output of some scores under a mask (rows, keys); 0 in rows that see no key."""
+        """Return the output for given scores, mask (rows, keys) and v, or the right ones; 0 in rows that see no key."""
         return self.weights(scores, visible) @ (self.v if v is None else v)
 
     def weights(self, scores: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
@@ -62,14 +62,14 @@ class Forward:
         return torch.softmax(scores, -1).nan_to_num(nan=0.0)
 
     def seen(self, left: int, right: int, offset: int | None = None) -> Tensor:
-        """Return the mask of a window with other sides, each -1 or less for none; offset: of row 0 among the keys."""
+        """Return the mask of a window. left, right: -1 or less for no bound; offset: the key at which row 0 stands"""
         place = self.key - self.row - (self.keys - self.rows if offset is None else offset)
         return ((place >= -left) | (left < 0)) & (place <= right)
 
     # ---- mistakes ----------------------------------------------------------------------------------------------------
 
     def mistakes(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each mistake, and its output."""
+        """Yield the name of each known mistake with the output of a forward that makes it."""
         yield from self._of_masks()
         yield from self._of_options()
         yield from self._of_edges()
@@ -185,7 +185,7 @@ class Forward:
     # ---- a wrong factor ----------------------------------------------------------------------------------------------
 
     def name_factor(self, factor: float) -> str:
-        """Return what a factor of the products means."""
+        """Return the mistake that multiplies all q @ k by this factor, in words."""
         head_dim, scale = self.q.shape[-1], self.scale
         known = {
             1 / scale: "the softmax scale is missing",
@@ -204,7 +204,7 @@ class Forward:
 
 
 def factor_of(call: Call, got: Tensor) -> float:
-    """Return the factor of Q K^T whose output is the nearest to an output, by the last rows of the first head."""
+    """Return the factor of Q K^T that makes an output nearest to ``got``, judged by the last rows of the first head."""
     few = {"q": call.args["q"][:1, -32:, :1], **{name: call.args[name][:1, :, :1] for name in "kv"}}
     slopes = call.args.get("alibi_slopes")
     small = Forward(replace(call, args={**call.args, **few, "alibi_slopes": None if slopes is None else slopes[:1]}), 1)
@@ -222,7 +222,7 @@ def factor_of(call: Call, got: Tensor) -> float:
 
 
 def name_mistake(call: Call, tile: int, got: Tensor, bound: float) -> str:
-    """Return the mistake that gives an output, or "" if no known one does.
+    """Return the name of the known mistake that gives the output ``got``, or "" if none does.
 
     call: on the CPU, of flash_attn_func; tile: keys of a tile; got: (batch, seqlen, heads, channel) as the kernel gave
     it; bound: allowed error
@@ -233,7 +233,7 @@ def name_mistake(call: Call, tile: int, got: Tensor, bound: float) -> str:
     right = forward.out()
 
     def is_like(gives: Tensor) -> bool:
-        """Whether the output equals a mistake's, which differs from the right one."""
+        """Whether the output equals ``gives``, a mistake's output, which is far from the right one."""
         apart, wrong = (got - gives).abs().max().item(), (right - gives).abs().max().item()
         return apart <= 2 * bound and apart <= 0.05 * wrong
 
@@ -249,7 +249,7 @@ def name_mistake(call: Call, tile: int, got: Tensor, bound: float) -> str:
 
 
 def moved_heads(got: Tensor, right: Tensor, bound: float) -> str:
-    """Name heads that hold the right values of others, or "". got and right: (batch, heads, row, channel)"""
+    """Name the heads that hold the right output of other heads, or "". got, right: (batch, heads, row, channel)"""
     if got.shape != right.shape:
         return ""
     flat_got, flat_right = got.flatten(0, 1), right.flatten(0, 1)
@@ -270,7 +270,7 @@ def moved_heads(got: Tensor, right: Tensor, bound: float) -> str:
 
 
 def moved_values(forward: Forward, got: Tensor, bound: float) -> str:
-    """Name heads that weigh the V of another head of their batch element by their own right weights, or ""."""
+    """Name the heads whose right weights were multiplied with the V of another head of the batch element, or ""."""
     weights, moved = forward.weights(), {}
     for b, h in itertools.product(range(got.shape[0]), range(got.shape[1])):
         apart = (weights[b, h] @ forward.v[b] - got[b, h]).abs().flatten(1).amax(1)

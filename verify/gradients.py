@@ -16,15 +16,15 @@ from .errors import UsageError
 from .formulas import moved_heads
 from .judge import GRADIENTS, Check, against_fp64, rounded_to
 
-# Relative tolerance of a factor, to find its name.
+# Relative tolerance within which a factor is recognised.
 CLOSE = 1e-3
-# Relative to a tensor's size: gradients this near to a known mistake's are due to it.
+# A gradient is due to a known mistake if it is this near to the mistake's, relative to that mistake's own error.
 LIKE = 2e-2
 
 
 @dataclass(frozen=True)
 class Graded:
-    """A kernel's answer with its gradients compared with fp64. repeats: largest difference of two calls"""
+    """A kernel's answer, and the checks of its gradients. repeats: each gradient's largest change in a second call"""
 
     kernel: Kernel
     answer: Answer
@@ -69,7 +69,7 @@ def _asked(kernel: Kernel, setting: Setting) -> Answer:
 
 
 class Formula:
-    """The backward of FlashAttention in fp64, with each line replaceable by a wrong one."""
+    """Computes FlashAttention's backward in fp64. A caller can replace each line by a wrong one."""
 
     def __init__(self, setting: Setting) -> None:
         args, dout = setting.call.args, setting.call.dout
@@ -95,7 +95,7 @@ class Formula:
     def gradients(
         self, p: Tensor | None = None, delta: Tensor | None = None, dS: Tensor | None = None, head: int | None = None
     ) -> dict[str, Tensor]:
-        """As (batch, heads, row, channel). head: of each key head's query heads, the only one to count"""
+        """Return dq, dk, dv as (batch, heads, row, channel). head: the one query head of a group to count in dk and dv"""
         p = self.p if p is None else p
         if dS is None:
             dS = p * (self.dP - (self.delta if delta is None else delta)) * self.slope
@@ -105,7 +105,7 @@ class Formula:
         return {"dq": self.scale * dS @ self.k} | summed
 
     def mistakes(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield the name of each mistake, and its gradients."""
+        """Yield the name of each known mistake with the gradients of a backward that makes it."""
         zero = torch.zeros_like(self.delta)
         yield "rowsum(dout * out) is not subtracted from dP (FA2 algorithm 2, line 4)", self.gradients(delta=zero)
         yield "rowsum(dout * out) is added to dP, not subtracted", self.gradients(delta=-self.delta)
@@ -126,7 +126,7 @@ class Formula:
                 words = "only one query head of each group counts: dk and dv are sums over all of them"
                 yield words, self.gradients(head=head)
         if self.causal:
-            # The LSE belongs to the masked scores.
+            # The LSE comes from the forward, which had the mask.
             lse = torch.logsumexp(self.scores.masked_fill(self.p == 0, -math.inf), -1, keepdim=True)
             everywhere = torch.exp((self.scores - lse).clamp(max=80.0))
             yield "the backward has no causal mask", self.gradients(p=everywhere)
@@ -139,7 +139,7 @@ class Formula:
                 yield f"the backward's causal mask shows {side}", self.gradients(p=moved)
 
     def parts(self, name: str, tiles: Sequence[slice]) -> list[Tensor]:
-        """Return each tile's share: key tiles' of dq, query tiles' of dk and dv; as (batch, heads, row, channel)."""
+        """Return what each key tile adds to dq, or each query tile to dk or dv, as (batch, heads, row, channel)."""
         dS = self.p * (self.dP - self.delta) * self.slope
         if name == "dq":
             return [self.scale * dS[..., tile] @ self.k[:, :, tile] for tile in tiles]
@@ -152,7 +152,7 @@ class Formula:
 
 
 class GradientDiagnosis:
-    """The mistakes in the gradients of a kernel with right output."""
+    """Names the mistakes in the gradients of a kernel whose output is right."""
 
     def __init__(self, found: Graded, setting: Setting) -> None:
         self.found, self.setting = found, setting
@@ -166,7 +166,7 @@ class GradientDiagnosis:
         return apart > self.found.checks[name].widest_bound
 
     def mistake(self, name: str) -> str:
-        """Return the mistake of a gradient, by the first rule that holds."""
+        """Return the mistake in the gradient ``name``, by the first rule that applies."""
         got, right = self.got[name], self.right[name]
         if self.found.repeats[name] > self.found.checks[name].widest_bound:
             return "two calls differ: a race between blocks that add to the same rows, or memory that was not zeroed"
@@ -191,7 +191,7 @@ class GradientDiagnosis:
         return self._tile(name) or self._shift(name) or self._place(name)
 
     def _of_delta(self, name: str) -> str:
-        """Name the factor of rowsum(dout * out), if the gradient is right but for it; else ""."""
+        """Name the factor by which rowsum(dout * out) is wrong, if nothing else is wrong; else ""."""
         if name == "dv":
             return ""
         without = self.formula.gradients(delta=torch.zeros_like(self.formula.delta))[name]
@@ -202,7 +202,7 @@ class GradientDiagnosis:
         return f"rowsum(dout * out) is subtracted {factor:.3g} times from dP (FA2 algorithm 2, line 4)"
 
     def _shift(self, name: str) -> str:
-        """Name the rows by which the gradient is moved, if it is right otherwise; else ""."""
+        """Say by how many rows the gradient is moved, if nothing else is wrong; else ""."""
         rows = self.setting.block_rows if name == "dq" else self.setting.block_columns
         for by in (1, -1, rows, -rows):
             moved = self.right[name].roll(by, 2)
@@ -215,7 +215,7 @@ class GradientDiagnosis:
         return ""
 
     def _is_like(self, name: str, gives: Tensor) -> bool:
-        """Whether the gradient equals a mistake's, which differs from the right one."""
+        """Whether the gradient equals ``gives``, a mistake's gradient, which is far from the right one."""
         got, bound = self.got[name], 2 * self.found.checks[name].widest_bound
         largest = max(gives.abs().max().item(), self.right[name].abs().max().item())
         slack = max(bound, 16 * torch.finfo(self.found.grads[name].dtype).eps * largest)
@@ -246,7 +246,7 @@ class GradientDiagnosis:
         return [*self.formula.mistakes()]
 
     def _tile(self, name: str) -> str:
-        """Name the tiles with a wrong weight, if the gradient is a weighted sum of all tiles' shares; else ""."""
+        """Name the tiles with a wrong weight, if the gradient is a weighted sum of what the tiles add; else ""."""
         noun, tiles = ("key tile", self.setting.key_tiles) if name == "dq" else ("query tile", self.setting.query_tiles)
         parts = torch.stack([part.flatten() for part in self.formula.parts(name, tiles)])
         products = parts @ parts.mT

@@ -1,4 +1,4 @@
-"""Calls replayed from a CUDA graph: their time without the host."""
+"""Replay calls from CUDA graphs, to time the GPU without the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARM_UP_CALLS = 3
 
 
 def graphed(plan: Plan) -> Plan:
-    """Return the plan's contestants in graphs, on workloads without gradients and dropout.
+    """Return a plan that times the same contestants in CUDA graphs, on the workloads without gradients and dropout.
 
     Run it after the plan itself: a failed capture leaves traces in PyTorch's generator and allocator.
     """
@@ -36,7 +36,7 @@ def graphed(plan: Plan) -> Plan:
 
 
 def in_graph(contestant: Contestant, workload: Workload, given: Call) -> Prepared:
-    """Prepare a contestant: capture its call."""
+    """Prepare a contestant: capture its call in a CUDA graph, which it then replays."""
     prepared = contestant.prepare(workload, given)
     try:
         with other_inputs(given):
@@ -47,24 +47,24 @@ def in_graph(contestant: Contestant, workload: Workload, given: Call) -> Prepare
 
 
 def _replayed(prepared: Prepared, replay: Callable[[], None], out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A captured call. It keeps `prepared` alive: the graph reads its masks and indices."""
+    """Replay a captured call. The unused `prepared` keeps the masks and indices alive that the graph reads."""
     replay()
     return out
 
 
 @contextmanager
 def other_inputs(given: Call) -> Iterator[None]:
-    """Put other values, lengths and pages at the same addresses, as in another step of a generation. A graph captured
-    with them must be right on the call's own values.
+    """Put other values, lengths and pages into the call's tensors during a block, as another step of a generation has.
+    A graph captured in the block must then be right for the call's own values.
     """
     _, k, v = given.qkv_names
     others = {v: -given.args[v]}
     if "block_table" in given.args:
         others["block_table"] = given.args["block_table"].flip(0, 1)
-    # An append would overwrite another slot of the cache.
+    # Not with an append, which would overwrite another slot of the cache.
     if "cache_seqlens" in given.args and "k" not in given.args:
         others["cache_seqlens"] = given.args["cache_seqlens"] - 1
-    # An append writes its row into other sequences' pages, of k as well.
+    # Saved and put back, k too: with other pages, an append writes to the pages of other sequences.
     own = {name: given.args[name].clone() for name in (k, *others)}
     try:
         for name, values in others.items():
@@ -76,8 +76,8 @@ def other_inputs(given: Call) -> Iterator[None]:
 
 
 def capture(call: Job, device: str) -> tuple[Callable[[], None], Any]:
-    """Return a function that repeats the call on the current values of its inputs, and the results that each repetition
-    overwrites. Warms up on a separate stream, as PyTorch asks.
+    """Capture the call in a CUDA graph. Returns a function that repeats it on the current values of its inputs, and its
+    results, which each repetition overwrites. Warms up on a separate stream, as PyTorch requires.
     """
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)

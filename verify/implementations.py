@@ -31,7 +31,7 @@ PUBLIC_FUNCTIONS = [name for name in flash_attn_compat.__all__ if name.startswit
 
 @dataclass(frozen=True)
 class Backend:
-    """One of the package's backends, forced."""
+    """One of the package's backends: calls raise NotSupported if it declines them."""
 
     name: str
 
@@ -42,13 +42,13 @@ class Backend:
 
     @contextmanager
     def serving(self, call: Call) -> Iterator[Callable[..., Any]]:
-        """Return the function for the call. Raises NotSupported if there is none"""
+        """Yield the function for the call. Raises NotSupported if the backend declines it"""
         with flash_attn_compat.use_backend(self.name):
             try:
                 yield getattr(flash_attn_interface, call.fn)
             except flash_attn_compat.BackendNotSupported as refusal:
                 reason = self._reason(refusal)
-                if reason.startswith("failed before: "):  # by its self-test on this GPU
+                if reason.startswith("failed before: "):  # it failed its self-test on this GPU
                     raise RuntimeError(reason) from refusal
                 raise NotSupported(reason) from refusal
 
@@ -68,7 +68,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Imported:
-    """A module-like object with some of the public functions, or a single function standing for flash_attn_func."""
+    """A module with some of flash-attn's public functions, or one function in place of flash_attn_func."""
 
     name: str
     target: Any
@@ -105,7 +105,7 @@ DECLINES = "NotImplementedError, an error that says what it does not support, or
 
 
 def declines(error: Exception) -> bool:
-    """Whether an error means that the kernel declines the case. Errors of a device do not count."""
+    """Whether an error means that the kernel declines the case. An error that a device reports never means so."""
     if isinstance(error, NotImplementedError):
         return True
     text = str(error).lower()
@@ -146,7 +146,7 @@ def imported(path: str) -> Imported:
 
 
 def _attention(path: str, target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function under flash_attn_func's names. Raises UsageError if it takes other things than attention"""
+    """Return the function with flash_attn_func's argument names. Raises UsageError if it is no attention function"""
     try:
         found = adapted(target)
     except UsageError as error:
@@ -165,14 +165,14 @@ def check_loads(path: str) -> None:
 
 
 def load(first: int, path: str) -> Iterator[bool]:
-    """Import a kernel and call it once: one step, for a child process."""
+    """Import a kernel, which calls it once; yield True. A step for `run_in_children`."""
     imported(path)
     yield True
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Return the module in a file. While it loads, it can import its neighbours first, as a script can. Afterwards the
-    folder moves to the end of the import path, so that later imports of libraries do not find files there.
+    """Import a file as a module. Its folder is first on sys.path during the import, as for a script, so that it can
+    import its neighbours. Afterwards the folder goes to the end, so that a file in it hides no library.
     """
     spec = importlib.util.spec_from_file_location(f"judged_{path.stem}", path.resolve(strict=True))
     assert spec is not None and spec.loader is not None  # the name ends in .py
@@ -188,13 +188,13 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _own_import_name(name: str) -> str:
-    """Return the name under which verify's own kernels import: in a wheel, verify is flash_attn_compat.verify."""
+    """Return the import name of verify's own kernels: in a wheel, verify is flash_attn_compat.verify."""
     return name.replace("verify", __package__, 1) if name in ("verify.planted", "verify.steps") else name
 
 
 def _reason_against(function: Callable[..., Any]) -> str | None:
-    """Return why the function is no attention, in brackets if known; None if it takes q, k, v and returns a tensor. Its
-    values are for the cases to judge.
+    """Return None if the function takes q, k, v and returns a tensor; else the error as " (message)", or "". The values
+    of the tensor do not matter here.
     """
     q, told = torch.zeros(1, 2, 1, 8), ""
     for arguments, named in (((q, q, q), {}), ((), {"q": q, "k": q, "v": q})):
@@ -203,14 +203,14 @@ def _reason_against(function: Callable[..., Any]) -> str | None:
         except TypeError as error:
             told = told or f" ({error})"
             continue
-        except Exception:  # noqa: BLE001  a function that fails: the report shows its error
+        except Exception:  # noqa: BLE001  any other error is shown in the report
             return None
         return None if isinstance(out, (torch.Tensor, tuple)) else ""
     return told
 
 
 def official() -> tuple[Imported | None, str]:
-    """Return the real flash_attn if it is installed and works here, else None; and its version, or the reason."""
+    """Return the real flash_attn and its version; or None and the reason why it cannot be used here."""
     try:
         import flash_attn
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
@@ -223,6 +223,6 @@ def official() -> tuple[Imported | None, str]:
     try:
         q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.float16)
         function(q, q, q)
-    except Exception as error:  # noqa: BLE001  as does an installation for other GPUs
+    except Exception as error:  # noqa: BLE001  an installation for other GPUs raises anything
         return None, f"installed, but does not run here ({str(error).splitlines()[0]})"
     return Imported(f"flash_attn {flash_attn.__version__}", flash_attn), str(flash_attn.__version__)

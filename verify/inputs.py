@@ -16,14 +16,14 @@ NAMES = {short: dtype for dtype, short in SHORT.items()} | DTYPES
 
 
 def positive(text: str) -> int:
-    """An argparse type: 1, 2, ..."""
+    """Parse a whole number from 1 on, for argparse."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def number(text: str) -> float:
-    """An argparse type: 0 or more, and finite."""
+    """Parse a finite number of at least 0, for argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -34,14 +34,14 @@ def number(text: str) -> float:
 
 
 def dtype(text: str) -> torch.dtype:
-    """An argparse type: fp32 or float32, and so on."""
+    """Parse a dtype such as fp32 or float32, for argparse."""
     if text not in NAMES:
         raise argparse.ArgumentTypeError(f"unknown dtype {text!r}; there are {', '.join(NAMES)}")
     return NAMES[text]
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser, batch: int, heads: int, head_dim: int = 64) -> None:
-    """Add all arguments but the lengths."""
+    """Add the arguments that describe a problem, except its lengths."""
     add = parser.add_argument
     add("--br", type=positive, default=64, metavar="ROWS", help="query rows of a tile (default 64)")
     add("--bc", type=positive, default=64, metavar="COLUMNS", help="keys of a tile (default 64)")
@@ -88,7 +88,7 @@ def checked_device(arguments: argparse.Namespace) -> str:
 
 
 def recipe(kind: torch.dtype, seed: int, backward: bool = False, magnitude: float = 1.0) -> str:
-    """Return the code that draws the same inputs elsewhere."""
+    """Return Python code, as text, that draws the same inputs elsewhere."""
     larger = "" if magnitude == 1 else f", q and k times {magnitude:g} before .to"
     return (
         f"q, k, v{', dout' * backward} in this order: "

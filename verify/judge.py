@@ -24,13 +24,13 @@ from . import oracle
 from .call import CACHES, Answer, Call, same
 from .oracle import Tokens, Truth
 
-# (times the plain error, times one rounding of the terms)
+# A bound is a multiple of the plain error, plus a multiple of one rounding of the largest sum of terms: these two.
 OUT, GRADIENT = (2.0, 1.0), (3.0, 2.0)
-OFFICIAL_TANH = 2.0**-11  # tanh.approx.f32
-CONVERTED = 2.0**-36  # probabilities times 2^12, and dS below 2^15, in steps of fp16's 2^-24
+OFFICIAL_TANH = 2.0**-11  # the error of tanh.approx.f32, which flash-attn uses
+CONVERTED = 2.0**-36  # the error of bf16 computed as fp16: probabilities times 2^12 in fp16's steps of 2^-24
 OFFICIAL_LSE = 2e-3
-# Against recorded answers: (roundings of the largest number, absolute). The absolute bound of a gradient allows the
-# residue of flash-attn's fp32 sums where the gradient cancels to 0.
+# Bounds against recorded answers: (how many roundings of the largest number, plus an absolute error). A gradient's
+# absolute error allows what flash-attn's fp32 sums leave where the exact gradient cancels to 0.
 OFFICIAL = {"out": (4.0, 0.0), "softmax_lse": (0.0, OFFICIAL_LSE), "k_cache": (1.0, 0.0), "v_cache": (0.0, 0.0)}
 OFFICIAL_GRADIENT = 8.0, 64 * torch.finfo(torch.float32).eps
 
@@ -41,7 +41,7 @@ NO_GRADIENT = "missing: out has no gradient"
 
 @dataclass(frozen=True)
 class Check:
-    """One quantity of an answer against a yardstick ("official" or "fp64"), in its worst (sequence, head)."""
+    """The comparison of one quantity with fp64 or a recorded answer ("official"), in its worst (sequence, head)."""
 
     quantity: str
     against: str
@@ -57,22 +57,22 @@ class Check:
 
     @property
     def ratio(self) -> float:
-        """The error as a multiple of its bound; infinite if either is NaN."""
+        """The error divided by its bound; infinite if either is NaN."""
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 and not math.isnan(self.error) else math.inf
 
     @property
     def share(self) -> float:
-        """The error relative to the size of the numbers; infinite if it is no number."""
+        """The error divided by the size of the numbers; infinite if it is NaN."""
         share = self.error / self.size if self.size > 0 else math.inf
         return math.inf if math.isnan(share) else share
 
     @property
     def gravity(self) -> tuple[bool, float, float]:
-        """The sort key of checks, the worst mistake last: right checks by ratio, wrong checks by their share, since a
-        missing digit of fp64 is a larger multiple of its bound than nonsense in fp16. From an error as large as the
-        numbers themselves on, the error counts: any error is a large share of numbers that should cancel to 0.
+        """The key that sorts checks, the worst mistake last. Right checks are sorted by ratio. Wrong checks are sorted
+        by share: by ratio, a missing digit of fp64 would be worse than nonsense in fp16. Above a share of 1 the error
+        itself counts, since any error is a large share of numbers that should cancel to 0.
         """
         if self.ok:
             return False, self.ratio, 0.0
@@ -82,7 +82,7 @@ class Check:
 
     @property
     def words(self) -> str:
-        """The mistake in words: its size, absolute and relative, and the bound."""
+        """Describe the mistake: the error, absolute and relative, and its bound."""
         if not self.bound:
             return self.note
         if not math.isfinite(self.error):
@@ -97,13 +97,13 @@ class Check:
 
 
 def broken(quantity: str, note: str, against: str = "fp64") -> Check:
-    """Return a failed check without a number."""
+    """Return a failed check that has a note instead of an error and a bound."""
     return Check(quantity, against, math.inf, 0.0, note)
 
 
 def worst(name: str, x: Tensor, tokens: Tokens) -> Tensor:
-    """Return the largest number of a part of an answer in each (sequence, head), with a last row for the tokens outside
-    of all sequences; for a cache, in each (row, head).
+    """Return the largest number of a part of an answer, such as "out", in each (sequence, head). A last row is for the
+    tokens outside of all sequences. For a cache: in each (cache row, head).
     """
     if name in CACHES:
         return x.amax((1, 3))
@@ -150,7 +150,7 @@ def right_answer(
     exact = oracle.answer(call.fn, call.args, call.dout, keep)
     call = call if dtype is None else call.of_dtype(dtype)
     plain = oracle.plain(call.fn, call.args, call.dout, keep).parts
-    # Below the normal numbers of its dtype, exp gives 0 or a number with few digits.
+    # The error of exp where its result is subnormal: 0, or a number with few digits.
     lost = torch.finfo(torch.promote_types(call.dtype, torch.float32)).smallest_normal + CONVERTED * converted
     names = ("out", *(f"d{name}" for name in exact.grads))
     found = {name: _bounds(name, plain[name], exact, lost, 1 - call.dropout_p) for name in names}
@@ -158,17 +158,17 @@ def right_answer(
 
 
 def _bounds(name: str, plain: Tensor, exact: Truth, lost: float, kept: float) -> Tensor:
-    """Return the bounds (sequences, heads), each in proportion to the sums of its own sequence and head.
+    """Return a bound for each (sequence, head), in proportion to the sums of that sequence and head.
 
-    lost: absolute error allowed in each probability, and, times the largest dP, in each dS
-    kept: the share that dropout keeps; kernels divide the rounded probabilities by it
+    lost: the absolute error allowed in each probability; times the largest dP, the error allowed in each dS
+    kept: the share of probabilities that dropout keeps: kernels divide rounded probabilities by it
     """
     of, eps = name.removeprefix("d"), torch.finfo(plain.dtype).eps
-    # If the plain computation overflows, only the floor counts.
+    # Where the plain computation overflows, its error does not widen the bound.
     plain_errors = _errors(plain, exact.parts[name], plain.dtype).nan_to_num(nan=0.0, posinf=0.0)
     size, spacing = exact.magnitudes[of], exact.spacings[of] / kept
     if plain.dtype in (torch.float32, torch.float64):
-        # The size of scores adds to the error of the probabilities only if scores are in this dtype.
+        # In fp32 and fp64, scores are rounded in the same dtype, so that large scores make probabilities less exact.
         size = size * (2 + exact.magnitudes["score"].unflatten(1, (size.shape[1], -1)).amax(2))
     largest_dP = exact.magnitudes["dP"].unflatten(1, (size.shape[1], -1)).amax(2) if name in ("dq", "dk") else 1.0
     floor = eps * size + _smallest(plain.dtype) * (1 + spacing) + lost * spacing * largest_dP
@@ -186,8 +186,8 @@ def _smallest(dtype: torch.dtype) -> float:
 def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bool = False) -> list[Check]:
     """Check every quantity of an answer against fp64, bounded by the error of the plain computation.
 
-    got: on the device of the right answer; device: the type that computed it
-    approximate: allow exp and tanh as approximate as flash-attn's
+    got: the answer, on the device of the right one; device: the type of device that computed it
+    approximate: allow exp and tanh as inexact as flash-attn's
     """
     exact, dtype, parts, checks = right.exact, right.call.dtype, got.parts, []
     softcap = float(right.call.args.get("softcap", 0.0))
@@ -206,21 +206,21 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
                 checks.append(broken(name, "not 0 outside of all sequences"))
             allowed, of = right.bounds[name], name.removeprefix("d")
             if approximate and softcap > 0:
-                # The error of tanh is the error of each score, and of the LSE; kernels keep dS divided by the cap.
+                # An error of tanh is an error of each score. Kernels keep dS divided by the cap, which may underflow.
                 allowed = allowed + 4 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[of]
                 allowed = allowed + 2 * softcap * _smallest(dtype) * exact.spacings[of]
             checks.append(_worst(name, "fp64", _untainted(right, errors[:-1]), allowed, exact.magnitudes[of]))
     return checks
 
 
-LARGER = 1.03  # several bf16 steps, so all values round differently
+LARGER = 1.03  # a factor of several bf16 steps, with which all values round differently
 
 
 def rounded_to(call: Call, got: Answer, again: Callable[[Call], Answer], device: str = "cpu") -> list[torch.dtype]:
     """Return the dtypes, coarser than the call's, that explain the errors by rounding alone.
 
-    The answer is within their bounds, and its errors change if q, k and v grow a little; a mistake's hardly do.
-    again: answers another call
+    The answer must be within their bounds, and its errors must change if q, k and v grow a little: errors of rounding
+    do, errors of a mistake hardly do. again: returns the kernel's answer to another call
     """
     near = [dtype for dtype in COARSER[call.dtype]
             if all(check.ok for check in against_fp64(right_answer(call, dtype=dtype), got, device))]  # fmt: skip
@@ -242,7 +242,7 @@ def _other_form(quantity: str, mine: Tensor | None, expected: Tensor, against: s
 
 
 def _untainted(right: Right, errors: Tensor) -> Tensor:
-    """Return the errors, 0 in a (sequence, head) with a NaN or infinity in its inputs."""
+    """Return the errors, with 0 for each (sequence, head) that has a NaN or infinity in its inputs."""
     if not right.has_tainted:
         return errors
     tainted = right.exact.tainted
@@ -250,7 +250,7 @@ def _untainted(right: Right, errors: Tensor) -> Tensor:
 
 
 def _worst(quantity: str, against: str, errors: Tensor, bounds: Tensor, sizes: Tensor) -> Check:
-    """Return the check of the worst (sequence, head). A NaN error is infinite. sizes: of the numbers there"""
+    """Return the check of the worst (sequence, head). A NaN error counts as infinite. sizes: the size of its numbers"""
     if not errors.numel():
         return Check(quantity, against, 0.0, 0.0)
     ratios = torch.where(errors == 0, 0.0, errors / bounds).nan_to_num(nan=torch.inf)
@@ -268,10 +268,10 @@ def _worst(quantity: str, against: str, errors: Tensor, bounds: Tensor, sizes: T
 
 
 def _lse_check(right: Right, mine: Tensor, exact: Tensor, device: str, approximate: bool) -> Check:
-    # A NaN marks an undefined LSE.
+    # A NaN in exact marks an undefined LSE, which is not checked.
     apart = difference(mine, exact).masked_fill(exact.isnan(), 0.0)
     errors = worst("softmax_lse", apart, right.exact.tokens)[:-1]
-    # An fp32 LSE of an fp64 call gets fp32's bound.
+    # An fp64 call may return an fp32 LSE, which gets fp32's bound.
     dtype = mine.dtype if right.call.dtype == torch.float64 else right.call.dtype
     score = right.exact.magnitudes["score"]
     bounds = lse_allowance(dtype, score, device, approximate)
@@ -285,7 +285,7 @@ def _lse_check(right: Right, mine: Tensor, exact: Tensor, device: str, approxima
 
 
 def lse_allowance(dtype: torch.dtype, score: Tensor, device: str, approximate: bool) -> Tensor:
-    """Return the LSE's bound. score: by (sequence, head), the size of the terms behind the largest score"""
+    """Return the LSE's bound. score: for each (sequence, head), the largest sum of absolute terms of a score"""
     if dtype == torch.float64:
         return 1e-12 * (1 + score)
     fp32 = 1e-5 + 8 * torch.finfo(torch.float32).eps * score
@@ -295,13 +295,13 @@ def lse_allowance(dtype: torch.dtype, score: Tensor, device: str, approximate: b
         return OFFICIAL_LSE + fp32
     if device == "cpu":  # PyTorch's half-precision kernels on a CPU use an exp accurate to 2^-14
         return 1e-4 + fp32
-    # Tensor cores multiply the scaled q, rounded to its dtype.
+    # Kernels round the scaled q to its dtype before the product.
     return 1e-4 + torch.finfo(dtype).eps / 2 * score
 
 
 def _cache_check(call: Call, name: str, ours: Tensor, right: Tensor) -> Check:
-    """Check a cache. Old rows and v are copies, so they are equal. A rotated key is two products and their sum, each
-    rounded, of numbers up to 1.4 times as large.
+    """Check a cache. Old rows and values are copies, so they must be equal. A rotated key is the sum of two products,
+    each rounded, and up to 1.4 times as large as the key.
     """
     if name == "k_cache" and call.args.get("rotary_cos") is not None:
         new = call.args["k"].double().abs().nan_to_num(posinf=0.0).amax((1, 3)).amax(0)
@@ -327,7 +327,7 @@ def difference(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def of_other_form(call: Call, got: Answer, approximate: bool = False) -> list[Check]:
-    """Return failed checks of dtypes and of S_dmask's shape. approximate: an fp64 call's LSE may be fp32"""
+    """Return failed checks of dtypes and of the shape of S_dmask. approximate: an fp64 call's LSE may be fp32"""
     wide = torch.promote_types(call.dtype, torch.float32)
     parts = got.parts if got.s_dmask is None else {**got.parts, "S_dmask": got.s_dmask}
     wrong = []
@@ -349,8 +349,8 @@ def _s_dmask_shape(call: Call) -> tuple[int, ...]:
 
 
 def kept_fraction(call: Call, s_dmask: Tensor) -> Check:
-    """Check the share of kept probabilities: flash-attn's is (floor(255 (1 - p)) + 1) / 256, within five standard
-    deviations.
+    """Check the share of probabilities that dropout kept. It must be within five standard deviations of flash-attn's,
+    which is (floor(255 (1 - p)) + 1) / 256.
     """
     parts = [s_dmask[i, :, : sees.shape[0], : sees.shape[1]][:, sees] for i, sees in enumerate(oracle.visible(call))]
     drawn = torch.cat([part.flatten() for part in parts])

@@ -32,7 +32,7 @@ from .steps import PAPER, STEPS
 from .workloads import Workload, workload
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
-ENOUGH_S = 0.6  # seconds for the readings of one step at one length
+ENOUGH_S = 0.6  # seconds of readings for one step at one length
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -50,7 +50,7 @@ def _prepared(function: Callable[..., Tensor], workload: Workload, given: Call) 
 
 
 def rungs(block_rows: int, block_columns: int) -> list[Contestant]:
-    """Return the steps, and above them PyTorch's and our attention."""
+    """Return the steps as contestants, followed by PyTorch's attention and ours."""
     sizes = {"block_rows": block_rows, "block_columns": block_columns}
     steps = [rung(name, functools.partial(step, **sizes)) for name, step in STEPS.items()]
     return [*steps, rung("PyTorch SDPA", torch_attention), rung("flash_attn_compat", flash_attn_func)]
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
     terminal, environment = console(), {"problem": problem, **describe([device])}
     announce(environment, terminal)
     rows, lost = gathered(isolated_problems(plan, kernel) if isolated else problems(plan), terminal)
-    # A step that runs out of memory is not wrong.
+    # A step that runs out of memory does not count as a failure.
     rows = [replace(row, failed=False) if "memory" in row.reason else row for row in rows]
     drawn = curves([replace(row, contestant=PAPER.get(row.contestant, row.contestant)) for row in rows], workloads)
     return conclude("verify ladder", environment, rows, lost, arguments, yardsticks={}, pictures=drawn,

@@ -38,10 +38,9 @@ KERNEL = (
 )
 MOST_BYTES = 2 << 30  # bytes of fp64 scores; the right answer needs several times as much
 CELLS = 64  # characters in a line of the heat map
-# If a whole tile (row, channel) is wrong, at least this share of it differs: by chance some elements are near the right
-# value.
+# A tile, row or channel counts as wholly wrong from this share of differing elements on: some are right by chance.
 WHOLE = 0.8
-# From within tolerance up; each shade is ten times worse than the last.
+# The first is within tolerance; each later shade stands for errors ten times as large as the shade before.
 SHADES = "·░▒▓█"
 LEGEND = f"{SHADES[0]} within tolerance, {SHADES[1]} up to 10x, {SHADES[2]} 100x, {SHADES[3]} 1000x, {SHADES[4]} beyond"
 
@@ -60,9 +59,9 @@ class Place(NamedTuple):
 class Located:
     """The comparison of two kernels, "A" and "B".
 
-    error: |A - B| as (batch, nheads, row, channel); differs: elements that count as different
-    wrong: diagnoses of the wrong outputs
-    graded: the gradients, if compared; misgraded: diagnoses of the wrong gradients
+    error: |A - B| as (batch, nheads, row, channel); differs: where they count as different; first: the first such place
+    wrong: the diagnosis of each kernel with a wrong output
+    graded: each kernel's gradients, if compared; misgraded: the diagnosis of each kernel with wrong gradients
     backward: whether the user requested gradients
     """
 
@@ -83,7 +82,7 @@ class Located:
 
     @property
     def differing(self) -> dict[str, Tensor]:
-        """The gradients in which the kernels differ, each (batch, heads, row, channel) bool."""
+        """Where the kernels' gradients differ: (batch, heads, row, channel) bool for each gradient that differs."""
         if not self.graded:
             return {}
         right, found = self.setting.right, {}
@@ -95,12 +94,12 @@ class Located:
 
     @property
     def key_tile(self) -> int | None:
-        """The first key tile with which a kernel is wrong."""
+        """The first key tile at which a kernel becomes wrong, if the problem grows tile by tile; None if unknown."""
         return min((each.growth.index(True) for each in self.wrong.values() if True in each.growth), default=None)
 
 
 def locate(functions: Sequence[tuple[str, Callable[..., Any]]], setting: Setting, atol: float | None = None) -> Located:
-    """Compare two kernels, and diagnose a difference. Compares gradients if the call has a dout and the outputs agree.
+    """Compare two kernels, and diagnose wrong ones. Compares gradients if the call has a dout and the outputs agree.
 
     atol: largest difference that counts as equal; by default twice verify's bound, which two right answers may reach
     """
@@ -126,8 +125,8 @@ def locate(functions: Sequence[tuple[str, Callable[..., Any]]], setting: Setting
 
 
 def one_is_wrong(pair: Sequence[tuple[Tensor, Check]], exact: Tensor, bounds: Tensor) -> Tensor:
-    """Return the elements, (batch, heads, row, channel), in which one tensor is wrong and the other right. A small
-    mistake may be within twice the bound of the right tensor.
+    """Return where the wrong one of two tensors is off by more than its bound, (batch, heads, row, channel) bool;
+    nowhere unless exactly one is wrong. So even mistakes below locate's tolerance, twice the bound, are found.
     """
     wrong = [tensor for tensor, check in pair if not check.ok]
     if len(wrong) != 1:
@@ -148,7 +147,7 @@ def first_place(differs: Tensor, block_rows: int) -> Place | None:
 
 
 def texture(differs: Tensor, block_rows: int) -> str:
-    """Return the largest unit that differs as a whole: tiles, rows or channels, else scattered elements."""
+    """Say what differs as a whole: whole tiles, rows or channels, else scattered elements."""
     tiles = differs.double().split(block_rows, dim=2)
     shares = {
         "whole tiles": torch.stack([tile.mean((2, 3)) for tile in tiles]),
@@ -182,7 +181,7 @@ def report(found: Located, environment: dict[str, str]) -> Report:
 
 
 def looked_at(found: Located) -> str:
-    """Return the compared results, for the verdict."""
+    """Return which results were compared, as the end of the verdict."""
     if found.graded:
         return "compared: out, dq, dk and dv"
     return "compared: out alone; --backward compares dq, dk and dv too"
@@ -224,8 +223,8 @@ def _of_output(found: Located, first: Place) -> list[str]:
 
 
 def key_table(found: Located, first: Place) -> Table:
-    """Return a table by key tile: whether the problem up to this tile is right, and the tile's weight in the first
-    differing row.
+    """Return a table by key tile: whether the kernel is right on the keys up to this tile, and the tile's softmax
+    weight in the first row that differs.
     """
     at = first.batch, first.head, first.row
     columns, right, rows = ["tile", "keys"], found.setting.shares[at][:, -1], []
@@ -279,7 +278,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def function(path: str, tile: Mapping[str, int]) -> Callable[..., Any]:
-    """Return the kernel at an import path, with its tile sizes if it takes them, or flash_attn_func by a backend."""
+    """Return the kernel at an import path, or flash_attn_func by the backend ``path``. tile: arguments to pass if taken"""
     if not {*".:"} & {*path}:
         return backends([path])[0].flash_attn_func
     target = imported(path).target
@@ -339,7 +338,7 @@ def environment_of(arguments: argparse.Namespace, device: str) -> dict[str, str]
 
 
 def steps(first: int, arguments: argparse.Namespace) -> Iterator[tuple[Report, dict[str, Any]]]:
-    """Compare both kernels: one step, for a child process."""
+    """Compare both kernels and yield the report. A step for `run_in_children`."""
     yield measured(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Whether a kernel's file loads native code, in which a mistake ends the process. Reads the source, runs none of it."""
+"""Find out whether a kernel's file loads native code, where a mistake can end the process. It only reads the source."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 
 from flash_attn_compat.isolation import may_break
 
-# Libraries whose users run native code of their own, names that load or compile it, and libraries whose own
-# native code is not judged.
+# Libraries with which people write native code, names that load or compile it, and libraries whose native code counts
+# as safe.
 _LIBRARIES = frozenset(("cffi", "ctypes", "cuda", "cupy", "numba", "pycuda", "pyopencl", "tilelang", "triton"))
 _LOADERS = frozenset(("CDLL", "cpp_extension", "load_inline", "load_library"))
 _TRUSTED = frozenset(("einops", "flash_attn_compat", "numpy", "torch", "verify"))
 
 
 def is_isolated(asked: bool | None, kernel: str | None, device: str) -> bool:
-    """Whether to run in child processes. asked: --isolate; by default for a kernel with native code or on a GPU"""
+    """Whether to run in child processes. asked: --isolate; if None, yes for a kernel with native code or on a GPU"""
     if asked is not None or not kernel:
         return bool(asked)
     return may_break(device.partition(":")[0]) or loads_native_code(kernel)
 
 
 def loads_native_code(path: str) -> bool:
-    """Whether the file at ``FILE.py[:ATTRIBUTE]`` or ``module[:ATTRIBUTE]`` loads it, or an imported neighbour or
-    installed package does.
+    """Whether the file of ``FILE.py[:ATTRIBUTE]`` or ``module[:ATTRIBUTE]`` loads native code, or a module that it
+    imports does.
     """
     file = re.fullmatch(r"(.*\.py)(?::.*)?", path)
     if not file and re.split("[.:]", path)[0] in _TRUSTED:
@@ -66,7 +66,7 @@ def _is_compiled(package: str) -> bool:
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
-    """Yield the imported modules, and names in modules."""
+    """Yield the modules that a statement imports; for ``from a import b``, ``a.b``."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -75,7 +75,7 @@ def _imports(node: ast.AST) -> Iterator[str]:
 
 
 def _file_of(module: str, path: list[str] | None = None) -> Path | None:
-    """Return the file of a module, without running its packages."""
+    """Return the file of a module, or None. Nothing is imported for it."""
     spec, folders = None, [*sys.path] if path is None else path
     for part in filter(None, module.split(".")):
         spec = PathFinder.find_spec(part, folders)

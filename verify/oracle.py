@@ -1,7 +1,7 @@
 """The right answer to every public call, in fp64, and the same call done plainly in its own dtype.
 
 Written from the documented behaviour alone: one dense boolean mask and one score matrix per sequence, gradients by
-autograd. It imports nothing of flash_attn_compat, so agreement is evidence. `answer(...)` is the right answer;
+autograd. It imports nothing of flash_attn_compat, so its agreement is evidence. `answer(...)` is the right answer;
 `plain(...)` shows the rounding error of the dtype itself.
 """
 
@@ -20,18 +20,18 @@ from .call import CACHES, EIGHT_BITS, PACKED, Answer, Call
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The options of a call that all sequences' scores share, and whether flash-attn shifts their LSE."""
+    """The options of a call that decide its scores, and whether flash-attn returns a shifted LSE."""
 
     scale: float
     causal: bool
     window: tuple[int, int]
     softcap: float
-    shifts_lse: bool  # pure causal: flash-attn adds slope * j, so its LSE is the true LSE plus slope * pos(i)
+    shifts_lse: bool  # causal, no window: flash-attn's ALiBi is slope * j, so its LSE is larger by slope * pos(i)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of each sequence: their indices in q, and in k and v, as (tokens, heads, dim)."""
+    """For each sequence, the indices of its tokens in q, and in k and v, all flattened to (tokens, heads, dim)."""
 
     rows: Sequence[Tensor]
     keys: Sequence[Tensor]
@@ -41,10 +41,10 @@ class Tokens:
 class Truth(Answer):
     """The fp64 answer, the sequence of each token, and the size of the numbers behind the answer.
 
-    magnitudes: for out, the scores, q, k and v by (sequence, head), key heads for k and v: the largest sum of absolute
-        terms behind an element of that head; rounding is proportional to it. For dP, by (sequence, head), an upper
-        bound before dropout.
-    spacings: the same for a change by 1 of every probability, or of every score's gradient: the loss if these underflow
+    magnitudes: of "out", "score", and the gradients of "q", "k" and "v": for each (sequence, head) the largest sum of
+        absolute terms of an element, to which rounding errors are proportional. Of "dP": an upper bound before dropout
+    spacings: by how much a result changes if every probability, or every score's gradient, changes by 1: the factor of
+        the loss if these underflow
     tainted: (sequences, key heads) bool, whether an input is not finite
     """
 
@@ -54,7 +54,7 @@ class Truth(Answer):
     tokens: Tokens = field(default_factory=lambda: Tokens((), ()))
 
     def magnitude(self, name: str) -> float:
-        """Return the largest over all heads."""
+        """Return the largest of ``magnitudes[name]`` over all sequences and heads."""
         return float(self.magnitudes[name].max())
 
 
@@ -79,7 +79,7 @@ def visible(call: Call) -> list[Tensor]:
 
 
 def keys_visible(sq: int, sk: int, causal: bool, window: tuple[int, int], device: torch.device | str) -> Tensor:
-    """(sq, sk) bool, bottom-right aligned: pos(i) - left <= j <= pos(i) + right, a negative side unbounded."""
+    """Return (sq, sk) bool, bottom-right aligned: pos(i) - left <= j <= pos(i) + right; a negative side is no bound."""
     left, right = window
     if causal:
         right = 0
@@ -96,7 +96,7 @@ def keys_visible(sq: int, sk: int, causal: bool, window: tuple[int, int], device
 
 
 class Attended(NamedTuple):
-    """One sequence's out (sq, H, dv) and, from the exact computation, its LSE (H, sq) and Truth's fields by head."""
+    """One sequence's out (sq, H, dv) and, if computed in fp64, its LSE (H, sq) and the fields of Truth by head."""
 
     out: Tensor
     lse: Tensor = torch.zeros(0)
@@ -109,7 +109,10 @@ def _attended(
     q: Tensor, k: Tensor, v: Tensor, mask: ScoreOptions, slopes: Tensor | None, keep: Tensor | None, dropout_p: float,
     dout: Tensor | None, exact: bool,
 ) -> Attended:  # fmt: skip
-    """q (sq, H, d), k (sk, Hk, d), v (sk, Hk, dv), slopes (H,), keep (H, sq, sk), dout (sq, H, dv)."""
+    """Compute attention of one sequence, in fp64 if ``exact``.
+
+    q (sq, H, d), k (sk, Hk, d), v (sk, Hk, dv), slopes (H,), keep (H, sq, sk), dout (sq, H, dv)
+    """
     (sq, sk), group, dtype = (q.shape[0], k.shape[0]), q.shape[1] // k.shape[1], q.dtype
     q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
@@ -141,7 +144,7 @@ def _attended(
         given = None if dout is None else dout.transpose(0, 1).abs()
         sizes, weights, scale = (q.abs(), k.abs(), v.abs()), (probs, dropped * kept_by), abs(mask.scale)
         sums, spacings = _sizes(*sizes, given, *weights, visible, bias.abs(), slope_terms, scale, group)
-        # A sum is not finite if any of its terms is not: fp64 is far from overflowing here.
+        # A sum is not finite exactly if one of its terms is not, since fp64 does not overflow here.
         per_head = q.sum((1, 2)) + k.sum((1, 2)) + v.sum((1, 2))
         if dout is not None:
             per_head = per_head + dout.sum((0, 2))
@@ -153,10 +156,10 @@ def _sizes(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, probs: Tensor, dropped: Tensor, visible: Tensor, bias: Tensor,
     slope_terms: Tensor | float, scale: float, group: int,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
-    """Return Truth.magnitudes and Truth.spacings of one sequence: each result's formula with absolute values.
+    """Return Truth.magnitudes and Truth.spacings of one sequence: the formulas of the results, on absolute values.
 
-    q and dout (H, sq, d), k and v (H, sk, d), probs and dropped (H, sq, sk); slope_terms: of 1 - tanh^2; group: query
-    heads of a key head
+    q and dout (H, sq, d), k and v (H, sk, d), probs and dropped (H, sq, sk); slope_terms: 1 + tanh^2 under a softcap;
+    group: how many query heads share a key head
     """
     sums = {"out": _amax(dropped @ v), "score": _amax((scale * (q @ k.mT) + bias) * visible)}
     seen = visible.any(0)[:, None]
@@ -200,7 +203,7 @@ def _amax(x: Tensor) -> Tensor:
 
 def _answer(call: Call, keep: Tensor | None, exact: bool) -> Truth:
     args, found, caches = one_form(call, exact)
-    # The arguments with a gradient; the caches stand under k and v here and get none.
+    # q, k and v as autograd leaves. Caches are under the names k and v here, and get no gradient.
     wide = torch.float64 if exact else call.dtype
     leaves = {n: args[n].detach().to(wide).requires_grad_(call.dout is not None) for n in ("q", "k", "v")}
     q, k, v = (leaf.flatten(0, -3) for leaf in leaves.values())
@@ -250,8 +253,8 @@ def _mask(args: Mapping[str, Any]) -> ScoreOptions:
 
 
 def one_form(call: Call, exact: bool = False) -> tuple[dict[str, Any], Tokens, dict[str, Tensor]]:
-    """Return a call's arguments under common names with packed tensors split, its tokens, and copies of the caches
-    after the append. capacity: the number of keys that fit
+    """Return a call's arguments under common names, its tokens, and copies of its caches after the append. Packed
+    tensors are split. The argument "capacity" is added: how many keys fit in the cache, or in k.
     """
     args = dict(call.args)
     for packed in PACKED.keys() & args.keys():
@@ -275,7 +278,7 @@ def one_form(call: Call, exact: bool = False) -> tuple[dict[str, Any], Tokens, d
     before = _ints(args.get("leftpad_k", args.get("cache_leftpad")), batch, [0] * batch)
 
     def keys(b: int, start: int, stop: int) -> Tensor:
-        """Return the tokens of sequence b's keys."""
+        """Return the indices of keys start to stop of sequence b among all tokens."""
         at = torch.arange(start, stop, device=device)
         found: Tensor = at + firsts[b] if table is None else table[b].long()[at // page] * page + at % page
         return found
@@ -310,7 +313,7 @@ def _descale(args: Mapping[str, Any], name: str, b: int, batch: int) -> Tensor:
 
 
 def _put(cache: Tensor, places: Tensor, values: Tensor, descale: Tensor) -> None:
-    """Write (tokens, heads, dim) into a cache; into one of 8 bits values / descale, rounded, at most the largest."""
+    """Write values (tokens, heads, dim) to a cache; to an 8-bit cache values / descale, clamped and rounded."""
     if cache.dtype in EIGHT_BITS.values():
         largest = torch.finfo(cache.dtype).max
         quotient = (values.float() / descale.float()).clamp(-largest, largest)
@@ -328,12 +331,12 @@ def _dequantized(args: Mapping[str, Any], name: str, tokens: Sequence[Tensor], d
 
 
 def _ints(x: Any, batch: int, default: Sequence[int]) -> list[int]:
-    """Return a value for each sequence, from a tensor, an int for all, or None."""
+    """Return an int for each sequence. x: a tensor of them, one int for all, or None for ``default``"""
     return [int(n) for n in (default if x is None else x.tolist() if isinstance(x, Tensor) else [x] * batch)]
 
 
 def _rotated(args: Mapping[str, Any], new: Tensor, lengths: Sequence[int], exact: bool) -> tuple[Tensor, Tensor]:
-    """Return q and the new keys, rotated to their positions behind the old keys."""
+    """Return q and the new keys, rotated by their positions, which follow those of the cached keys."""
     math = torch.float64 if exact else torch.float32
     starts = torch.tensor(lengths, device=new.device)[:, None]
     # Without a mask every query row has the same position: all rows see all keys.

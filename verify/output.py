@@ -32,19 +32,19 @@ Read = TypeVar("Read")
 
 
 def console() -> Console:
-    """Return the terminal; wide enough for a table's row if output goes to a file or a log."""
+    """Return the terminal. If output goes to a file or a log, lines are wide enough for a row of a table."""
     make = functools.partial(Console, highlight=False, markup=False, emoji=False)  # show names as text, without markup
     terminal = make()
     return terminal if terminal.is_terminal else make(width=140)
 
 
 def shown(text: str, style: str = "") -> Text:
-    """Return text that a terminal shows and does not interpret."""
+    """Return text without control characters, which a terminal would obey."""
     return Text(printable(text), style)
 
 
 def announce(environment: Mapping[str, str], terminal: Console) -> None:
-    """Show the machine and the inputs before the work."""
+    """Show the facts of ``environment``, such as machine and versions, before the work."""
     for label, fact in environment.items():
         terminal.print(shown(f"{label}: {fact}", "dim"), soft_wrap=True)
 
@@ -52,7 +52,7 @@ def announce(environment: Mapping[str, str], terminal: Console) -> None:
 def progress_bar(terminal: Console, in_a_thread: bool = True) -> Progress:
     """Return a progress bar, for work longer than two seconds.
 
-    in_a_thread: redraw in a thread; False leaves redraws to the caller, so that timings have no second thread
+    in_a_thread: redraw in a thread of its own; if False, the caller redraws, so that no second thread disturbs timings
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=terminal, transient=True, auto_refresh=in_a_thread)
@@ -95,7 +95,7 @@ def write(path: Path, content: str, terminal: Console) -> None:
 
 
 def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COMMAND") -> Read:
-    """Return the result of `read` on a file that --json wrote, by this command or any. Raises UsageError"""
+    """Apply `read` to a file that --json of ``command`` wrote (by default of any command). Raises UsageError"""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not data["title"].startswith("verify ") or command not in ("COMMAND", data["title"][7:]):
@@ -103,7 +103,7 @@ def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COM
         return read(data)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    # The JSON has another shape, numbers beyond floats, or too many levels for the parser.
+    # No JSON, other fields or types, numbers too large for a float, or nested too deeply for the parser.
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} is not a file that `{COMMAND} {command} --json` wrote") from error
 

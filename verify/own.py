@@ -17,7 +17,7 @@ from .workloads import Workload
 
 
 def own(path: str, sizes: Mapping[str, int] | None = None) -> Contestant:
-    """The kernel at an import path, imported at its first use. sizes: arguments for parameters that it has"""
+    """Return the kernel at an import path as a contestant, imported at its first use. sizes: passed if it takes them"""
     return Contestant(path, functools.partial(_prepared, path, sizes or {}), ours=True)
 
 

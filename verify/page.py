@@ -18,7 +18,7 @@ from .reading import printable
 from .tables import COLOURS, OURS, SCOPE, TOO_LITTLE, Picture, Report, Table, counted
 
 MANY = 12  # a table with more rows is folded
-NARROW = 60  # a phone shows rows of at most so many characters side by side
+NARROW = 60  # a phone has room for rows of so many characters
 LONG = 44  # the text of a cell with more characters goes under its row
 
 _PAGE = """<!doctype html>
@@ -73,7 +73,7 @@ box.oninput = () => {{
 
 
 class Verdict(NamedTuple):
-    """On whom, what, and whether it is good. beside: lines that belong to it"""
+    """The verdict on ``subject``. ok: whether nothing is wrong; beside: lines to show with it"""
 
     subject: str
     words: str
@@ -82,7 +82,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(runs: Iterable[Report]) -> list[Verdict]:
-    """Return a verdict on each judged subject, the package first; of several runs, one that found a mistake, if any."""
+    """Return a verdict on each judged subject, the package first. It quotes the runs with mistakes, if there are any."""
     found = []
     for subject, same in groupby(sorted(runs, key=_ours_first), key=lambda run: run.subject):
         mine = [*same]
@@ -98,11 +98,11 @@ def _ours_first(run: Report) -> tuple[bool, str]:
 
 
 def to_html(title: str, runs: Mapping[str, Report], about: Sequence[str] = ()) -> str:
-    """Return one self-contained page of runs by name. about: general paragraphs behind the verdicts"""
+    """Return one self-contained page of the runs. about: general paragraphs after the verdicts"""
     body = [f"<h1>{_breakable(title)}</h1>"]
     for subject, words, ok, beside in verdicts(runs.values()):
         kind = "pass" if ok else "declined" if words.startswith(TOO_LITTLE) else "FAIL"
-        words, scoped, scope = words.partition(SCOPE)  # a long list, which goes below the next command
+        words, scoped, scope = words.partition(SCOPE)  # the scope is a long list: it goes last
         below = [*beside, *([scoped.removeprefix("; ") + scope] if scope else [])]
         lines = "".join(f'<span class="beside">{_breakable(line)}</span>' for line in below)
         body.append(f'<p class="verdict {kind}">{_breakable(subject)}: {_breakable(words)}{lines}</p>')
@@ -117,7 +117,7 @@ def to_html(title: str, runs: Mapping[str, Report], about: Sequence[str] = ()) -
 
 
 def _run(name: str, run: Report) -> Iterator[str]:
-    """Return a run's remarks, pictures and tables, and its machine and settings."""
+    """Yield the HTML of a run: remarks, pictures, tables, then machine and settings."""
     if name:
         yield f"<h2>{_breakable(f'{name}: {run.title}, of {run.subject}')}</h2>"
     yield from (f"<p>{_breakable(line)}</p>" for line in run.conclusion[:-1] if line not in run.headline)
@@ -159,7 +159,7 @@ def _is_narrow(table: Table) -> bool:
 def _table(table: Table, is_open: bool) -> str:
     below = {
         index for index in range(1, len(table.columns)) if any(len(row[index]) > LONG for row in table.rows)
-    }  # whole columns only: half a column would be read as the whole
+    }  # only whole columns go below rows, or the rest would look like all of the column
     head = "".join(f"<th>{_text(column)}</th>" for index, column in enumerate(table.columns) if index not in below)
     rows = "\n".join(_row(row, table.columns, below) for row in table.rows)
     wrong = sum(any(cell == "FAIL" for cell in row) for row in table.rows)
@@ -199,7 +199,7 @@ def _text(value: object) -> str:
 
 
 def _breakable(value: str) -> str:
-    """Allow line breaks behind signs in long names, never in numbers, words and options of a command."""
+    """Return HTML that may break lines after signs in long names, but not in numbers and command options."""
 
     def word(text: str) -> str:
         text = re.sub(r"\d[\d.]*e-\d+|^-[-\w]+", r'<span class="whole">\g<0></span>', _text(text))

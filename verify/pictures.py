@@ -17,8 +17,8 @@ INK = "#0a0b0c"  # replaced by the page's text colour
 COLOURS = ("#3d85c6", "#e08a2e", "#2f9e6e", "#c75a9b", "#8a74d6", "#9a9a2e", "#8c8c8c")
 WRONG = "#c9252d"
 WIDTH = 4.4  # inches: about a phone's width, where letters keep their size
-LONGEST = 4.0  # longest bar; longer values appear in its text
-LETTERS = 70  # letters of a bar's text that fill the axis
+LONGEST = 4.0  # bars end here; the text behind a bar has the value
+LETTERS = 70  # so many letters are as wide as the axis
 
 
 def svg(picture: Picture) -> str:
@@ -33,13 +33,13 @@ def svg(picture: Picture) -> str:
         figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # A page does not need these, and they look like addresses to fetch.
+    # A page needs no namespaces, which look like addresses that it would fetch.
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href").replace(INK, "currentColor")
     return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))
 
 
 def _style() -> Any:
-    """Return matplotlib's settings. Its types list their names one by one."""
+    """Return matplotlib's settings. The type is Any, since matplotlib's own lists every setting's name."""
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     return {
         **dict.fromkeys(inked, INK),

@@ -17,9 +17,9 @@ from .steps import Attention, blocks, divided, finite, in_the_future, matmul, ov
 
 
 def planted(mistake: str, weights: torch.dtype | None = None) -> Attention:
-    """FlashAttention-2, with running maxima and row sums of all rows in one array each, as in GPU memory.
+    """Return FlashAttention-2 with ``mistake``. Its maxima and row sums are arrays over all rows, as in GPU memory.
 
-    weights: dtype of a tile's probabilities in the product with V; v's dtype by default
+    weights: the dtype to which probabilities are rounded before the product with V; by default v's
     """
 
     @over_heads
@@ -60,7 +60,7 @@ output_not_rescaled = planted("output not rescaled")
 
 
 def in_half(inputs: torch.dtype | None = None, output: torch.dtype | None = None) -> Attention:
-    """The right kernel with rounded inputs or output."""
+    """Return the right kernel, but with inputs or output rounded to these dtypes."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
         given = (x if inputs is None else x.to(inputs).to(x.dtype) for x in (q, k, v))

@@ -2,8 +2,8 @@
 
 The repr of a `Problem` rebuilds it, so the report of a failure is the line that repeats it. The CPU draws the tensors,
 so their values are the same on every device. Every tensor comes with a map of its tokens: the sequence that reads each
-token, or -1 if the call must not read it. Sizes, stray values and poison go in by this map. oracle.py and judge.py hold
-the right answers.
+token, or -1 if the call must not read it. Problem's sizes, stray and poison are put into the tensors by this map.
+oracle.py computes the right answers.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Problem:
     alibi: str = ""
     dropout_p: float = 0.0
     softmax_scale: float | None = None
-    layouts: tuple[str, str, str, str] = ("contiguous",) * 4  # q, k, v, dout; a packed tensor has q's
-    magnitude: float = 1.0  # of q and k
+    layouts: tuple[str, str, str, str] = ("contiguous",) * 4  # of q, k, v, dout in memory; packed tensors: q's
+    magnitude: float = 1.0  # a factor of q and k
     value_mean: float = 0.0
     deterministic: bool = False
     return_attn_probs: bool = True
@@ -73,7 +73,7 @@ class Problem:
     eight_bit: str = ""  # "e4m3" or "e5m2": the cache, or the pages, are 8-bit floats
     descale: str = "number"  # of an 8-bit cache: "number", or a tensor for its "heads" or "sequences"
     poison: str = ""  # "nan" or "inf" in all memory that the call must not read
-    # Factors of q, k, v and dout: one entry after another for each (sequence, key head), over and over.
+    # Factors of (q, k, v, dout): each (sequence, key head) takes the next entry, in a cycle.
     sizes: tuple[tuple[float, float, float, float], ...] = ()
     stray: tuple[str, int, str] | None = None  # ("v", 2, "nan"): one NaN or infinity in sequence 2's v
     backward: bool = True
@@ -101,7 +101,7 @@ class Problem:
         return self.backward and self.kind in WITH_GRADIENTS
 
     def build(self, device: torch.device | str = "cpu", drawn_there: bool = False) -> Call:
-        """Return the call. Its tensors are always the same, on any device: drawn on the CPU; `drawn_there` if large."""
+        """Return the call. Its tensors are drawn on the CPU, the same for every device, unless `drawn_there`."""
         call = _Builder(self, device if drawn_there else "cpu").call()
         if not drawn_there:
             return call if torch.device(device).type == "cpu" else call.to(device)
@@ -130,7 +130,7 @@ class _Builder:
     # ---------------------------------------------------------------- values
 
     def tensor(self, parts: tuple[str, ...], readers: Tensor, dim: int, layout: str = "contiguous") -> Tensor:
-        """Draw a tensor (*readers.shape, [parts,] heads, dim). parts: its content, one or several of QUANTITIES"""
+        """Draw a tensor (*readers.shape, [parts,] heads, dim). parts: one of QUANTITIES, or several to pack"""
         p = self.p
         heads = p.nheads if parts[0] in ("q", "dout") else p.nheads_k
         shape = (*readers.shape, len(parts), heads, dim)
@@ -152,7 +152,7 @@ class _Builder:
         return laid_out((values if len(parts) > 1 else values[..., 0, :, :]).to(self.dtype), layout)
 
     def factors(self, quantity: str) -> Tensor:
-        """Return the factors (sequences + 1, heads) of each sequence's heads; the last row, for -1, is 1."""
+        """Return Problem.sizes as factors (sequences + 1, heads). The last row, of 1, is for tokens of no sequence."""
         p = self.p
         batch, which = len(p.seqlens_q), QUANTITIES.index(quantity)
         chosen = [p.sizes[i % len(p.sizes)][which] for i in range(batch * p.nheads_k)]
@@ -273,7 +273,7 @@ class _Builder:
         return self.ints(torch.tensor([start, *lengths]).cumsum(0).tolist())
 
     def pages(self, lengths: Sequence[int], reserve: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (block_table, k, v): pages in random order, garbage in the table behind each sequence's last page."""
+        """Return (block_table, k, v): pages in random order; the table has garbage after a sequence's last page."""
         p = self.p
         columns = [-(-(length + reserve) // p.page_size) for length in lengths]
         width = max(1, *columns, -(-p.capacity // p.page_size))
@@ -326,7 +326,7 @@ class _Builder:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """Return x (..., heads, dim) as a view in another memory layout, with NaN in the memory between."""
+    """Return a view equal to x (..., heads, dim) with another memory layout. Memory between its values holds NaN."""
     return _LAYOUTS[layout](x)
 
 
@@ -340,7 +340,7 @@ def in_eight_bits(x: Tensor, name: str) -> Tensor:
 
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:
-    """Along the last dimension."""
+    """Add columns of NaN before and after the last dimension."""
     return torch.nn.functional.pad(x, (before, after), value=torch.nan)
 
 
@@ -348,7 +348,7 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "sliced": lambda x: torch.stack([torch.full_like(x, torch.nan), x], -3)[
         ..., 1, :, :
-    ],  # one of several packed tensors
+    ],  # as one of several tensors in a packed one
     "heads_first": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
     "wide_rows": lambda x: _padded(x, 0, 3)[..., :-3],
     "offset": lambda x: _padded(x.flatten(), 1, 0)[1:].view(x.shape),  # an unaligned pointer

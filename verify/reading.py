@@ -1,4 +1,4 @@
-"""Read untrusted JSON: values of the expected types, or an error; and printable text."""
+"""Read untrusted JSON into values of expected types, and make text safe to print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 Wanted = TypeVar("Wanted")
 
-# Control characters, direction marks, halves of surrogate pairs, line separators.
+# Unicode categories of characters that terminals obey: control and format characters, surrogates, line separators.
 _OBEYED = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 
 
@@ -29,7 +29,7 @@ def value_of(kind: type[Wanted], given: object) -> Wanted:
     """Return ``given``, a result of json.loads, as a dataclass, NamedTuple or generic type of these.
 
     Fields with a default may be missing; unknown fields are dropped; text becomes printable. Raises TypeError,
-    KeyError, ValueError or OverflowError for other input: numbers must be finite, rows of their length.
+    KeyError, ValueError or OverflowError for anything else, such as infinite numbers or tuples of a wrong length.
     """
     return cast("Wanted", _value(kind, given))
 

@@ -29,7 +29,7 @@ def _case(name: str, record: dict[str, Any]) -> Case:
 
 @cache
 def recorded_cases() -> tuple[Case, ...]:
-    """Return all 62 cases, in the order of the recording; none in a wheel, which lacks these 23 MB."""
+    """Return all 62 recorded cases, in the order of the recording; none in a wheel, which lacks their 23 MB."""
     files = sorted(FOLDER.glob("public*.pt"))
     return tuple(_case(name, record) for file in files for name, record in torch.load(file, weights_only=True).items())
 

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     names = [path.name for path in arguments.files]
-    # Show file names, not paths, which tell about the user's machine, unless two runs have one name.
+    # Show file names instead of paths, which say much about the user's machine; paths only where names are equal.
     labels = [str(path) if names.count(path.name) > 1 else path.name for path in arguments.files]
     runs = {label: output.load(path, Report.from_json) for label, path in zip(labels, arguments.files)}
     subject = verdicts(runs.values())[0].subject
@@ -45,6 +45,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def devices(runs: Iterable[Report]) -> list[str]:
-    """Return each device once, accelerators first; describe() names them last."""
+    """Return each device once, accelerators first: environments name them last."""
     facts = [fact for run in runs for label, fact in run.environment.items() if label.startswith("device ")]
     return [*reversed(dict.fromkeys(facts))]

@@ -1,8 +1,8 @@
 """Is a timed answer right? The longest and the shortest sequence of a call, one key head of each, against fp64.
 
-Attention is aligned to the bottom right, so the last rows of a sequence are a call of their own: the check takes as
-many rows as fp64 has room for. dout is 0 outside of these rows, so dk and dv are of these rows, too. The oracle and the
-judge are compare's. The check runs a call with dropout without its dropout; compare judges dropout.
+Masks are aligned to the bottom right, so the last rows of a sequence are a call of their own. The check takes as many
+of the last rows as MOST_SCORES allows. dout is 0 in all other rows, so that dk and dv depend on these rows alone. The
+right answers and bounds are those of compare. Dropout is left out: only compare judges it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .call import Answer, Call
 from .contestants import Prepared
 from .judge import Check, Right, against_fp64, broken, right_answer
 
-MOST_SCORES = 16 * 2**20  # scores of a piece, for all its query heads: 128 MiB in fp64
+MOST_SCORES = 16 * 2**20  # of a piece, with all its query heads: 128 MiB in fp64
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The last rows of one sequence, with one key head and its query heads, as a dense call.
+    """The last rows of one sequence, with one key head and its query heads, as a dense call with its right answer.
 
-    rows, keys: their indices among all tokens of q, and of k
+    rows, keys: the indices of its tokens among all tokens of q, and of k; heads, head: of q, and of k and v
     """
 
     call: Call
@@ -37,11 +37,11 @@ class Piece:
     right: Right
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Return the rows and heads of this spot check from a tensor like q, as (1, rows, group, head_dim)."""
+        """Return this piece's rows and heads of a tensor shaped like q, as (1, rows, group, head_dim)."""
         return _tokens(x)[self.rows, self.heads][None]
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """Return the keys and head of this spot check from a tensor like k, as (1, seqlen_k, 1, head_dim)."""
+        """Return this piece's keys and head of a tensor shaped like k, as (1, seqlen_k, 1, head_dim)."""
         return _tokens(x)[self.keys, self.head][None]
 
 
@@ -51,8 +51,8 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def pieces(given: Call) -> list[Piece]:
-    """Yield the pieces of the longest and the shortest sequence, with their right answers. New keys are already rotated
-    and appended.
+    """Return a piece of the longest and one of the shortest sequence, with their right answers. The keys of a piece
+    include new keys, rotated and appended.
     """
     # MPS has no fp64.
     call = given if given.q.device.type in ("cpu", "cuda") else given.to("cpu")
@@ -77,7 +77,7 @@ def _piece(args: dict[str, Any], dout: Tensor | None, rows: Tensor, keys: Tensor
 
 
 def check(prepared: Prepared, given: Call, judged: Sequence[Piece], backward: bool) -> Check:
-    """Check one call: return the worst mistake, or the quantity nearest to its bound."""
+    """Make the call and check its pieces. Returns the worst mistake, or the check that is nearest to its bound."""
     leaves = [tensor.detach().requires_grad_(backward) for tensor in given.qkv]
     with torch.set_grad_enabled(backward), prepared.around():
         out = prepared.run(*leaves)
@@ -88,7 +88,7 @@ def check(prepared: Prepared, given: Call, judged: Sequence[Piece], backward: bo
     for piece in judged:
         grads = {n: (piece.of_rows if n == "q" else piece.of_keys)(x) for n, x in zip("qkv", gradients)}
         answer = Answer(piece.of_rows(out.detach()), grads=grads).to(piece.right.exact.out.device)
-        # Without the backward there is only out to judge.
+        # Only out, and the gradients if there was a backward.
         checks += against_fp64(piece.right, answer, out.device.type)[: 1 + len(grads)]
     return max(checks, key=lambda found: found.gravity)
 

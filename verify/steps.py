@@ -43,7 +43,7 @@ def blocks(n: int, size: int) -> list[slice]:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b with sums in fp32 or better. A CPU widens half precision first: its half product is far slower."""
+    """Return a @ b with sums in fp32 or better. A CPU first widens half precision, whose products are slow there."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return a.to(wide) @ b.to(wide) if a.device.type == "cpu" else (a @ b).to(wide)
 
@@ -63,7 +63,7 @@ def in_the_future(rows: slice, columns: slice, q: Tensor, k: Tensor) -> bool:
 
 
 def finite(m: Tensor) -> Tensor:
-    """Return a maximum to subtract: 0 for a row that has seen no key yet, where -inf - -inf would be NaN."""
+    """Return the maxima with 0 for rows that have seen no key yet: subtracting their -inf would give NaN."""
     return m.masked_fill(m == -math.inf, 0.0)
 
 
@@ -109,7 +109,7 @@ def blocked_matmul(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: in
 
 @over_heads
 def fused_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, block_columns: int) -> Tensor:
-    """One query row at a time through all three lines: a row of S lives and dies on chip. Memory is linear now, but
+    """One query row at a time through all three lines: a row of S never leaves the chip. Memory is linear now, but
     every row reads all of K and V again.
     """
     o = zeros(q, v.shape[-1])
@@ -152,7 +152,7 @@ STEPS: dict[str, Attention] = {
     "fused rows": fused_rows,
     "online tiles": online_tiles,
 }
-# As the papers name them.
+# The steps' names in the papers, for the legend of a picture.
 PAPER = {
     "naive": "naive: FlashAttention, algorithm 0",
     "blocked matmul": "blocked matmul: algorithm 0 by blocks",

@@ -15,18 +15,18 @@ COLOURS = {
     "pass": "green", "FAIL": "bold red", "declined": "yellow", "not supported": "yellow", "right to fp32": "green",
     "not asked": "yellow",
 }  # fmt: skip
-SCOPE = "; judged: "  # separates a verdict from the features behind it
+SCOPE = "; judged: "  # stands between a verdict and the features that were judged
 TOO_LITTLE = "TOO LITTLE TO SAY"  # begins a verdict on too few answers
 
 
 def counted(things: Sized, name: str) -> str:
-    """Return their number with their name: "1 row", "2 rows"."""
+    """Return how many things there are, with their name: "1 row", "2 rows"."""
     return f"{len(things)} {name}" + "s" * (len(things) != 1)
 
 
 @dataclass(frozen=True)
 class Table:
-    """folded: not shown on a terminal, closed on a page; note: explains the figures"""
+    """A table of text. folded: left out on a terminal, closed on a page; note: explains the figures"""
 
     title: str
     columns: Sequence[str]
@@ -46,7 +46,7 @@ class Table:
 
 
 class Bar(NamedTuple):
-    """value: its length; text: shown behind it; wrong: belongs to a wrong answer"""
+    """A bar of a picture. value: its length; text: shown behind it; wrong: the answer that was timed is wrong"""
 
     value: float
     text: str
@@ -55,7 +55,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Bars:
-    """A group of bars under each label, one for each series or None; a mark across all bars at 1."""
+    """A picture of bars: groups of (label, a bar or None for each series), and a line named ``mark`` at the value 1."""
 
     title: str
     mark: str
@@ -70,7 +70,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Curves:
-    """Named lines of (x, y), on logarithmic axes."""
+    """A picture of curves: named lines through points (x, y), on logarithmic axes."""
 
     title: str
     x: str
@@ -93,9 +93,11 @@ OURS = "flash_attn_compat"
 
 @dataclass(frozen=True)
 class Report:
-    """The results of `verify COMMAND`, its title: machine and settings, tables, and closing lines. The last line is the
-    verdict on the subject, the judged implementation; tables of ``under`` stand right under the verdict. A page shows
-    the lines of ``headline``, which are closing lines too, in the verdict's box.
+    """The results of a command, "verify COMMAND" in ``title``.
+
+    environment: machine and settings; conclusion: closing lines, of which the last is the verdict on ``subject``, the
+    judged implementation; under: tables to show right below the verdict; headline: closing lines that a page shows in
+    the verdict's box
     """
 
     title: str

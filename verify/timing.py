@@ -1,4 +1,4 @@
-"""Time and memory: interleaved rounds, medians and spread, peak memory. No attention here.
+"""Measure time and memory of any calls: contestants take turns; medians with their spread; peak memory.
 
 The contestants of one workload take turns, so a machine that slows down slows down all of them.
 """
@@ -21,10 +21,10 @@ from .errors import NotSupported
 Result = TypeVar("Result")
 Clock = Callable[[], float]  # seconds
 
-# One reading takes at least this long, so the launch of the first call counts little.
+# A reading times so many calls that it takes at least this long: the launch of the first call then counts little.
 CUDA_READING_MS, READING_MS = 8.0, 4.0
 MOST_CALLS = 100
-# Untimed calls, which compile, allocate and choose algorithms. The last gives the number of calls in a reading.
+# Readings that do not count: they compile, allocate and choose algorithms. The last decides the calls of a reading.
 WARM_UPS = 3
 
 
@@ -34,7 +34,7 @@ class DeviceLost(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """A call to time, and a context to enter outside of the clock."""
+    """A call to time, and a context in which it runs, whose entry is not timed."""
 
     run: Callable[[], object]
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -61,14 +61,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Failed:
-    """An error in one line, without the traceback, which would keep tensors alive. refused: declined, not wrong"""
+    """An error in one line: its traceback would keep tensors alive. refused: declined, which is no mistake"""
 
     reason: str
     refused: bool = False
 
 
 def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Result | Failed:
-    """Return the result of `work(*arguments)`, or its failure. Raises DeviceLost if the device is lost"""
+    """Return the result of `work(*arguments)`, or its error as Failed. Raises DeviceLost if the GPU is lost"""
     try:
         return work(*arguments)
     except NotSupported as refusal:
@@ -91,7 +91,7 @@ def time_together(
 ) -> dict[str, Timing | Failed]:  # fmt: skip
     """Return each job's timing or failure: `repeats` readings, fewer if a job takes longer than `budget_s`.
 
-    after: called after each reading that counts
+    Jobs take turns, a reading each. after: called after each reading that counts
     """
     reading_ms = CUDA_READING_MS if device.startswith("cuda") else READING_MS
     calls = dict.fromkeys(jobs, 1)
@@ -123,7 +123,7 @@ def fastest(
 
 
 def reading(job: Job, calls: int, device: str, clock: Clock = time.perf_counter) -> float:
-    """Return the milliseconds of one call, the mean over `calls` back to back; on a GPU by its own clock."""
+    """Return the milliseconds of one call, the mean over `calls` without pause; on a GPU measured by CUDA events."""
     with job.around():
         synchronize(device)
         if not device.startswith("cuda"):
@@ -160,8 +160,8 @@ def free_memory() -> None:
 
 @dataclass(frozen=True)
 class Allocations:
-    """Bytes that a call took from PyTorch's allocator, with results and kernels' scratch memory: the peak beyond the
-    memory held before, and the largest single allocation if known.
+    """Bytes that a call allocated, results and scratch memory of kernels included. peak: the most at one time, beyond
+    the memory allocated before; largest: the largest single allocation, if known.
     """
 
     peak: int
@@ -171,8 +171,8 @@ class Allocations:
 def allocations(
     run: Callable[[], object], device: str = "cpu", around: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Allocations | None:
-    """Measure a call's memory; None on devices without a count. On a CPU the profiler records every allocation and
-    release: the resident memory of a process also counts the C library's free lists.
+    """Measure a call's memory; None on devices that do not count it. On a CPU, PyTorch's profiler records each
+    allocation and release. The process's resident memory would also count memory that the C library keeps for later.
     """
     if device.startswith("cuda"):
         free_memory()

@@ -17,7 +17,7 @@ from .problems import Problem
 
 # Explains Workload.describe.
 SHAPE_NOTE = "sequences x length, or x queries x keys if they differ; <= the longest length. heads: of q / of k, v."
-# flash-attn's own pages are multiples of this.
+# flash-attn accepts only page sizes that are multiples of this.
 PAGE_SIZE = 256
 DECODING = "decode_"  # prefix of a workload that reads a cache
 IN_GRAPH = " in a graph"  # suffix of a workload that replays its call from a CUDA graph
@@ -84,7 +84,7 @@ class Workload(Problem):
         problem = replace(self, dtype=str(dtype).removeprefix("torch."), seed=seed)
         call = problem.build(device, drawn_there=True)
         if self.packed and self.self_attention:
-            # One tensor for both, as models pass it: shared memory proves equal lengths.
+            # One tensor for both, as models pass it: kernels then know that lengths are equal.
             call.args["cu_seqlens_k"] = call.args["cu_seqlens_q"]
         return call
 
@@ -101,7 +101,7 @@ def workload(
 
 
 def decoding(batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128) -> list[Workload]:
-    """Return workloads that read a cache or pages, and a model's steps over either: append, rotate and read."""
+    """Return workloads over a cache and over pages: reading alone, and a step that also rotates and appends."""
     name = f"{DECODING}{batch}x{seqlen}" + ("" if head_dim == 128 else f"_d{head_dim}")
     lengths, before = (seqlen,) * batch, (seqlen - 1,) * batch
     contiguous = workload(
@@ -134,8 +134,8 @@ FULL: tuple[Workload, ...] = (
     workload("cross_short_q", (64,) * 16, (16, 16), 64, seqlens_k=(4096,) * 16),
 )
 
-# For a user's kernel, which may serve only the squares. The last two show the usual mistakes: the end of a length that
-# no tile divides, and the causal mask of a chunk of queries behind a cached prefix.
+# For a user's kernel, which may serve only square problems. The last two show usual mistakes: at the end of a length
+# that tiles do not divide, and in the causal mask of queries that follow a cached prefix.
 PLAIN: tuple[Workload, ...] = (
     *(
         workload(f"plain_d{d}" + "_causal" * causal, (1024,) * 8, (16, 16), d, causal=causal)
@@ -175,7 +175,7 @@ def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) 
 
 
 def _renamed(given: Workload, **changes: Any) -> Workload:
-    """Return a smaller workload. The name of one that decodes gives its batch and its keys."""
+    """Return a workload with changes. If it decodes, its name gets the new batch size and number of keys."""
     workload = replace(given, **changes)
     shape = f"{DECODING}{workload.batch}x{workload.capacity}"
     return replace(workload, name=re.sub(rf"^{DECODING}\d+x\d+", shape, workload.name))
@@ -191,14 +191,14 @@ def visible_scores(workload: Workload) -> float:
 
 
 def bytes_of(workload: Workload) -> float:
-    """Return about the bytes of our call: its tensors twice, in half precision or, while drawn, in fp32."""
+    """Return roughly the bytes of our call: its tensors in half precision, twice, and in fp32 while they are drawn."""
     keys = workload.capacity * workload.batch if workload.decode else sum(workload.seqlens_k)
     tensors = 2 * (sum(workload.seqlens_q) * workload.nheads + keys * workload.nheads_k) * workload.head_dim
     return 2.0 * tensors * (2 if workload.decode else 4) + 4.0 * tensors
 
 
 def fitted(workload: Workload, limits: Limits) -> Workload:
-    """Return the workload, or a half, a quarter, ... of it if the card lacks memory or a launch would take too long."""
+    """Return the workload, or half, a quarter, ... of it, if it exceeds the GPU's memory or the time of one launch."""
     share, given = 1, workload
     while (workload.batch > 1 or workload.max_seqlen_k > 1) and (
         bytes_of(workload) > limits.memory
@@ -210,7 +210,7 @@ def fitted(workload: Workload, limits: Limits) -> Workload:
 
 
 def _halved(workload: Workload) -> Workload:
-    """Return half the sequences; of a single sequence, half its rows and keys, and half its window."""
+    """Return the workload with half its sequences; if it has one sequence, with half of its rows, keys and window."""
     kept = workload.batch // 2
     if kept:
         return _renamed(workload, seqlens_q=workload.seqlens_q[:kept], seqlens_k=workload.seqlens_k[:kept])
@@ -220,7 +220,7 @@ def _halved(workload: Workload) -> Workload:
 
 
 def of_lengths(lengths: Sequence[int], small: bool = False) -> list[Workload]:
-    """Return workloads for a curve: equal token counts at each length; one sequence if it is longer."""
+    """Return workloads for a curve over lengths, all with the same number of tokens, or one sequence if it is longer."""
     tokens, heads, head_dim = (1024, (4, 2), 64) if small else (16384, (32, 8), 128)
     return [workload(f"causal_{n}", (n,) * max(1, tokens // n), heads, head_dim, causal=True) for n in lengths]
 

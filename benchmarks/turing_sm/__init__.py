@@ -33,11 +33,11 @@ from flash_attn_compat.backends.fused.tuning import candidates
 from tests.kernels import offline
 
 ENTRIES = candidates.ENTRIES
-OFFSETS = 8  # phases in which resident blocks may start
+OFFSETS = 8  # how many starts within a turn of the loop are simulated
 
 
 class Phases(NamedTuple):
-    """Results for starts of the resident blocks that are spread evenly over a turn of the loop; one for one block."""
+    """A result for each set of starts of the resident blocks, which vary evenly over a turn of the loop."""
 
     results: tuple[Result, ...]
 
@@ -61,11 +61,11 @@ class Phases(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """One variant.
+    """The simulation of one variant.
 
-    blocks: resident ones; instructions: of the main loop; cycles: for 64 rows times 64 keys; useful: the share of them
-    that the needed products take, at most ``bound`` by kernel_report's model of the same instructions; lowest, highest:
-    useful in the worst and the best phase of the resident blocks
+    blocks: how many are resident; instructions: of the main loop; cycles: for 64 rows times 64 keys
+    useful: the share of the cycles that the needed products take; bound: its upper bound by kernel_report's model
+    lowest, highest: ``useful`` for the worst and for the best starts of the resident blocks
     """
 
     blocks: int
@@ -81,9 +81,9 @@ class Simulated(NamedTuple):
 def simulate_phases(
     loops: list[list[Instruction]], warps: int, blocks: int, machine: Machine = T4, instructions: int = 2500
 ) -> Phases:
-    """Simulate loops of a kernel. warps: of a block; blocks: that are resident; loops: see Simulation
+    """Simulate loops of a kernel. warps: of a block; blocks: how many are resident; loops: see Simulation
 
-    Resident blocks of one kernel may start in phase or apart, and stay so. So they start at OFFSETS places of a turn.
+    Resident blocks keep the distance in time with which they start. So OFFSETS distances within a turn are simulated.
     """
 
     def run(starts: tuple[int, ...]) -> Result:
@@ -93,13 +93,13 @@ def simulate_phases(
     if blocks == 1:
         return Phases((in_phase,))
     turn = in_phase.cycles_a_turn * blocks
-    # The second block at k eighths of a turn, the third at 3 k, the fourth at 5 k: all combinations alike.
+    # The second block starts at k eighths of a turn, the third at 3 k, the fourth at 5 k: distances vary evenly.
     places = [[k * (2 * block - 1) % OFFSETS for block in range(1, blocks)] for k in range(1, OFFSETS)]
     return Phases((in_phase, *(run((0, *(int(turn * place / OFFSETS) for place in each))) for each in places)))
 
 
 def loops_of(code: list[Instruction], has_roles: bool = False) -> list[list[Instruction]]:
-    """Return the main loop's usual path, or one for each half of a block's warps. has_roles: ROLES"""
+    """Return the main loop's usual path, or a path for each half of a block's warps. has_roles: compiled with ROLES"""
     loop = main_loop(code)
     loops = halves(usual_path(loop))
     if has_roles:
@@ -153,7 +153,7 @@ def make_rows(
 
 
 def phase_range(found: Simulated) -> str:
-    """Return the useful share in the worst and the best phase; "" for one block without groups, which has none."""
+    """Return ``useful`` for the worst and the best starts of blocks; "" if they are equal, as for a single block."""
     return f"{found.lowest:.2f} to {found.highest:.2f}" if found.highest > found.lowest else ""
 
 
@@ -162,7 +162,7 @@ def report_cubin(
 ) -> Iterator[str]:
     """Yield the cycles and busy units of each function of a cubin whose name contains ``function``.
 
-    ways: addresses of basic blocks, a way for each equal share of a block's warps; the main loop's usual path without
+    ways: paths of equal shares of a block's warps, as addresses of basic blocks; empty for the loop's usual path
     """
     is_listing = path.suffix == ".sass"
     listing = path.read_text() if is_listing else offline.disassembly(path.read_bytes())

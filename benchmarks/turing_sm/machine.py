@@ -48,7 +48,7 @@ GEFORCE = Machine(tensor=16)  # RTX 20: sums in fp32 at half rate
 
 
 class Cost(NamedTuple):
-    """unit: that executes an instruction; cycles: that it is busy; latency: from its start to the result"""
+    """What an instruction costs. unit: executes it, and is busy for ``cycles``; latency: cycles until the result"""
 
     unit: str
     cycles: int
@@ -56,7 +56,7 @@ class Cost(NamedTuple):
     size: int = 0  # bytes of a load from global memory
 
 
-# Beginnings of names, by the pipe that executes them.
+# Instructions of the ALU pipe, by the beginnings of their names.
 _ALU = (
     "LOP", "PRMT", "SHF", "LEA", "IADD", "FMNMX", "IMNMX", "FSET", "ISET", "SEL", "FSEL", "PLOP", "P2R", "R2P", "MOV",
     "SGXT", "BMSK", "FCHK", "POPC", "FLO", "IABS", "VOTE",
@@ -117,7 +117,10 @@ class Warp:
 
 
 class Result(NamedTuple):
-    """cycles: that were measured; busy: each unit's share of them; turns: of the loop, of all blocks in these cycles"""
+    """What a simulation measured.
+
+    cycles: simulated ones; busy: the share of these in which each unit worked; turns: of the loop, by all blocks
+    """
 
     cycles: int
     busy: dict[str, float]
@@ -125,12 +128,12 @@ class Result(NamedTuple):
 
     @property
     def cycles_a_turn(self) -> float:
-        """Cycles between turns of the loop, of whichever resident block."""
+        """Cycles from one turn of the loop to the next, by any of the resident blocks."""
         return self.cycles / self.turns
 
 
 class Simulation:
-    """The loop of all warps of the resident blocks; of two loops each is of half of a block's warps."""
+    """Simulates the main loop of all resident blocks. If there are two loops, each half of a block's warps runs one."""
 
     def __init__(self, loops: list[list[Instruction]], warps: int, blocks: int, machine: Machine = T4) -> None:
         self.loops, self.machine = loops, machine
@@ -153,7 +156,7 @@ class Simulation:
         self.arrived: dict[tuple[bool, int], list[Warp]] = {}
         self.block_size = warps
         self.used: dict[str, int] = {}
-        self.goal = self.behind = 0  # turns that are wanted, and the warps that have not finished them
+        self.goal = self.behind = 0  # turns to simulate; how many warps have not finished them
         size = 16 * len({each.address for loop in loops for each in loop})
         behind = machine.global_latency if size > machine.second_instructions else machine.instruction_latency
         fits = size <= machine.instructions
@@ -214,7 +217,7 @@ class Simulation:
         waiting = self.arrived.setdefault((of_pair, warp.pair if of_pair else warp.block), [])
         waiting.append(warp)
         if len(waiting) < (2 if of_pair else self.block_size):
-            if step.name != "BAR.ARV":  # which announces the warp, and goes on
+            if step.name != "BAR.ARV":  # BAR.ARV: the warp arrives, and goes on
                 warp.ready = _NEVER
             return
         for each in waiting:
@@ -224,7 +227,7 @@ class Simulation:
         waiting.clear()
 
     def run(self, instructions: int = 4000, warm_up: int = 2, starts: Sequence[int] = ()) -> Result:
-        """Simulate until each warp has issued ``instructions`` behind its first ``warm_up`` turns of the loop.
+        """Simulate until each warp has issued ``instructions`` after its first ``warm_up`` turns of the loop.
 
         starts: the cycle in which each block starts; blocks without one start in cycle 0
         """
@@ -247,7 +250,7 @@ class Simulation:
         return now
 
     def step(self, now: int) -> int:
-        """Issue what can be issued in cycle ``now``; return the next cycle in which something may be."""
+        """Issue instructions in cycle ``now``; return the next cycle in which any may be issued."""
         later = _NEVER
         for number, wake in enumerate(self.wake):
             if wake <= now:
@@ -278,11 +281,11 @@ class Simulation:
 
 
 class InstructionCache:
-    """Of one scheduler: the lines last used, and the next ones on their way."""
+    """The instruction cache of one scheduler: the lines used last, and lines that are being fetched."""
 
     def __init__(self, machine: Machine, latency: int) -> None:
         self.machine, self.latency = machine, latency
-        self.lines: dict[int, int] = {}  # when each arrives, the last used last
+        self.lines: dict[int, int] = {}  # the cycle in which a line arrives; ordered by use
         self.free = 0
 
     def ready(self, address: int, now: int) -> int:

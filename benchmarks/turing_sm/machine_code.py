@@ -62,7 +62,7 @@ def decode_control(high: int) -> tuple[int, bool, int | None, int | None, tuple[
 
 
 def parse(listing: str) -> dict[str, list[Instruction]]:
-    """Return the instructions of each function. listing: of ``cuobjdump -sass``"""
+    """Return the instructions of each function. listing: the output of ``cuobjdump -sass``"""
     functions: dict[str, list[Instruction]] = {}
     code: list[Instruction] = []
     low: re.Match[str] | None = None
@@ -93,9 +93,9 @@ PAIR = "0x40"  # threads of a barrier for two warps
 def usual_path(loop: list[Instruction], of_dp: bool = False) -> list[Instruction]:
     """Return the instructions of one turn of ``loop`` for a tile without masked scores.
 
-    Of all ways through its forward branches it is the shortest one that multiplies, exponentiates, loads and stores
-    the most: kernels have a longer way for tiles at an edge, and skip all of this for hidden ones.
-    of_dp: the way of the warp that computes dP and gets P (ROLES), which exponentiates the least
+    Of all paths through the forward branches it is the shortest one with the most products, exponentials, loads and
+    stores: tiles at a mask's edge take a longer path, and hidden tiles a path without these.
+    of_dp: the path of the warp that computes dP and gets P from another warp (ROLES): it has the fewest exponentials
     """
     places = {each.address: place for place, each in enumerate(loop)}
     best: list[tuple[tuple[int, int, int, int], int | None]] = []  # from the end: the work and the next place
@@ -122,9 +122,9 @@ def usual_path(loop: list[Instruction], of_dp: bool = False) -> list[Instruction
 
 
 def follow(code: list[Instruction], addresses: list[int]) -> list[Instruction]:
-    """Return the instructions of a way through ``code``: the basic blocks that begin at ``addresses``, in this order.
+    """Return the instructions of a path through ``code``: the basic blocks that begin at ``addresses``, in this order.
 
-    For kernels whose inner loops and branches usual_path cannot choose. Raises ValueError where no block begins.
+    For kernels in which usual_path finds no path. Raises ValueError if no basic block begins at an address.
     """
     begins = {code[0].address} | {each.target for each in code if each.target is not None}
     begins |= {after.address for step, after in itertools.pairwise(code) if step.name.startswith(_ENDS)}
@@ -139,7 +139,7 @@ def follow(code: list[Instruction], addresses: list[int]) -> list[Instruction]:
 
 
 def halves(path: list[Instruction]) -> list[list[Instruction]]:
-    """Return the path of each half of a block's warps: two barriers under opposite predicates are one of each half."""
+    """Return the path of each half of a block's warps. Of two barriers with opposite predicates, each half runs one."""
     barriers = [place for place, step in enumerate(path) if step.text.startswith("@") and step.name == "BAR.SYNC"]
     if len(barriers) != 2:
         return [path]

@@ -50,7 +50,7 @@ AUGUST = _chart(
 )
 
 # Tensor cores' share of the time by simulation with a T4's constants (2026-11-28): flash-attention-turing's causal
-# kernels at 6a55261, and PyTorch 2.15.0+cu132's forward in the ways below, a mean of eight phases.
+# kernels at 6a55261, and PyTorch 2.15.0+cu132's forward on the paths below; means over eight starts of blocks.
 SIMULATED = {
     ("forward", 64): {PEER: 0.565, PYTORCH: 0.318},
     ("forward", 128): {PEER: 0.587, PYTORCH: 0.363},
@@ -60,8 +60,8 @@ SIMULATED = {
     ("dq", 128): {PEER: 0.454},
 }
 
-# The way of one turn through PyTorch 2.15.0+cu132's memory-efficient forward for sm_75, without bias, dropout and
-# masked scores: the addresses of its basic blocks, in hexadecimal, and the blocks that each of the four warps skips.
+# The path of one turn through PyTorch 2.15.0+cu132's memory-efficient forward for sm_75, without bias, dropout and
+# masked scores: the hexadecimal addresses of its basic blocks, and for each of the four warps the blocks that it skips.
 _WAYS = {
     64: (
         (
@@ -83,7 +83,7 @@ _WAYS = {
 
 
 def pytorch_ways(head_dim: int) -> list[list[int]]:
-    """Return the way of each warp through PyTorch's forward; head_dim: 64 or 128"""
+    """Return the path of each warp through PyTorch's forward, as addresses of basic blocks. head_dim: 64 or 128"""
     way, skipped = _WAYS[head_dim]
     return [[int(one, 16) for one in way.split() if one not in absent.split()] for absent in skipped]
 
@@ -100,9 +100,9 @@ def ratio(chart: Chart, one: tuple[Cell, str], other: tuple[Cell, str]) -> float
 
 
 def simulated_speed(direction: str, head_dim: int, kernel: str) -> float:
-    """Return useful products as a share of the tensor cores' limit; a backward is dkdv, then dq.
+    """Return the simulated speed of useful products as a share of the tensor cores' limit; a backward is dkdv, then dq.
 
-    Seven products are computed, and five count, as in the charts.
+    A backward computes seven matrix products, of which five count as useful, as in the charts.
     """
     if direction == "forward":
         return SIMULATED["forward", head_dim][kernel]
@@ -111,7 +111,7 @@ def simulated_speed(direction: str, head_dim: int, kernel: str) -> float:
 
 
 class Compared(NamedTuple):
-    """A ratio of two speeds, by each chart and by simulation. alike: whether both stand in one panel"""
+    """A ratio of two speeds, by each chart and by simulation. alike: whether one panel of a chart shows both"""
 
     one: tuple[str, int, str]  # direction, head_dim, kernel
     other: tuple[str, int, str]
@@ -150,7 +150,7 @@ def compare(tokens: int) -> Iterator[Compared]:
 
 
 def make_rows() -> Iterator[str]:
-    """Yield rows of Markdown: the clock's factor between both charts, and ratios of speeds."""
+    """Yield rows of Markdown: how much faster August's clock was than June's, then the ratios of speeds."""
     yield "| panel | tokens | August / June, lowest and highest of the kernels |"
     yield "|---|---|---|"
     for cell in JUNE:
