@@ -95,7 +95,7 @@ class Formula:
     def gradients(
         self, p: Tensor | None = None, delta: Tensor | None = None, dS: Tensor | None = None, head: int | None = None
     ) -> dict[str, Tensor]:
-        """Return dq, dk, dv as (batch, heads, row, channel). head: the one query head of a group to count in dk and dv"""
+        """Return dq, dk, dv as (batch, heads, row, channel). head: the query head of a group that dk, dv count"""
         p = self.p if p is None else p
         if dS is None:
             dS = p * (self.dP - (self.delta if delta is None else delta)) * self.slope

@@ -278,7 +278,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def function(path: str, tile: Mapping[str, int]) -> Callable[..., Any]:
-    """Return the kernel at an import path, or flash_attn_func by the backend ``path``. tile: arguments to pass if taken"""
+    """Return the kernel at an import path, or flash_attn_func by the backend ``path``. tile: sizes, if it takes any"""
     if not {*".:"} & {*path}:
         return backends([path])[0].flash_attn_func
     target = imported(path).target

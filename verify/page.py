@@ -82,7 +82,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(runs: Iterable[Report]) -> list[Verdict]:
-    """Return a verdict on each judged subject, the package first. It quotes the runs with mistakes, if there are any."""
+    """Return a verdict on each judged subject, the package first. Runs with mistakes decide, if there are any."""
     found = []
     for subject, same in groupby(sorted(runs, key=_ours_first), key=lambda run: run.subject):
         mine = [*same]

@@ -220,7 +220,7 @@ def _halved(workload: Workload) -> Workload:
 
 
 def of_lengths(lengths: Sequence[int], small: bool = False) -> list[Workload]:
-    """Return workloads for a curve over lengths, all with the same number of tokens, or one sequence if it is longer."""
+    """Return workloads for a curve over lengths: all have the same number of tokens, or one longer sequence."""
     tokens, heads, head_dim = (1024, (4, 2), 64) if small else (16384, (32, 8), 128)
     return [workload(f"causal_{n}", (n,) * max(1, tokens // n), heads, head_dim, causal=True) for n in lengths]
 
