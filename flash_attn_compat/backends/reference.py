@@ -14,12 +14,12 @@ from flash_attn_compat.backends.scores import scores_of
 from flash_attn_compat.backends.varlen import Block
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs
 from flash_attn_compat.core.features import all_but
-from flash_attn_compat.core.mask import Range
+from flash_attn_compat.core.mask import MASK_FEATURES, Range
 
 
 class Reference(BlockwiseBackend):
     name = "reference"
-    capabilities = Capabilities(features=all_but(0))
+    capabilities = Capabilities(features=all_but(0) | MASK_FEATURES)
 
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None

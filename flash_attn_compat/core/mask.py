@@ -9,6 +9,7 @@ A row ``i`` of a sequence with ``seqlen_q`` queries and ``seqlen_k`` keys stands
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Range(NamedTuple):
 class Mask(NamedTuple):
     """A band of visible keys around each row's own position; ``None`` means unbounded on that side.
 
-    To add a rule beyond the band, add a field, and use it in ``of``, ``features`` and ``hidden``. Backends that call
+    To add a rule beyond the band, add a field, and use it in ``of``, ``hidden`` and ``_ASKED``. Backends that call
     the other methods must decline the rule's feature until those methods use the field, too.
     """
 
@@ -68,12 +69,7 @@ class Mask(NamedTuple):
     @property
     def features(self) -> int:
         """The bits of Feature that the mask asks for."""
-        asked = {
-            Feature.CAUSAL: self.right == 0,
-            Feature.WINDOW_LEFT: self.left is not None,
-            Feature.WINDOW_RIGHT: self.right is not None and self.right != 0,
-        }
-        return sum(feature for feature, is_asked in asked.items() if is_asked)
+        return sum(feature for feature, is_asked in _ASKED.items() if is_asked(self))
 
     @property
     def window(self) -> tuple[int, int]:
@@ -157,6 +153,13 @@ class Mask(NamedTuple):
 
 
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
+# Which masks ask for which feature. A backend that hides what ``hidden`` says serves all of them.
+_ASKED: dict[Feature, Callable[[Mask], bool]] = {
+    Feature.CAUSAL: lambda mask: mask.right == 0,
+    Feature.WINDOW_LEFT: lambda mask: mask.left is not None,
+    Feature.WINDOW_RIGHT: lambda mask: mask.right is not None and mask.right != 0,
+}
+MASK_FEATURES = sum(_ASKED)
 
 
 def _ones(rows: Range, keys: Range, device: torch.device) -> Tensor:
