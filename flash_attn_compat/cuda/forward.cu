@@ -225,19 +225,26 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #if FLEX == 2
   for (int place = first_place, j = first_tile, next; place < last_place; place++, j = next) {
     const int key = j * STREAMED_ROWS;
-    const bool more = place + 1 < last_place, has_hidden = FLEX_MASK && !listed.is_full(place);
+    const bool more = place + 1 < last_place, is_full = listed.is_full(place);
     next = tile_at(min(place + 1, last_place - 1));
 #else
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * STREAMED_ROWS;
     next = mask.next<STATIONARY_ROWS, STREAMED_ROWS>(p, first_row, j + GROUP_COUNT, last_tile);
-    const bool more = next < last_tile, has_hidden = FLEX_MASK;
+    const bool more = next < last_tile, is_full = false;
+#endif
+#if FLEX
+    const Sight sight = ScoreRule::sight(p, b, head, is_full, range.first, WARP_ROWS, key, STREAMED_ROWS);
+    const bool is_seen = sight.some, has_hidden = !sight.all;
+#else
+    const bool is_seen = true, has_hidden = false;
 #endif
     // Whether this warp's rows see a key of the tile. With STAGES and KEY_GROUPS masks hide all scores of a tile that
     // they do not see: a branch here costs more. Compiler steering: at 256 channels always true without a mask, but the
     // compiler then moves fewer operands across the loop.
-    const bool active = BIAS    ? mask.has<WARP_ROWS, STREAMED_ROWS>(p, 0, range.first, key)
-                        : LOCAL ? STAGES || KEY_GROUPS || range.sees_some(key)
+    const bool active = BIAS        ? mask.has<WARP_ROWS, STREAMED_ROWS>(p, 0, range.first, key)
+                        : LOCAL     ? STAGES || KEY_GROUPS || range.sees_some(key)
+                        : FLEX_MASK ? STAGES || is_seen
                                 : D != 256 || MMA_K16 || p.zero == 0;
     if (AHEAD) LOAD_KEYS(next, more);
     else if (STAGES && more) LOAD_KEYS(next, true);

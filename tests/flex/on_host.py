@@ -55,6 +55,13 @@ extern "C" __attribute__((visibility("default"))) int evaluate_{number}(
 }}
 }}
 """
+_SIGHTS = """
+extern "C" __attribute__((visibility("default"))) void evaluate_sights(
+    const FlexParams &f, i64 count, const int *b, const int *h, const int *q, const int *q_last, const int *kv,
+    const int *kv_last, int *sights) {
+  for (i64 i = 0; i < count; i++) sights[i] = flex_sight(f, b[i], h[i], q[i], q_last[i], kv[i], kv_last[i]);
+}
+"""
 
 
 class Problem(NamedTuple):
@@ -121,6 +128,15 @@ def _run(
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (score, *at, scores, slopes, masks)]
     outside = function(content, ctypes.c_int64(score.numel()), *pointers)
     return Results(scores, slopes, masks, outside)
+
+
+def evaluate_sights(functions: Printed, rectangles: Sequence[Tensor]) -> Tensor:
+    """Run flex_sight of functions without captured arguments for each (b, h, q, q_last, kv, kv_last)."""
+    at = [x.int().contiguous() for x in rectangles]
+    sights = torch.empty(at[0].shape, dtype=torch.int32)
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (*at, sights)]
+    _library(functions.text + _SIGHTS).evaluate_sights(bytes(1024), ctypes.c_int64(sights.numel()), *pointers)
+    return sights
 
 
 def _bits(x: Any, is_float: bool) -> int:

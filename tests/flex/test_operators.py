@@ -360,3 +360,50 @@ def test_integers_of_indices_become_the_floats_of_pytorch() -> None:
     found = evaluate({name: problem(function) for name, function in INDEX_SCORES.items()})
     for name, function in INDEX_SCORES.items():
         assert torch.equal(found[name].scores, function(rows_of, keys).float()), name
+
+
+# Masks of q and kv, and whether flex_sight is to know exactly what they show of a rectangle.
+MASKS: list[tuple[Function, bool]] = [
+    (lambda q, kv: q >= kv, True),
+    (lambda q, kv: ~(q < kv), True),
+    (lambda q, kv: q - kv <= 9, True),
+    (lambda q, kv: (q >= kv) & (q - kv <= 30), False),
+    (lambda q, kv: (q >= kv) | (kv < 7), False),
+    (lambda q, kv: (kv - q).abs() <= 5, True),
+    (lambda q, kv: q // 16 >= kv // 16, True),
+    (lambda q, kv: q // 16 == kv // 16, False),
+    (lambda q, kv: (q != 40) & (kv > 3), False),
+    (lambda q, kv: -2 * q + kv.long() < torch.minimum(q, kv) - 20, False),
+    (lambda q, kv: torch.maximum(q, kv) * 3 > 90, True),
+    (lambda q, kv: (q % 7 == 0) | (q >= 50), False),
+    (lambda q, kv: (q.to(torch.int8) * 4 > 0) & (kv >= q), False),
+]
+
+
+def test_a_rectangle_of_scores_is_skipped_or_not_asked_only_where_each_score_says_so() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, kv = (torch.randint(0, 100, (2, 400), generator=generator).sort(0)[0] for _ in range(2))
+    q[1, :40], kv[1, :40] = q[0, :40], kv[0, :40]
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        found = h < 0
+        for head, (shows, _) in enumerate(MASKS):
+            found = found | ((h == head) & shows(q, kv))
+        return found
+
+    printed, zero = on_host.printed(mask_mod=mask), torch.zeros_like(q[0])
+    rows, keys = torch.meshgrid(
+        torch.arange(100, dtype=torch.int32), torch.arange(100, dtype=torch.int32), indexing="ij"
+    )
+    for head, (shows, is_exact) in enumerate(MASKS):
+        sights, shown = on_host.evaluate_sights(printed, (zero, zero + head, *q, *kv)), shows(rows, keys)
+        parts = [shown[a : b + 1, c : d + 1] for a, b, c, d in zip(*q.tolist(), *kv.tolist())]
+        some, every = torch.tensor([bool(x.any()) for x in parts]), torch.tensor([bool(x.all()) for x in parts])
+        assert not (some & (sights & 1 == 0)).any() and not (~every & (sights & 2 > 0)).any(), head
+        assert not is_exact or torch.equal(sights, some.int() + 2 * every.int()), head
+
+
+def test_nothing_is_said_of_rectangles_where_captured_tensors_decide() -> None:
+    numbers = torch.arange(9)
+    printed = on_host.printed(mask_mod=lambda b, h, q, kv, x: x[q] == x[kv], captured=[numbers])
+    assert "FLEX_SIGHT" not in printed.text

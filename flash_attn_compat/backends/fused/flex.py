@@ -13,13 +13,16 @@ Nothing here knows PyTorch's operators: whoever captures a caller's functions pr
     DEVICE float flex_score(const FlexParams &f, float score, int b, int h, int q, int kv)
     DEVICE float flex_slope(const FlexParams &f, float score, int b, int h, int q, int kv)
     DEVICE bool flex_mask(const FlexParams &f, int b, int h, int q, int kv)
+    #define FLEX_SIGHT                        // with the next function, or neither
+    DEVICE int flex_sight(const FlexParams &f, int b, int h, int q, int q_last, int kv, int kv_last)
     constexpr int FLEX_SUMS
     DEVICE void flex_gradients(const FlexParams &f, FlexSum (&sums)[FLEX_SUMS], float dscore, float score, int b, int h,
                                int q, int kv)
 
 score: q k times scale, in natural units; flex_slope: the derivative of flex_score by ``score``; dscore: the derivative
 of the loss by flex_score's result, which flex_gradients times its own derivatives adds to ``gradients`` by flex_add, of
-which each call has a sum of its own. The last two are there only with ``Mods.gradients``. The functions may call what
+which each call has a sum of its own. The last two are there only with ``Mods.gradients``. flex_sight: 1 if flex_mask
+may show a score of the rows q to q_last and the keys kv to kv_last, plus 2 if it shows all. The functions may call what
 cuda/scores/flex.cuh defines, and read ``f``:
 
     flex_float(f, i, offset)                    captured tensor i at an offset in elements (i64); also flex_half,

@@ -19,6 +19,7 @@ from flash_attn_compat.backends.fused.launching import params
 SIZE, UNIT = 128, 16  # of our blocks; sizes of a caller's blocks are multiples of the unit
 _PARTIAL, _FULL, _OUTSIDE = 1, 2, 3  # in a map of blocks: listed as partial, as full; behind the sequence's end
 _MASK = """#undef flex_mask
+#undef FLEX_SIGHT
 DEVICE bool flex_mask(const FlexParams &f, int b, int h, int q, int kv) {{
   const int listed = flex_u8(f, {i}, (i64)b * f.stride[{i}][0] + (i64)h * f.stride[{i}][1] +
                                          (i64)(q / {rows}) * f.stride[{i}][2] + kv / {keys});

@@ -36,6 +36,7 @@ from flash_attn_compat.core.flex.operators import (
 )
 from flash_attn_compat.core.flex.printed import Bound, Number, Printed
 from flash_attn_compat.core.flex.ranges import EXACT_FLOAT, MOST_INDEX, Ranges
+from flash_attn_compat.core.flex.sight import print_sight
 
 MOST_CAPTURED, MOST_DIMS, MOST_NUMBERS = 16, 4, 8  # sizes of FlexParams; also in backends/fused/flex.py
 
@@ -67,7 +68,7 @@ _NO_MASK = "DEVICE bool flex_mask(const FlexParams &, int, int, int, int) { retu
 
 
 def print_functions(score: Captured, mask: Captured, joint: Captured | None = None) -> Printed:
-    """Return the C++ text of flex_score, flex_slope, flex_mask and flex_gradients, and which arguments it reads.
+    """Return the C++ text of a call's functions, which backends/fused/flex.py lists, and which arguments it reads.
 
     joint: for a backward, the joint graph of score_mod, PyTorch's own or by ``capture_joint``. Raises Declined.
     """
@@ -82,6 +83,7 @@ def print_functions(score: Captured, mask: Captured, joint: Captured | None = No
             gradients_text, gradients = table.print_gradients(joint)
     if not _is_always_true(mask):
         mask_text = table.print("flex_mask", _SIGNATURE.format(""), "bool", mask)
+        mask_text += print_sight(mask, _output(mask))
     parts = (
         score_text or _NO_SCORE.format("flex_score", "score"),
         slope_text or _NO_SCORE.format("flex_slope", "1.f"),

@@ -292,9 +292,13 @@ struct Block {
       // Compiler steering: without a mask always true, but it keeps the compiler from moving operands between the two
       // halves of this loop, where registers are short.
       const bool sees = !LOCAL || range.sees_some(first) || (EXCHANGES && range.sees_some(first + SCORED_ROWS));
-      const bool active = !LOCAL && (KEYS_STATIONARY || D > 128) ? zero == 0 : sees;
       const DenseMask mask(p, b, head + this_head);
-      const bool is_full = walk.is_full;
+#if FLEX
+      const Sight sight = see(p, range, b, head + this_head, walk.is_full, first, STREAMED_ROWS);
+      const bool is_full = sight.all, active = FLEX_SKIPS ? sight.some : !(KEYS_STATIONARY || D > 128) || zero == 0;
+#else
+      const bool is_full = false, active = !LOCAL && (KEYS_STATIONARY || D > 128) ? zero == 0 : sees;
+#endif
       load(p, staged, streamed_vo, vo_strides, streamed, tile, this_head, p.head_dim_v, CopyStreamedVO(thread),
            shared + VO_TILE_AT, anew);
       Scores S;

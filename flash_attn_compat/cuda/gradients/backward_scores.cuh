@@ -65,6 +65,20 @@ DEVICE WarpRange warp_range(const Params &p, int first, int shift, int streamed,
   return WarpRange::of(p, first, shift, streamed, KEYS_STATIONARY, zero);
 }
 
+#if FLEX
+// Whether a warp skips tiles of which a caller's mask shows it nothing: elsewhere registers are short, and a branch
+// spills.
+constexpr bool FLEX_SKIPS =
+    FLEX_MASK && (KEYS_STATIONARY ? D > 32 && D <= 80 && TYPE != 2 : D < 64 || (D >= 96 && D <= 128));
+// What a caller's mask shows of a warp's stationary rows and `count` streamed rows from `streamed` on. dkdv of narrow
+// heads or converted bf16 has no registers to ask.
+DEVICE Sight see(const Params &p, const WarpRange &range, int b, int head, bool is_full, int streamed, int count) {
+  if (KEYS_STATIONARY && (D <= 32 || TYPE == 2)) return {true, is_full || !FLEX_MASK};
+  return KEYS_STATIONARY ? ScoreRule::sight(p, b, head, is_full, streamed, count, range.first, WARP_ROWS)
+                         : ScoreRule::sight(p, b, head, is_full, range.first, WARP_ROWS, streamed, count);
+}
+#endif
+
 // The terms of the given LSE that depend on a row's position, and on its largest bias.
 DEVICE float position_slope(const Params &p, int b, int head) {
   return ALIBI && p.lse_has_position ? alibi_slope(p, b, head) : 0.f;

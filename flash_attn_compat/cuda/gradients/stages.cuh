@@ -95,8 +95,12 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     const u32 rows_at = shared + ROW_VALUES_AT + slot * STREAMED_ROWS * 8 + t * 8;
     const WarpRange range =
         warp_range(p, stationary_tile.first + group_of(thread) * WARP_ROWS, streamed.shift, streamed.rows, zero);
-    const bool active = !LOCAL || range.sees_some(first);
-    const bool is_full = walk.is_full;
+#if FLEX
+    const Sight sight = see(p, range, b, head_now, walk.is_full, first, STREAMED_ROWS);
+    const bool is_full = sight.all, active = !FLEX_SKIPS || sight.some;
+#else
+    const bool is_full = false, active = !LOCAL || range.sees_some(first);
+#endif
     const int before = tile, head_before = this_head;
     walk.advance(p, stationary_tile, streamed);
     const int rows = (tile - before) * STREAMED_ROWS, heads = this_head - head_before;

@@ -90,6 +90,15 @@ DEVICE void flex_add(const FlexParams &f, FlexSum &sum, int i, i64 offset, float
 
 #include "flex_mods.cuh"
 
+// What flex_mask shows of the scores of rows [q, q_last] and keys [kv, kv_last]: 1 if it may show one, plus 2 if it
+// shows all. Where the generated functions do not say that, every score is asked.
+#ifndef FLEX_SIGHT
+DEVICE int flex_sight(const FlexParams &, int, int, int, int, int, int) { return 1; }
+#endif
+struct Sight {
+  bool some, all;
+};
+
 // ---- The tiles of TILE streamed rows that a BlockMask leaves to the stationary rows from `first` on: those of its
 // partial blocks, then those of its full blocks, which no mask_mod hides. STATIONARY, STREAMED: rows of a block of the
 // BlockMask. A tile has a place in this list, and a number among the sequence's tiles. Wrong lists never lead outside

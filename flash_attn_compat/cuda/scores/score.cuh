@@ -116,6 +116,13 @@ struct ScoreRule {
     flex_gradients(p.flex, sums, dscore, score, b, head, existing_row(p, row), existing_key(p, key));
   }
 #endif
+  // What a caller's mask shows of `rows` rows from `row` on and `keys` keys from `key` on. is_full: asks no mask_mod
+  static DEVICE Sight sight(const Params &p, int b, int head, bool is_full, int row, int rows, int key, int keys) {
+    if (!FLEX_MASK) return {true, true};
+    const int seen = flex_sight(p.flex, b, head, existing_row(p, row), existing_row(p, row + rows - 1),
+                                existing_key(p, key), existing_key(p, key + keys - 1));
+    return {is_full | (seen & 1), is_full | (seen >> 1)};
+  }
   static DEVICE int existing_row(const Params &p, int i) { return min(i, p.seqlen_q - 1); }
   static DEVICE int existing_key(const Params &p, int i) { return min(i, p.seqlen_k - 1); }
 #else
