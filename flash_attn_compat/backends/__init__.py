@@ -1,4 +1,4 @@
-"""The ordered list of backends. The first backend that computes a call exactly serves it. No other file lists them."""
+"""The only list of all backends, in order. The first backend that can compute a call exactly serves it."""
 
 from __future__ import annotations
 

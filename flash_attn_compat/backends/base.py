@@ -1,8 +1,8 @@
 """The interface of a backend: a table of capabilities, reasons to decline a call, a forward and a backward.
 
 A backend prepares one run for all calls with the same cache key. The default run is its forward or its backward.
-Reasons come from the table wherever possible: the table is also the documentation and parametrises the tests. A backend
-never looks at another backend.
+Reasons come from the table wherever possible, because the documentation and the tests use the table, too. No backend
+uses another backend.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Capabilities:
 
     features: bits of Feature
     devices: device types, None for any; min_capability, max_capability: CUDA compute capabilities, inclusive
-    rocm_reason: reason to decline AMD's GPUs, which PyTorch calls cuda too; None where the backend serves them
+    rocm_reason: reason to decline AMD's GPUs, which PyTorch also calls cuda; None if the backend serves them
     """
 
     features: int
@@ -53,7 +53,7 @@ class Capabilities:
 class KernelsFailed(RuntimeError):
     """A backend's kernels failed for a call: in compilation, loading, launch or self-test.
 
-    appended: q, rotated where the call rotates, if the new keys are in the cache already; None if nothing was written
+    appended: None if nothing was written; q, after any rotation, if the new keys are in the cache already
     """
 
     appended: Tensor | None = None
@@ -64,7 +64,7 @@ class CallRefused(KernelsFailed):
 
 
 class NegatedView(RuntimeError):
-    """A tensor is a lazily negated view: its memory holds the negated numbers, which a kernel cannot know."""
+    """A tensor is a lazily negated view (is_neg()): its memory holds the opposite numbers, and a kernel cannot know."""
 
 
 class Backend(abc.ABC):
@@ -78,7 +78,7 @@ class Backend(abc.ABC):
         return {}
 
     def reasons(self, traits: Traits) -> list[str]:
-        """Every reason to decline calls with these traits; empty if the backend is eligible."""
+        """Return every reason to decline calls with these traits; empty if the backend is eligible."""
         table = self.capabilities
         rocm_reason = torch.version.hip is not None and table.rocm_reason
         reasons = [rocm_reason] if rocm_reason else list(self.unavailable_reasons())
@@ -98,13 +98,13 @@ class Backend(abc.ABC):
         return reasons or self.late_reasons(traits)
 
     def rank(self, traits: Traits) -> int:
-        """The backend's rank for such calls: lower ranks go first, equal ranks keep the order of BACKENDS."""
+        """Return the rank for calls with these traits: lower ranks go first, equal ranks keep the order of BACKENDS."""
         return 0
 
     def measured_times(self, traits: Traits) -> Mapping[str, float] | None:
-        """Milliseconds of such calls by backend name, this backend included; None where nothing was timed on this GPU.
+        """Return milliseconds of calls with these traits by backend name; None if none were timed on this GPU.
 
-        The timed backends are sorted by time and not by rank. Every other backend keeps its place.
+        The backends in it, this one among them, are then sorted by time and not by rank. The others keep their places.
         """
         return None
 
@@ -112,7 +112,7 @@ class Backend(abc.ABC):
         return traits in self._failures
 
     def record_failure(self, traits: Traits, failure: KernelsFailed) -> None:
-        """Decline such calls from now on, with the failure as the reason. Each reason warns once."""
+        """Decline calls with these traits from now on, with the failure as the reason. Each reason warns once."""
         reason = " ".join(str(failure).split())[:600]
         if reason not in self._failures.values():
             warnings.warn(f"a {self.name} kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
@@ -135,9 +135,9 @@ class Backend(abc.ABC):
         return []
 
     def prepare(self, x: Inputs, options: Options, length: int | None) -> Run:
-        """Return the run for all calls with the cache key of these arguments, which ``call_of`` (core/arguments) takes.
+        """Return the run for all calls with the cache key of these arguments; they are as for ``call_of``.
 
-        It and its run may raise KernelsFailed.
+        Both this method and the run may raise KernelsFailed.
         """
         forward = self.forward
         if not isinstance(x, CacheInputs):
@@ -152,18 +152,18 @@ class Backend(abc.ABC):
         return run
 
     def run_into(self, run: Run) -> RunInto | None:
-        """Return ``run``, which ``prepare`` returned, with a tensor to write to; None if it always makes its own."""
+        """Return a variant of ``run`` (of ``prepare``) that writes ``out`` to a given tensor; None if it cannot."""
         return None
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
-        """Return the run for gradients, for all calls and upstreams with the cache key of these."""
+        """Return the run that computes gradients, for all backwards whose cache key is that of these arguments."""
         described, backward = call.over(NO_INPUTS), self.backward
         return lambda x, upstream, into: BackwardResult(backward(described.over(x), upstream, into))
 
     def saved_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
-        """The dense mask that a forward read, in the shape of ``mask``, if ``saved`` holds it; else None.
+        """Return the dense mask that a forward read, in the shape of ``mask``, if ``saved`` holds it; else None.
 
-        A backend that saves the mask does not read ``mask`` in its backward.
+        If ``saved`` holds the mask, the backward does not read ``mask``.
         """
         return None
 
@@ -176,8 +176,8 @@ class Backend(abc.ABC):
         """Return dq, dk, dv from the ``out`` and ``softmax_lse`` in ``upstream``, which any backend may have computed.
 
         Probabilities are exp(score - softmax_lse), so ``upstream`` may describe a longer sequence than ``call``. It has
-        a gradient of softmax_lse only where the backend's table lists Feature.LSE_GRADIENT.
-        into: tensors to write through their strides and to return; None for new tensors
+        a gradient of softmax_lse only if the backend's capabilities list Feature.LSE_GRADIENT.
+        into: tensors of any strides to write to and to return; None for new tensors
         """
 
 
@@ -188,9 +188,10 @@ class BlockwiseBackend(Backend):
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return out (n, seqlen_q, nheads, head_dim_v) in q's dtype, and the unshifted LSE (n, nheads, seqlen_q).
+        """Return out (n, seqlen_q, nheads, head_dim_v) in q's dtype, and the LSE (n, nheads, seqlen_q).
 
-        Rows without keys are 0, their LSE is +inf. The LSE is None where the call needs none or the kernel has none.
+        The LSE is without the position that flash-attn adds under causal ALiBi; None if the call needs none or the
+        kernel returns none. For rows without keys, out is 0 and the LSE +inf.
         """
 
     @abc.abstractmethod
@@ -213,7 +214,8 @@ class BlockwiseBackend(Backend):
         has_lse = call.use & (Feature.LSE | Feature.BACKWARD) != 0
         layout = Layout(call)
         out, lse = layout.empty_result()
-        # The reported LSE can be much larger than the unshifted one, which the backward needs to its last digit.
+        # Under causal ALiBi the reported LSE includes a position, which may be large. The backward needs the LSE
+        # without it to the last digit, so both are kept.
         true_lse = lse.clone() if call.lse_carries_alibi_position else None
         for block, rows, _ in layout.blocks(layout.plans()):
             block_out, block_lse = self.forward_block(call, block, rng_state)
@@ -236,7 +238,7 @@ class BlockwiseBackend(Backend):
         layout = Layout(call)
         totals = _zero_gradients(call, layout, upstream, into)
         for block, rows, keys in layout.blocks(layout.plans()):
-            # A kernel that recomputes probabilities gets nonzero ones for rows of padding, too.
+            # dout must be 0 in rows of padding: kernels recompute nonzero probabilities there, too.
             dout = rows.with_padding(rows.gather(upstream.dout), 0.0)
             lse = _unshifted_lse(call, block, upstream, rows)
             dlse = None if upstream.dlse is None else rows.gather_lse(upstream.dlse, 0.0)
@@ -248,7 +250,7 @@ class BlockwiseBackend(Backend):
 
 
 def _zero_gradients(call: AttentionCall, layout: Layout, upstream: BackwardInputs, into: Gradients | None) -> Gradients:
-    """Return zeroed gradients to scatter into: ``into`` where it is given, else new tensors."""
+    """Return gradients filled with 0, to scatter into: ``into`` if it is given, else new tensors."""
     if call.use & Feature.TRANSFORMS:
         others = [x for x in (upstream.dout, upstream.out, upstream.softmax_lse, upstream.dlse) if x is not None]
         return Gradients(*[layout.zeros(tuple(x.shape), x.dtype, *others) for x in (call.q, call.k, call.v)])
@@ -263,7 +265,7 @@ def _unshifted_lse(
 ) -> Tensor | None:
     """Return the block's LSE without the position that flash-attn adds under causal ALiBi; None if there is no LSE.
 
-    rows: places of the block's rows in the call's tensors, None for a block that is the whole call
+    rows: where the block's rows lie in the call's tensors; None for a block that is the whole call
     """
     lse, *_ = upstream.saved or (upstream.softmax_lse,)
     if lse is None:
@@ -280,7 +282,7 @@ def _position_shift(block: Block, dtype: torch.dtype) -> Tensor:
 
 
 def write_gradients(gradients: Gradients, call: AttentionCall, into: Gradients | None) -> Gradients:
-    """Return ``gradients`` in the call's dtypes; or ``into``, with the gradients written through its strides."""
+    """Return ``gradients`` in the call's dtypes; if ``into`` is given, write them into it and return it."""
     if into is None:
         return Gradients(*(value.to(tensor.dtype) for value, tensor in zip(gradients, (call.q, call.k, call.v))))
     for target, value in zip(into, gradients):

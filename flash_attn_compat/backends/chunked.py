@@ -1,8 +1,8 @@
 """Online softmax over tiles of keys in plain PyTorch: every feature, every device, memory linear in length.
 
-Forward is algorithm 1 of FlashAttention-2 (Dao, 2023) and backward its algorithm 2, with tiles as large
-as a fixed memory budget allows. Where all visible keys of a few rows fit, one pass computes them; only
-otherwise are there running maxima. Query heads that share a key head are rows of one matrix product.
+The forward is algorithm 1 of FlashAttention-2 (Dao, 2023) and the backward its algorithm 2, with tiles as large
+as a fixed memory budget allows. If all keys that a tile of rows sees fit into one tile, no running maxima are
+needed. The query heads that share a key head become rows of one matrix product.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Chunked(BlockwiseBackend):
         if call.use & (Feature.LSE | Feature.BACKWARD):
             lse = block.q.new_empty((n, nheads, seqlen_q), dtype=lse_dtype(block.q.dtype))
         if call.mask.rows_with_keys(seqlen_q, block.k.shape[1]).size < seqlen_q:
-            # The tiles below leave out rows without keys.
+            # The tiles below do not write rows without keys.
             out.zero_()
             if lse is not None:
                 lse.fill_(torch.inf)
@@ -79,7 +79,7 @@ def _attend_rows(sub: SubBlock, rows: Range) -> tuple[Tensor, Tensor]:
         out.mul_(decay).add_(tile_out)
         total.mul_(decay).add_(tile_total)
         peak = new_peak
-    dead = total == 0  # every visible score is -inf
+    dead = total == 0  # rows whose visible scores are all -inf
     lse = total.log().add_(peak).masked_fill_(dead, torch.inf)
     return out.div_(total.mul_(1.0 - sub.call.dropout_p).masked_fill_(dead, 1.0)), lse.squeeze(-1)
 
@@ -87,7 +87,7 @@ def _attend_rows(sub: SubBlock, rows: Range) -> tuple[Tensor, Tensor]:
 def _attend_tile(
     sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one tile's contributions to out and to the weights' sum, and the new running maximum."""
+    """Return a tile's terms of ``out`` and of the sum of its weights exp(score - maximum), and the running maximum."""
     weights, total, new_peak = _softmax_weights(sub, queries, rows, columns, peak)
     keep = sub.dropout_mask(rows, columns)
     if keep is not None:
@@ -100,7 +100,7 @@ def _attend_tile(
 def _softmax_weights(
     sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(score - maximum) of a tile as an operand, its row sums, and the new running maximum.
+    """Return a tile's weights exp(score - maximum), cast for the next product, their row sums, and the running maximum.
 
     The maximum is finite even for a row that has seen no key yet: exp(-inf - -inf) would be nan.
     """
@@ -118,7 +118,7 @@ def _softmax_weights(
 def _fused_weights(
     raw: Tensor, hidden: Tensor | None, softcap: float, peak: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """_softmax_weights after its matrix product, out of place and in one expression for the compiler to fuse."""
+    """Return what _softmax_weights does, from its product ``raw``, out of place so that torch.compile can fuse it."""
     scores = torch.tanh(raw) * softcap if softcap else raw
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -130,7 +130,7 @@ def _fused_weights(
 
 
 def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: BackwardInputs, dk: Tensor, dv: Tensor) -> Tensor:
-    """Algorithm 2 for one tile of rows: adds to dk and dv, returns dq (n, q heads, rows, head_dim)."""
+    """Algorithm 2 for one tile of rows: add to dk and dv, and return dq (n, q heads, rows, head_dim)."""
     call = sub.call
     queries, dout = sub.fold(sub.q, rows), sub.fold(upstream.dout, rows)
     delta = (dout.to(sub.dtype) * sub.fold(upstream.out, rows)).sum(-1, keepdim=True)
@@ -202,7 +202,7 @@ class SubBlock:
             yield Range(start, min(start + self.size.rows, alive.stop))
 
     def key_tiles(self, rows: Range) -> Iterator[Range]:
-        """Tiles of the keys that any of ``rows`` sees, from a multiple of 8 on, where matrix products read fast."""
+        """Yield tiles of the keys that any of ``rows`` sees; they start at multiples of 8, for fast matrix products."""
         visible = self.call.mask.visible_keys(rows, self.offset, self.seqlen_k)
         for start in range(visible.start - visible.start % 8, visible.stop, self.size.keys):
             yield Range(start, min(start + self.size.keys, visible.stop))
@@ -213,14 +213,14 @@ class SubBlock:
         return self._align_operand(some.reshape(-1, self.group * rows.size, tensor.shape[-1]))
 
     def unfold(self, folded: Tensor, rows: Range) -> Tensor:
-        """(n * kv heads, group * rows, x) -> (n, q heads, rows, x)."""
+        """Return a result of ``fold``'s shape (n * kv heads, group * rows, x) as (n, q heads, rows, x)."""
         return folded.reshape(self.count, -1, rows.size, folded.shape[-1])
 
     def _fold_keys(self, tensor: Tensor) -> Tensor:
         return self._align_operand(tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1))
 
     def _align_operand(self, matrices: Tensor) -> Tensor:
-        """Return matrices aligned: half-precision products on a GPU cannot read an unaligned view."""
+        """Return ``matrices``, or an aligned copy: half-precision products on a GPU cannot read an unaligned view."""
         return ready(matrices) if self.operand_dtype != self.dtype and not matrices.shape[-1] % 8 else matrices
 
     def raw_scores(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
@@ -247,15 +247,15 @@ class SubBlock:
 
     def softcap_slope(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
         """Return the derivative of softcap * tanh(x / softcap) at the uncapped scores x."""
-        # Without ALiBi, scores / softcap is the tanh. A hidden key's score is -inf; its gradient is 0 at any slope.
+        # Without ALiBi, tanh is scores / softcap. A hidden key's score is -inf: its slope is wrong, but not used.
         has_tanh = self.block.slopes is None
         tanh = scores / self.call.softcap if has_tanh else self.raw_scores(queries, rows, columns).tanh_()
         return tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
 
     def matmul(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-        """Return a @ b * scale with fp32 (fp64) accumulation and result, for operands of any precision."""
+        """Return a @ b * scale, accumulated and returned in fp32 (fp64 if the operands are), whatever their dtype."""
         if a.dtype == self.dtype:
-            applied = 1.0 if math.isnan(scale) else scale  # a CPU's library treats nan as 0
+            applied = 1.0 if math.isnan(scale) else scale  # on a CPU alpha=nan counts as 0
             result = torch.baddbmm(
                 a.new_empty(1, 1, 1).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=applied
             )
@@ -281,9 +281,11 @@ class TileSize(NamedTuple):
 
 
 class TileLimits(NamedTuple):
-    """Limits of one tile: most scores, most keys, fewest rows worth a tile, and the share of visible keys in rows.
+    """Limits of one tile.
 
-    small: a call of at most so many scores gets tiles of all rows, even if its mask hides half: launches cost more
+    elements: the most scores; keys: the most keys; rows: the height that any tile may have
+    share: under a mask, a taller tile has at most 1 / share as many rows as its window has keys
+    small: a call of at most so many scores gets tiles of all rows, even if the mask hides half: launches cost more
     """
 
     elements: int
@@ -293,18 +295,18 @@ class TileLimits(NamedTuple):
     small: int
 
 
-# On a CPU a tile should fit the cache of a core. On a GPU small tiles cost launches.
+# On a CPU a tile should fit into a core's cache. On a GPU small tiles need too many launches.
 _CPU_LIMITS = TileLimits(elements=2**19, keys=512, rows=128, share=2, small=0)
 _ACCELERATOR_LIMITS = TileLimits(elements=5 * 2**23, keys=8192, rows=256, share=1, small=2**24)
 _ALIGNED_ROWS = 64
-# Masks cached for later tiles: one for each end of a window.
+# How many tiles' masks are cached for tiles that lie alike: one for each end of a window.
 _CACHED_MASKS = 2
 
 
 def _choose_tile_size(call: AttentionCall, block: Block) -> TileSize:
-    """The largest tile within the device's budget: first rows and keys, then heads, then sequences, then rows.
+    """Return the largest tile within the device's limits: first rows and keys grow, then heads, sequences, rows again.
 
-    Taller tiles than a share of the keys, or of a window, would mostly compute scores that the mask hides.
+    Under a mask its rows are limited, because very tall tiles would mostly compute scores that the mask hides.
     """
     limits = _CPU_LIMITS if block.q.is_cpu else _ACCELERATOR_LIMITS
     n, seqlen_q = block.q.shape[:2]
@@ -322,7 +324,7 @@ def _choose_tile_size(call: AttentionCall, block: Block) -> TileSize:
     sequences = -(-n // -(-n // sequences))
     rows = max(min(rows, max(16, budget // keys)), min(most_rows, budget // (sequences * heads * keys)))
     if _ALIGNED_ROWS < rows < seqlen_q:
-        # The visible keys of later rows then start where matrix products read fast.
+        # So that the visible keys of later tiles start at an aligned address, for fast matrix products.
         rows -= rows % _ALIGNED_ROWS
     return TileSize(sequences, heads, rows, keys)
 

@@ -1,4 +1,4 @@
-"""Optional torch.compile around a pure function: tried when the user allows it, given up after one failure."""
+"""Optional torch.compile of a pure function: used if the user allows it, and given up after its first failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 class OptionallyCompiled(Generic[P, R]):
     """``function``, compiled while FLASH_ATTN_COMPAT_COMPILE=1 and as long as compiling works.
 
-    The function must not change its arguments: a call whose compilation fails is made again without.
+    The function must not change its arguments, because a call whose compilation fails is repeated uncompiled.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -36,7 +36,7 @@ class OptionallyCompiled(Generic[P, R]):
             self._compiled = torch.compile(self._function, dynamic=True)
         try:
             return self._compiled(*args, **kwargs)
-        # Whatever the compiler stack raises: the uncompiled function is as right.
+        # Any error of the compiler stack will do: the uncompiled function gives the same results.
         except Exception as error:  # noqa: BLE001
             self._has_failed = True
             warnings.warn(

@@ -22,8 +22,8 @@ from flash_attn_compat.core.entry import BackwardRun, Run
 from flash_attn_compat.core.features import Feature, Traits
 from flash_attn_compat.core.inputs import NO_INPUTS, Inputs, Options
 
-# Features that both builds of FlashAttention-2's kernels decline. Calls over a cache go to fused, which appends and
-# attends in one launch.
+# Features that neither PyTorch's nor flash-attn's build of FlashAttention-2 gets. Calls over a cache go to ``fused``,
+# which appends and attends in one launch.
 FLASH_UNSUPPORTED = (
     Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS | Feature.SCALE_NOT_POSITIVE
     | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED | Feature.APPEND | Feature.LSE_GRADIENT
@@ -40,10 +40,10 @@ class LaunchResult(NamedTuple):
 
 
 class SingleLaunchBackend(Backend):
-    """A backend of one launch for a forward, and one for a backward. This class converts inputs and results.
+    """A backend with one launch for a forward, and one for a backward. This class converts inputs and results.
 
     zeroes_outside: whether the launches write 0 to out and gradients at tokens outside of all sequences
-    choose_clear: returns what clears unwritten tokens of calls with the cache key of this one
+    choose_clear: returns the function that sets unwritten tokens to 0, for calls with the cache key of its argument
     """
 
     zeroes_outside: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class SingleLaunchBackend(Backend):
     def launch_backward(
         self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
     ) -> Gradients:
-        """Launch the backward; returns dq, dk, dv in the shapes of the call's q, k, v: ``into``, or new tensors."""
+        """Launch the backward; return dq, dk, dv in the shapes of the call's q, k, v: ``into``, or new tensors."""
 
     def with_kernel_layout(self, call: AttentionCall) -> AttentionCall:
         """Return the call with q, k, v in a layout that the kernel can read; copies where necessary."""
@@ -124,7 +124,7 @@ def _is_alike(gradient: Tensor, source: Tensor) -> bool:
 
 
 def _reduce_to_shape(gradient: Tensor, source: Tensor) -> Tensor:
-    """Return the gradient in the shape of ``source``: sums copies of a head in fp32, cuts padded channels off."""
+    """Return the gradient in the shape of ``source``: sum a head's copies in fp32, and cut off padded channels."""
     if gradient.shape[-2] != source.shape[-2]:
         gradient = torch.unflatten(gradient, -2, (source.shape[-2], -1)).sum(-2, dtype=torch.float32).to(source.dtype)
     return kernel_layout.narrowed(gradient, source.shape[-1])
@@ -150,11 +150,11 @@ class FlashBackend(SingleLaunchBackend):
             call = call._replace(alibi_slopes=slopes.resolve_neg().contiguous())
         if call.cu_seqlens_q is None:
             return call
-        # The kernels clamp windows to max_seqlen_k. That is wrong for rows that stand further before the first key.
+        # The kernels clamp windows to max_seqlen_k, which is wrong for rows that far before the first key: raise it.
         clamps = call.mask.right != 0 and not call.mask.is_full
         longest_k = max(1, call.max_seqlen_q if clamps else 0, call.max_seqlen_k)
-        # At max_seqlen_q 1 the kernels fold grouped heads into rows and assume a row in every sequence. Only
-        # cu_seqlens_q, on the GPU, says whether each sequence has one.
+        # With max_seqlen_q 1 the kernels fold grouped heads into rows, and assume that no sequence is empty. The host
+        # does not know that, so it passes at least 2.
         longest_q = max(2, call.max_seqlen_q)
         if (longest_q, longest_k) == (call.max_seqlen_q, call.max_seqlen_k):
             return call
@@ -164,8 +164,8 @@ class FlashBackend(SingleLaunchBackend):
 def window_arguments(call: AttentionCall) -> tuple[bool, int, int]:
     """Return (causal, left, right) of a call's mask as the kernels take them: -1 for unbounded.
 
-    With causal, right is -1: the kernels fold one row of grouped heads, and so read its keys once, only where both
-    sides are unbounded.
+    With causal, right is -1, because for a single row the kernels fold grouped heads, and so read the keys only once,
+    only if both bounds are -1.
     """
     left, right = call.mask.window
     return right == 0, left, -1 if right == 0 else right

@@ -1,8 +1,8 @@
 """The installed flash-attn 2, for each call that it accepts on this GPU.
 
-This backend calls the compiled extension directly and ignores the module named ``flash_attn``, which may be patched to
-run on this package. Limits of the extension are reasons. A smoke test before the first real call detects builds that
-compute wrong numbers: some are limited to a few head dims.
+This backend calls flash-attn's compiled extension directly, and ignores the module named ``flash_attn``, because that
+may be patched to run on this package. Limits of the extension are reasons to decline. A smoke test before the first
+real call detects builds that compute wrong numbers: some support only a few head dims.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Official(FlashBackend):
         max_head_dim=256,
         rocm_reason="flash-attn's kernels for ROCm are different and untested",
     )
-    # By zero_tensors: its launches come from C++. Operators over a mask would cost the host more than the call.
+    # The extension's zero_tensors does that in C++. PyTorch operators would cost the host more than the call itself.
     zeroes_outside = True
 
     def rank(self, traits: Traits) -> int:
@@ -97,7 +97,7 @@ class Official(FlashBackend):
 
 
 class _ExtensionFunctions(NamedTuple):
-    """The extension's functions from the moment when it was loaded. Later patches of the module do not reach them."""
+    """The extension's functions as they were when it was loaded, so that later patches of the module have no effect."""
 
     fwd: Callable[..., Any]
     varlen_fwd: Callable[..., Any]
@@ -114,7 +114,7 @@ def _require_functions() -> _ExtensionFunctions:
 
 @functools.lru_cache(maxsize=8)
 def _load_functions(location: str) -> _ExtensionFunctions | str:
-    """Return the extension's functions, or the reason why they cannot be loaded. A second attempt would fail alike."""
+    """Return the extension's functions, or the reason why they cannot be loaded. Cached, as a retry would fail, too."""
     version = installed.read_version(location)
     if version is None or not (2, 7) <= version < (3,):
         known = "of unknown version" if version is None else ".".join(map(str, version))
@@ -127,7 +127,7 @@ def _load_functions(location: str) -> _ExtensionFunctions | str:
 
 
 def _import_extension(location: str) -> Any:
-    # Installations put the extension beside the package. This package's stand-in is never there.
+    # Search only beside flash-attn's own package, where this package's stand-in for the extension never is.
     spec = PathFinder.find_spec(installed.EXTENSION, [str(Path(location).parent)])
     if spec is None or spec.loader is None:
         raise ImportError(f"its compiled extension {installed.EXTENSION} is missing")
@@ -138,7 +138,7 @@ def _import_extension(location: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     finally:
-        # Loading an extension may register it under its name, which may belong to another module.
+        # Undo what loading may have put into sys.modules: the name may belong to another module.
         sys.modules.pop(installed.EXTENSION, None)
         if before is not None:
             sys.modules[installed.EXTENSION] = before

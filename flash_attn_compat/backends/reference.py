@@ -1,7 +1,7 @@
-"""The reference that all other backends are checked against: all scores at once, in fp64 where the device has it.
+"""The backend that all others are checked against: it computes all scores at once, in fp64 if the device has it.
 
-It uses differentiable operations out of place, so it also computes forward-mode AD, torch.func and double
-backward. Its memory grows with the product of the lengths. It is never chosen before another backend.
+It consists of differentiable, out-of-place operators, so it also supports forward-mode AD, torch.func and double
+backward. Its memory grows with the product of the lengths. It has the last rank of all backends.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Reference(BlockwiseBackend):
 
 
 def _row_maximum(scores: Tensor) -> Tensor:
-    """Return the largest score of each row, finite even for a row that sees no key and without any keys."""
+    """Return the largest score of each row; a finite number for a row that sees no key, and if there are no keys."""
     lowest = torch.finfo(scores.dtype).min
     if not scores.shape[-1]:
         return scores.new_full((*scores.shape[:-1], 1), lowest)

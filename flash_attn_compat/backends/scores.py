@@ -1,8 +1,8 @@
-"""Scores written out, and S_dmask: probabilities of a call with dropout, signed by whether dropout kept them.
+"""The matrix of scores, and S_dmask: the probabilities of a call with dropout, negative where dropout dropped them.
 
-flash-attn writes them as its kernel meets them: exp(score - m) with m the row's maximum over the key
-blocks seen so far, blocks being visited from the last to the first. Tests and tools undo exactly that,
-so it is reproduced here, at the cost of a materialised matrix that the caller asked for.
+flash-attn's kernel visits blocks of keys from the last to the first, and writes exp(score - m), where m is the
+row's maximum over the blocks visited so far. Tests and tools undo exactly that, so the same numbers are computed
+here. It needs the whole matrix in memory, but only if the caller asks for S_dmask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from flash_attn_compat.core.mask import Range
 
 
 def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tensor:
-    """(batch, nheads, max_seqlen_q, max_seqlen_k rounded up to 128) in q's dtype: kept >= 0, dropped negative.
+    """Return S_dmask, (batch, nheads, max_seqlen_q, max_seqlen_k rounded up to 128) in q's dtype.
 
-    Each sequence starts at [0, 0] of its own matrix; everything outside what a row sees is 0.
+    Probabilities that dropout keeps are >= 0, dropped ones negative. Each sequence starts at [0, 0] of its own matrix.
+    Elements for keys that a row does not see are 0.
     """
     shape = (call.batch, call.nheads, round_up(call.max_seqlen_q, 128), round_up(call.max_seqlen_k, 128))
     signed = call.q.new_zeros(shape)
@@ -40,7 +41,7 @@ def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tenso
 
 
 def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scores (n, nheads, seqlen_q, seqlen_k), -inf where unseen; the softcap's derivative beside them.
+    """Return scores (n, nheads, seqlen_q, seqlen_k), -inf where a key is hidden, and softcap's derivative or None.
 
     q, k: the block's, in the dtype to compute in, with a key head for every query head
     """
@@ -52,7 +53,7 @@ def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[
         scores, softcap_slope = call.softcap * capped, 1 - capped**2
     if block.slopes is not None:
         scores = alibi.add_bias(scores, block.slopes, rows, keys, block.offset)
-    if call.bias is not None:  # of a dense call, which is one block
+    if call.bias is not None:  # only dense calls have one, and a dense call is one block: shapes agree
         is_boolean = call.bias.dtype == torch.bool
         scores = scores.masked_fill(~call.bias, -torch.inf) if is_boolean else scores + call.bias
     hidden = call.mask.hidden(rows, keys, block.offset, q.device)
@@ -65,7 +66,7 @@ def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[
 
 
 def _running_maxima(call: AttentionCall, scores: Tensor) -> Tensor:
-    """Per element, the row's maximum over its own key block and all later ones; 0 while nothing was seen."""
+    """Return for each score its row's maximum over its own block of keys and all later blocks; 0 if all are hidden."""
     seqlen_k = scores.shape[-1]
     head_dim = min(call.q.shape[-1], 256)
     size = key_block_size(scores.device, head_dim, True, call.mask.right == 0)

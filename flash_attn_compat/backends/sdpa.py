@@ -1,9 +1,9 @@
 """PyTorch's fused scaled_dot_product_attention on blocks with little or no padding.
 
-The kernel's causal mask is aligned at the top left. Other masks, windows, ALiBi and padding become an additive bias, a
-few rows at a time. Where many keys precede a causal square, they get a kernel call of their own. On a CPU this backend
-calls the fused kernel below PyTorch's autograd, because that kernel returns the LSE for the backward. On other devices
-it calls the public function, and differentiates a second call of it for gradients.
+PyTorch's causal mask is aligned at the top left. Other masks, windows, ALiBi and padding become an additive bias, a
+few rows at a time. If a causal call has many more keys than rows, the keys that every row sees get a kernel call of
+their own. On a CPU this backend calls the fused kernel below PyTorch's autograd, because that kernel returns the LSE
+for the backward. On other devices it calls the public function, and for gradients differentiates a second call of it.
 
 On AMD's GPUs it serves only full and causal calls, in the memory layout of its smoke test and after that has passed.
 """
@@ -31,14 +31,14 @@ _UNSUPPORTED = (
     Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
     | Feature.LSE_GRADIENT | Feature.BIAS
 )  # fmt: skip
-# On AMD's GPUs a small problem is tried first: these features, causal and full, of (rows, keys) beyond one tile. No
-# tile divides the 217 keys.
+# On AMD's GPUs a smoke test goes first, with these features, causal and full. Its lengths (rows, keys) exceed one tile,
+# and no tile divides the 217 keys.
 _SMOKE_TESTED = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
 _CAUSAL_LENGTHS, _FULL_LENGTHS = (150, 150), (150, 217)
-# Most elements of one bias: bounds the memory of windowed and ALiBi calls at any length.
+# The most elements of one bias, which limits the memory of windowed and ALiBi calls at any length.
 _BIAS_ELEMENTS = 2**21
 _MIN_BIAS_ROWS = 32
-# From so many scores of keys before the causal square on, a second kernel call is faster than a bias.
+# If the keys that every causal row sees have at least so many scores, two kernel calls are faster than a bias.
 _MIN_SPLIT_SCORES = 2**18
 # Under a mask, taller tiles would mostly add keys that most of their rows do not see.
 _MAX_MASKED_ROWS = 256
@@ -80,7 +80,7 @@ class Sdpa(BlockwiseBackend):
         may_be_causal = _can_use_kernel_mask(call) and call.q.shape[1] == call.k.shape[1]
         is_plain = call.is_dense and call.alibi_slopes is None and not is_eight_bit(call.k)
         if is_plain and (call.mask.is_full or may_be_causal):
-            # A fast path for the common case: blocks and tiles would slow down a small call.
+            # A fast path for the common case, since cutting blocks and tiles would slow down a small call.
             q, k, v = _heads_first(call.q), _heads_first(call.k), _heads_first(call.v)
             out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
             return Result(out.transpose(1, 2), lse)
@@ -95,7 +95,7 @@ class Sdpa(BlockwiseBackend):
         if _is_single_tile(tiles, q, k):
             out, lse = _attend(q, k, v, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
             return out.transpose(1, 2), lse
-        # Rows outside of all tiles see no key.
+        # Rows that see no key are in no tile: their out is 0 and their LSE +inf.
         out = block.q.new_zeros(block.q.shape)
         lse = q.new_full(q.shape[:3], torch.inf, dtype=lse_dtype(q.dtype))
         for tile in tiles:
@@ -134,9 +134,9 @@ class Sdpa(BlockwiseBackend):
 
 
 def _cuda_reasons(traits: Traits) -> list[str]:
-    """Reasons to decline calls on devices that PyTorch calls cuda, except those that need a smoke test."""
+    """Return the reasons to decline calls on devices that PyTorch calls cuda, without a smoke test."""
     if torch.version.hip is None:
-        # NVIDIA GPUs have better backends for the same kernels, which crash on odd strides.
+        # On NVIDIA GPUs other backends call the same kernels, with layouts that suit them: some strides crash them.
         return ["serves only AMD GPUs among PyTorch's cuda devices"]
     untried = traits.features & ~int(_UNSUPPORTED | _SMOKE_TESTED)
     reasons = [f"on AMD GPUs, does not support {feature.description}" for feature in split(untried)]
@@ -148,7 +148,7 @@ def _cuda_reasons(traits: Traits) -> list[str]:
 
 
 def _has_fused_kernel(traits: Traits) -> bool:
-    """Whether PyTorch says that it computes such calls without the whole score matrix."""
+    """Whether PyTorch reports a kernel for calls with these traits that does not store the whole score matrix."""
     cuda: Any = torch.backends.cuda  # PyTorch's stubs have only one of two signatures
     q = torch.empty(
         1, 1, 8, traits.head_dim, dtype=traits.dtype, device=smoke_test.find_device(traits.capability),
@@ -182,7 +182,7 @@ def _bias_factory(mask: Mask, block: Block) -> Callable[[_Tile], Tensor | None]:
 
 
 def _can_use_kernel_mask(call: AttentionCall) -> bool:
-    """Whether the kernel's causal mask computes the call's mask: the kernel multiplies its -inf by the scale, too."""
+    """Whether the kernel's own causal mask may be used. Not with a scale <= 0: the kernel multiplies its -inf by it."""
     return call.mask.is_causal and call.softmax_scale > 0
 
 
@@ -206,12 +206,12 @@ def _cut_tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
 
 
 def _pays_to_split(block: Block) -> bool:
-    """Whether enough keys precede the causal square that two kernel calls are faster. Merging them needs an LSE."""
+    """Whether all causal rows see so many keys that two kernel calls, merged by their LSE (on a CPU), are faster."""
     return block.q.is_cpu and block.q.shape[1] * block.offset >= _MIN_SPLIT_SCORES
 
 
 def _cut_biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Tile]:
-    """Cut rows ``alive`` into tiles with their visible keys, as tall as the limits of a bias allow."""
+    """Cut the rows ``alive``, which see keys, into tiles with their visible keys, as tall as a bias may be."""
     left, right = call.mask.left, call.mask.right
     seqlen_k = block.k.shape[1]
     width = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
@@ -240,12 +240,12 @@ def _make_bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | N
 
 
 def _drop_shared_batch(slopes: Tensor) -> Tensor:
-    """Return the (batch, nheads) slopes as (1, nheads) where all sequences share them, as their bias does."""
+    """Return slopes (batch, nheads) as (1, nheads) if all sequences share them, so that they also share a bias."""
     return slopes[:1] if slopes.stride(0) == 0 else slopes
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim), copied if the kernel cannot read its layout.
+    """Return (n, seqlen, heads, head_dim) as (n, heads, seqlen, head_dim), copied if the kernel cannot read its layout.
 
     On AMD's GPUs the result has the memory layout of the smoke test.
     """
@@ -255,7 +255,7 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether the kernel reads (n, seqlen, heads, head_dim) rightly: channels are contiguous, and no row overlaps them.
+    """Whether the kernel reads (n, seqlen, heads, head_dim) correctly: contiguous channels, and rows without overlap.
 
     The kernel for CPUs orders the axes of ``out`` by the strides of q. If another axis steps by 1 too, the channels of
     ``out`` may lie apart, and the kernel writes elsewhere (PyTorch 2.13). Its matrix products need rows that lie at
@@ -273,14 +273,14 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 def _forward_dtype(q: Tensor) -> torch.dtype:
-    """fp32 for fp16 on CPUs without fp16 hardware: with both conversions it took half the time and less."""
+    """Return the dtype of a forward: fp32 for fp16 on a CPU without fp16 hardware, which took at most half the time."""
     if q.dtype == torch.float16 and q.is_cpu and (not _KEEPS_SCORES or torch.float16 in _slow_matmul_dtypes()):
         return torch.float32
     return q.dtype
 
 
 def _backward_dtype(q: Tensor) -> torch.dtype:
-    """fp32 for halves on CPUs without hardware for them: PyTorch's half-precision products took ten times as long."""
+    """Return the dtype of a backward: fp32 for 16 bits on a CPU without hardware for these, ten times as slow."""
     return torch.float32 if q.is_cpu and q.dtype in _slow_matmul_dtypes() else _forward_dtype(q)
 
 
@@ -293,7 +293,7 @@ def _find_masked_operator(name: str) -> Any:
     return getattr(torch, name, operator) if "attn_mask" in argument_names(operator) else None
 
 
-# torch.__version__ compares as a version, not as a string.
+# Defects of PyTorch's kernels by version. (torch.__version__ compares as a version, not as a string.)
 # In PyTorch 2.4 the kernel reads beyond the key heads if they are fewer than the query heads; 2.11 is right.
 _SHARES_KEY_HEADS = torch.__version__ >= "2.11"
 # In PyTorch 2.4 the kernel rounds unscaled scores of fp16 inputs to fp16: its LSE is off by 1e-2 where scores reach 40,
@@ -301,14 +301,14 @@ _SHARES_KEY_HEADS = torch.__version__ >= "2.11"
 _KEEPS_SCORES = torch.__version__ >= "2.5"
 # In PyTorch 2.4 the decomposition for devices without a kernel returns nan for rows that see no key.
 _HANDLES_ROWS_WITHOUT_KEYS = torch.__version__ >= "2.5"
-# On a CPU 2.5 takes a row with a NaN score for one without keys; later versions only as docs/exactness.md says.
+# On a CPU, PyTorch 2.5 treats a row with a NaN score as a row without keys; for later versions see docs/exactness.md.
 _LOSES_NAN = "2.5" <= torch.__version__ < "2.6"
-# Typed Any, not Optional: where PyTorch lacks these operators, extra_reasons declines every call.
+# Typed as Any, not as Optional: if PyTorch lacks these operators, extra_reasons declines every call, so none is used.
 _FORWARD: Any = _find_masked_operator("_scaled_dot_product_flash_attention_for_cpu")
 _BACKWARD: Any = _find_masked_operator("_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
-@functools.cache  # computed at the first call: an import within a trace could not compute it
+@functools.cache  # at the first call and not at import, which may happen inside a trace
 def _slow_matmul_dtypes() -> frozenset[torch.dtype]:
     """Return the dtypes for which PyTorch has no fast matrix product on this CPU, by PyTorch's own checks."""
     checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -318,7 +318,7 @@ def _slow_matmul_dtypes() -> frozenset[torch.dtype]:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """(n, heads, rows, head_dim) inputs -> out and, on a CPU, the LSE (n, heads, rows)."""
+    """Return out and, on a CPU, the LSE (n, heads, rows), for inputs (n, heads, rows, head_dim); else None as LSE."""
     if q.is_cpu:
         return _attend_on_cpu(q, k, v, causal, bias, scale)
     return _call_public_sdpa(q, k, v, causal, bias, scale), None
@@ -344,13 +344,13 @@ def _attend_on_cpu(
 def _attend_folded_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend for one row that sees all keys. Query heads of a group become rows, so each key head is read once."""
     n, nheads = q.shape[:2]
-    rows = q.reshape(n, k.shape[1], -1, q.shape[3]).contiguous()  # heads may be broadcast, rows may not
+    rows = q.reshape(n, k.shape[1], -1, q.shape[3]).contiguous()  # the kernel takes broadcast heads, but not rows
     out, lse = _FORWARD(rows, k, v, 0.0, False, scale=scale)
     return out.reshape(n, nheads, 1, -1), lse.reshape(n, nheads, 1)
 
 
 def _attend_split_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend for causal rows after keys that every row sees: those keys and the causal square, merged by their LSE."""
+    """Attend to the keys that every causal row sees, then to the causal square, and merge both results by their LSE."""
     (k, own_k), (v, own_v) = _split_keys(q, k), _split_keys(q, v)
     out, lse = _attend_on_cpu(q, k, v, False, None, scale)
     own_out, own_lse = _attend_on_cpu(q, own_k, own_v, True, None, scale)
@@ -360,7 +360,7 @@ def _attend_split_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
 
 
 def _split_keys(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys before the causal square, and the keys of the square."""
+    """Split ``keys`` into those that every causal row sees, and as many last ones as q has rows, the causal square."""
     seqlen_q = q.shape[2]
     return keys[:, :, :-seqlen_q], keys[:, :, -seqlen_q:]
 

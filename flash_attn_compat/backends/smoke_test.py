@@ -1,7 +1,7 @@
-"""Smoke tests of external kernels: a small call of each kind is compared with reference before the first real call.
+"""Smoke tests of kernels that are not ours: compare a small call of each kind with ``reference`` before the first one.
 
-flash-attn can be built with fewer head dims or features, and then gives wrong answers silently. A binary for another
-GPU raises. We have never seen PyTorch's kernels for AMD's GPUs run.
+flash-attn can be built with fewer head dims or features, and then silently gives wrong answers. A binary for another
+GPU raises. PyTorch's kernels for AMD's GPUs were never run during the development of this package.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, to
 
 
 def decline_reason(backend: Backend, binary: object, traits: Traits, lengths: Lengths = _LENGTHS) -> str | None:
-    """Reason to decline calls with these traits, or None if their smoke test passes; cached by ``binary`` and kind."""
+    """Return the reason to decline calls with these traits, cached by ``binary``; None if the smoke test passes."""
     device = find_device(traits.capability)
     if device.type == "cuda" and cuda_capture.is_capturing(device.index):
-        return None  # results cannot be read in a capture
+        return None  # in a capture no results can be read: test later
     head_dim, features = traits.head_dim + -traits.head_dim % 8, traits.features & _TESTED_FEATURES
     kind = traits._replace(head_dim=head_dim, head_dim_v=head_dim, sq_vs_sk="<", features=features)
     return _run_once(backend, binary, kind, lengths)
@@ -60,7 +60,7 @@ def _matches_reference(backend: Backend, kind: Traits, lengths: Lengths) -> bool
 
 
 def _compute_results(backend: Backend, call: AttentionCall, dout: Tensor) -> list[Tensor]:
-    """Return out, then dq, dk, dv where the call needs gradients."""
+    """Return [out], or [out, dq, dk, dv] if the call needs gradients."""
     result = backend.forward(call)
     if not call.use & Feature.BACKWARD:
         return [result.out]
@@ -69,7 +69,7 @@ def _compute_results(backend: Backend, call: AttentionCall, dout: Tensor) -> lis
 
 
 def _applies_dropout(backend: Backend, call: AttentionCall) -> bool:
-    """Whether dropout changes the sums of probabilities, which are 1 without dropout."""
+    """Whether a kernel applies dropout: the probabilities of a row then no longer add up to 1."""
     devices = [call.q.device] if call.q.is_cuda else []
     with torch.random.fork_rng(devices):
         out = backend.forward(call._replace(v=torch.ones_like(call.v), dropout_p=0.5)).out
@@ -77,7 +77,7 @@ def _applies_dropout(backend: Backend, call: AttentionCall) -> bool:
 
 
 def _make_problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor]:
-    """Return a small call of that kind, and a gradient of its out."""
+    """Return a small call with the traits ``kind``, and a gradient of its out."""
     device, features = find_device(kind.capability), kind.features
     rows, keys = (lengths[0], 2), (lengths[1], 1 if features & Feature.GQA else 2)
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")

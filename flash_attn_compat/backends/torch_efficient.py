@@ -1,8 +1,8 @@
-"""PyTorch's memory-efficient kernel (aten::_efficient_attention_*), where our own kernels cannot be compiled.
+"""PyTorch's memory-efficient kernel (aten::_efficient_attention_*), for GPUs on which our kernels cannot be compiled.
 
-One launch computes a dense or packed call, full or causal, with dropout; grouped key heads are copied. Windows are left
-to chunked, and so are dense calls with rows that see no key: the kernel computes such rows wrong. In packed calls such
-rows become sequences without keys, which the kernel leaves unwritten. Nothing waits for the GPU.
+One launch computes a dense or packed call, full or causal, with dropout. Grouped key heads are copied. Windows are left
+to ``chunked``. So are dense calls with rows that see no key, because the kernel computes these rows wrong. In packed
+calls such rows become sequences without keys, which the kernel leaves unwritten. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TorchEfficient(SingleLaunchBackend):
         return reasons
 
     def with_kernel_layout(self, call: AttentionCall) -> AttentionCall:
-        """As SingleLaunchBackend's; copies grouped key and value heads for each query head, too."""
+        """Return the call in a layout that the kernel can read, with key and value heads repeated for query heads."""
         call, group = super().with_kernel_layout(call), call.nheads // call.nheads_k
         if group == 1:
             return call
@@ -81,8 +81,8 @@ class TorchEfficient(SingleLaunchBackend):
         seed, offset = launched.state or (unused, unused)
         # The kernel ignores the strides of ``out`` and reads it as contiguous (PyTorch 2.11, fp16).
         dout, q, k, v, out = _add_batch_axis(call, dout, call.q, call.k, call.v, launched.out.contiguous())
-        # Blocks that share a head's keys add to dq atomically. With few rows, one block
-        # for each head took a tenth of the time that several took.
+        # Several blocks that share a head's keys would add to dq by atomics. With few rows, one block for each head
+        # took a tenth of the time of several.
         splits = 1 if longest_q <= 2 * _LSE_ROWS else None
         bias, bias_requires_grad = None, False
         dq, dk, dv, _ = as_decided(
@@ -95,7 +95,7 @@ class TorchEfficient(SingleLaunchBackend):
         return gradients
 
     def to_flash_attn_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
-        """As SingleLaunchBackend's; drops the kernel's padding, and writes +inf for rows without keys."""
+        """Return the kernel's LSE as flash-attn lays it out: without padding, and +inf for rows without keys."""
         starts, _ = _sequence_starts(call)
         if starts is None:
             return lse[:, :, : call.q.shape[1]]
@@ -124,9 +124,9 @@ def _max_lengths(call: AttentionCall) -> tuple[int | None, int | None]:
 
 
 def _sequence_starts(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
-    """Return cu_seqlens of queries and keys; (None, None) if dense, twice q's if all lengths are equal.
+    """Return cu_seqlens of queries and keys; (None, None) for a dense call, q's twice if q and k have equal lengths.
 
-    Under a causal mask each sequence becomes two: its rows without keys, and the rest with all keys.
+    Under a causal mask each sequence becomes two: its rows that see no key, and its other rows with all keys.
     """
     q, k = call.cu_seqlens_q, call.cu_seqlens_k
     if q is None or k is None or call.equal_lengths:
@@ -139,7 +139,10 @@ def _sequence_starts(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]
 
 
 def _fill_unwritten(call: AttentionCall, value: float, queries: Tensor, *keys: Tensor) -> None:
-    """Write ``value`` where the kernel writes nothing in (total, heads, ...): queries without keys, and the reverse."""
+    """Write ``value`` to the tokens of (total, heads, ...) tensors that the kernel skips.
+
+    queries: rows of sequences without keys are skipped; keys: tokens of sequences without queries are skipped
+    """
     q, k = _sequence_starts(call)
     if q is None or k is None or q is k:
         return

@@ -1,7 +1,7 @@
-"""PyTorch's own copy of FlashAttention-2: the path for GPUs of compute capability 8.0 and newer without flash-attn.
+"""PyTorch's own build of FlashAttention-2, for GPUs of compute capability 8.0 and newer without flash-attn.
 
-The operators' schemas grew over PyTorch's versions. An argument that the installed PyTorch lacks is a reason to
-decline. external.py turns a call into a launch.
+The operators got more arguments from version to version. If the installed PyTorch lacks an argument that we pass, this
+backend declines. external.py turns a call into a launch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature, all_but
 
-# PyTorch builds its kernels without ALiBi slopes, though the operator's schema has them. Deterministic gradients depend
-# on a switch of the whole process.
+# PyTorch builds its kernels without ALiBi, though the operator has an argument for slopes. Deterministic gradients
+# would need a switch that affects the whole process.
 _UNSUPPORTED = FLASH_UNSUPPORTED | Feature.SOFTCAP | Feature.ALIBI | Feature.DETERMINISTIC
 _SHARED_ARGUMENTS = {"cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"}
 _NEEDED_ARGUMENTS = {
@@ -82,7 +82,10 @@ class TorchFlash(FlashBackend):
 
 @functools.cache
 def _pads_lse(device: torch.device) -> bool:
-    """Whether packed calls return LSE (batch, heads, max_seqlen_q), as before FlashAttention 2.6. Makes a tiny call."""
+    """Whether packed calls return a padded LSE, as before FlashAttention 2.6. Finds out by a tiny call.
+
+    The padded LSE is (batch, heads, max_seqlen_q).
+    """
     q = torch.zeros(1, 1, 8, dtype=torch.float16, device=device)
     starts = torch.arange(2, dtype=torch.int32, device=device)
     lse: Tensor = aten_operator("_flash_attention_forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]

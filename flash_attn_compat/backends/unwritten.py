@@ -1,9 +1,9 @@
 """Tokens of packed tensors that a kernel leaves unwritten: outside of all sequences, or beyond max_seqlen.
 
-PyTorch's and flash-attn's kernels leave there whatever the memory held; here such tokens are set to 0. The operators
-below do so anywhere, some fourteen of them for each call; backends/fused/clearing.py does the same in one launch. The
-pass is skipped only where the host reads the lengths of this very call: lengths seen earlier may have been changed
-through ``.data``, by a CUDA graph or by another kernel, unseen by PyTorch. Nothing waits for the GPU.
+PyTorch's and flash-attn's kernels leave old memory contents in such tokens. Here they are set to 0, by some fourteen
+PyTorch operators for each call; backends/fused/clearing.py does the same in one launch. A call skips this only if the
+host can read its own lengths. Lengths from an earlier call do not count, because ``.data``, a CUDA graph or another
+kernel may have changed them unseen by PyTorch. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Clear = Callable[[AttentionCall, PackedResults], None]
 
 
 def token_places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return each token's sequence and its index in it; tokens outside of all sequences count to the nearest one."""
+    """Return for each token its sequence, and its index in that; a token outside of all counts to the nearest one."""
     tokens = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=cu_seqlens.shape[0] - 2)
     return sequence, (tokens - cu_seqlens[sequence]).clamp_(min=0)
@@ -44,7 +44,7 @@ def packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
-    """Return a packed LSE (nheads, total) as a padded one (batch, nheads, rows), contiguous; +inf after sequences."""
+    """Return a packed LSE (nheads, total) as a contiguous padded one (batch, nheads, rows), +inf in the padding."""
     tokens = cu_seqlens[:-1, None] + torch.arange(rows, device=lse.device)
     inside = tokens < cu_seqlens[1:, None]
     gathered = lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1)
@@ -53,7 +53,7 @@ def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
 
 def is_outside(cu_seqlens: Tensor, total: int) -> Tensor:
     """Return (total,) bool: True for tokens outside of all sequences."""
-    # Adding half a token keeps the last token of a sequence apart from the first one behind it.
+    # Positions are at half a token, so that the first token after the last sequence differs from its end.
     tokens = torch.arange(0.5, total + 0.5, dtype=torch.float64, device=cu_seqlens.device)
     return tokens.clamp(cu_seqlens[0], cu_seqlens[-1]) != tokens
 
@@ -63,7 +63,8 @@ def is_unwritten(cu_seqlens: Tensor, total: int, longest: int) -> Tensor:
     if longest >= total:
         return is_outside(cu_seqlens, total)
     starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
-    # Bounds alternate: written tokens begin, written tokens end. A token behind an even number of bounds is unwritten.
+    # ``bounds`` alternate: start and end of the written tokens of each sequence. A token after an even number of bounds
+    # is unwritten.
     bounds = torch.stack((starts, torch.minimum(starts + longest, stops)), dim=1).flatten()
     tokens = torch.arange(total, dtype=bounds.dtype, device=bounds.device)
     return torch.searchsorted(bounds, tokens, right=True).bitwise_and_(1) == 0
@@ -79,7 +80,7 @@ def clear(cu_seqlens: Tensor, tensors: Sequence[Tensor], longest: int) -> None:
         return
     lies_outside = is_unwritten(cu_seqlens, total, longest).view(-1, 1, 1)
     for tensor in tensors:
-        is_of_words = tensor.shape[-1] * tensor.element_size() % 8 == 0  # for speed, eight bytes are filled at once
+        is_of_words = tensor.shape[-1] * tensor.element_size() % 8 == 0  # filling eight bytes at once is faster
         (tensor.view(torch.int64) if is_of_words else tensor).masked_fill_(lies_outside, 0)
 
 

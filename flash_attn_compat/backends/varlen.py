@@ -1,8 +1,8 @@
-"""How sequences lie in a call's tensors, and which of them are computed together.
+"""Cut packed, padded and paged calls into blocks: dense tensors of sequences that are computed together.
 
-Backends without a kernel for packed or paged data work on blocks: dense tensors of sequences that are
-equally long, or nearly so. Where a block pads, it pads on the left, so that one offset aligns all its
-rows with all its keys and every mask and bias applies unchanged. Lengths are read by the host here.
+Backends without a kernel for packed or paged data compute such blocks. The sequences of a block are equally
+long, or nearly so. Padding is on the left, so that one offset aligns all rows of a block with its keys, and every
+mask and bias applies unchanged. The host reads the lengths here, which waits for a GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Made = TypeVar("Made")
 
 
 class Joining(NamedTuple):
-    """When sequences that lie apart, or have different lengths, are copied into one block.
+    """Limits for copying sequences that lie apart, or have different lengths, into one block.
 
-    padding: floating-point operations that may be wasted to have one more
-    elements: of q, or of k with as many heads, in such a block at most
-    few: fewer views than this are faster alone
+    padding: the most floating-point operations that may be wasted on padding to add one more sequence
+    elements: the most elements of q, or of k with as many heads as q, in such a block
+    few: fewer blocks than this are faster uncopied, as views
     """
 
     padding: float
@@ -39,18 +39,18 @@ class Joining(NamedTuple):
     few: int
 
 
-# Sequences of more work than so much padding gain nothing from company.
+# A sequence of more than _LONG * padding operations gains nothing if others are computed together with it.
 _LONG = 16
-# Fresh memory is what costs a CPU, and launches are what cost an accelerator (benchmarks/cpu.py).
+# On a CPU new memory is expensive, on an accelerator launches are (benchmarks/cpu.py).
 _CPU = Joining(padding=1e6, elements=2**18, few=12)
 _ACCELERATOR = Joining(padding=2e9, elements=2**26, few=2)
 
 
 class Spans(NamedTuple):
-    """Where the sequences of one tensor lie: first slot and length of each, in host integers.
+    """Where the sequences of one tensor lie: the first slot and the length of each, as Python integers.
 
-    size: slots in a row of the tensor, which is a sequence's or a page; None where all are packed in one row
-    table: the pages of each, where it has pages; starts count from the first one then
+    size: slots of a sequence (the tensor's second axis) or of a page; None if all sequences are packed
+    table: the block table if the tensor has pages; ``starts`` then count from the sequence's first page
     """
 
     starts: list[int]
@@ -59,7 +59,7 @@ class Spans(NamedTuple):
     table: Tensor | None = None
 
     def adjoins(self, index: int) -> bool:
-        """Whether a sequence is as long as the one before it, and lies one step behind: a view can hold both."""
+        """Whether one view can hold sequence ``index`` and the one before: equally long, and next to each other."""
         start, length = self.starts[index], self.lengths[index]
         step = length if self.size is None else 0
         return self.table is None and (self.starts[index - 1] + step, self.lengths[index - 1]) == (start, length)
@@ -74,16 +74,16 @@ class BlockPlan(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """sequences * rows * keys, padding and hidden keys included; heads are not counted."""
+        """The number of scores of one head: sequences * rows * keys, including padding and hidden keys."""
         return len(self.sequences) * self.seqlen_q * self.seqlen_k
 
     @property
     def tokens(self) -> int:
-        """sequences * rows, or sequences * keys if these are more; padding included."""
+        """The number of rows or of keys of all sequences, whichever is larger, including padding."""
         return len(self.sequences) * max(self.seqlen_q, self.seqlen_k)
 
     def join(self, other: BlockPlan) -> BlockPlan:
-        """Return one plan of both plans' sequences, all as long as the longest."""
+        """Return one plan with the sequences of both plans, all padded to the longest."""
         return BlockPlan(self.sequences + other.sequences, *map(max, self[1:], other[1:]))
 
 
@@ -108,7 +108,7 @@ class Block(NamedTuple):
         return self.k.shape[1] - self.q.shape[1]
 
     def narrow(self, n: slice) -> Block:
-        """Return the block of some of the sequences; its tensors are views."""
+        """Return the block of only the sequences ``n``; its tensors are views."""
         per_sequence = (self.slopes, self.first_row, self.first_key)
         slopes, first_row, first_key = (None if tensor is None else tensor[n] for tensor in per_sequence)
         return Block(self.q[n], self.k[n], self.v[n], slopes, self.sequences[n], first_row, first_key)
@@ -139,7 +139,7 @@ def whole_block(call: AttentionCall) -> Block | None:
 
 
 def with_folded_factor(call: AttentionCall) -> AttentionCall:
-    """Return the call with k_factor in its softmax_scale: 8-bit keys without it are exact in half precision."""
+    """Return the call with k_factor moved into softmax_scale: without it 8-bit keys are exact in 16 bits."""
     if call.k_factor == 1.0:
         return call
     return call._replace(softmax_scale=call.softmax_scale * call.k_factor, k_factor=1.0)
@@ -148,9 +148,10 @@ def with_folded_factor(call: AttentionCall) -> AttentionCall:
 def dequantized(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sequences: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of some of a call's sequences in one dtype; k and v: 8-bit ones as bytes, others unchanged.
+    """Return q, k and v of some of a call's sequences in one dtype, with 8-bit keys and values converted.
 
-    The dtype is q's, but for keys with descales of their own fp32: rounded to q's, products would be off by as much.
+    The dtype is q's; fp32 if there is a tensor k_descale, because the product must not be rounded to q's dtype.
+    k, v: 8-bit ones as bytes
     """
     if not is_eight_bit(call.k):
         return q, k, v
@@ -163,13 +164,13 @@ def dequantized(
 
 
 def _indices(tokens: Range, first: Tensor | None, device: torch.device) -> Tensor:
-    """(tokens,) or (n, tokens): each one's index in its own sequence, negative in padding."""
+    """Return each token's index in its own sequence, negative in padding: (tokens,) or (n, tokens)."""
     indices = torch.arange(tokens.start, tokens.stop, device=device)
     return indices if first is None else indices - first[:, None]
 
 
 class Places:
-    """Where the rows, or the keys, of a block lie in the call's tensors; on the left is what padding is needed."""
+    """Where the rows (or the keys) of a block lie in the call's tensors. Shorter sequences are padded on the left."""
 
     def __init__(self, spans: Spans, sequences: list[int], seqlen: int, device: torch.device) -> None:
         self.spans, self.sequences, self.seqlen, self.device = spans, sequences, seqlen, device
@@ -177,22 +178,23 @@ class Places:
         self._are_even = spans.table is None and spans.lengths[first] == seqlen
         if others and self._are_even:
             self._are_even = all(index == first + n and spans.adjoins(index) for n, index in enumerate(others, 1))
-        # (n,) int64, by how much each sequence is shorter than seqlen; None where none is.
+        # (n,) int64, how many tokens each sequence is shorter than seqlen; None if all are that long.
         self.missing: Tensor | None = None
         missing = [] if self._are_even else [seqlen - spans.lengths[index] for index in sequences]
         if any(missing):
             self.missing = self._ints(missing)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return (n, seqlen, heads, head_dim), a view where the sequences lie evenly.
+        """Return the block's tokens (n, seqlen, heads, head_dim): a view if the sequences lie at equal distances.
 
-        Padding repeats its sequence's first token: infinities, which a weight of 0 would not undo, stay its own.
+        Padding repeats the first token of its own sequence. So an infinity in one sequence, which a weight of 0 would
+        turn into NaN, never affects another.
         """
         if self._are_even:
             return self._view(tensor)
         size = self.spans.size
         if size is None or tensor.stride(0) == size * tensor.stride(1):
-            # Whole tokens at a time, several times as fast as indexing.
+            # index_select copies whole tokens, several times as fast as indexing by two tensors.
             tokens = tensor if size is None else tensor.flatten(0, 1)
             return torch.unflatten(tokens.index_select(0, self._slots.flatten()), 0, self._slots.shape)
         return tensor[self._slots // size, self._slots % size]
@@ -208,30 +210,30 @@ class Places:
             slots, values = slots[tokens], values.index_select(0, tokens)
         size = self.spans.size
         where = (slots,) if size is None else (slots // size, slots % size)
-        # Sequences may share pages, whose gradients add up.
+        # Several sequences may share a page. Its gradient is then the sum of theirs.
         target.index_put_(where, values.to(target.dtype), accumulate=self.spans.table is not None)
 
     def gather_lse(self, source: Tensor, fill: float = torch.inf) -> Tensor:
-        """Return (n, nheads, seqlen) from ``source`` of call.lse_shape. fill: for padding; +inf gives probability 0"""
+        """Return the block's LSE (n, nheads, seqlen) from the call's. fill: in padding; +inf gives probability 0"""
         return self.with_padding(self.gather(self._by_token(source)), fill).squeeze(-1).transpose(1, 2)
 
     def with_padding(self, gathered: Tensor, fill: float) -> Tensor:
-        """Return ``gather``'s result with ``fill`` in padding: itself if there is none, else a copy."""
+        """Return a result of ``gather`` with ``fill`` in its padding: a copy, or the tensor itself without padding."""
         if self.missing is None:
             return gathered
         padding = _indices(Range(0, self.seqlen), self.missing, gathered.device) < 0
         return gathered.masked_fill(padding[..., None, None], fill)
 
     def scatter_lse(self, target: Tensor, lse: Tensor) -> None:
-        """Write (n, nheads, seqlen) to ``target`` of call.lse_shape."""
+        """Write the block's LSE (n, nheads, seqlen) into ``target``, the call's LSE."""
         self.scatter(self._by_token(target), lse.transpose(1, 2).unsqueeze(-1))
 
     def _by_token(self, lse: Tensor) -> Tensor:
-        """An LSE of call.lse_shape as other tensors are: each head has one channel."""
+        """Return the call's LSE as a view with the axes of q, where each head has one channel."""
         return (lse.t() if self.spans.size is None else lse.transpose(1, 2)).unsqueeze(-1)
 
     def _view(self, tensor: Tensor) -> Tensor:
-        """Sequences that lie evenly, as a view of ``tensor``."""
+        """Return the block's sequences, which must lie at equal distances, as a view of ``tensor``."""
         first, count = self.sequences[0], len(self.sequences)
         start = self.spans.starts[first]
         if self.spans.size is not None:
@@ -245,7 +247,10 @@ class Places:
 
     @functools.cached_property
     def _slots(self) -> Tensor:
-        """(n, seqlen) int64, slots counted through all rows of the tensor; padding's is its sequence's first."""
+        """The slot of each token, (n, seqlen) int64, counted through all rows of the tensor.
+
+        Padding has the slot of its sequence's first token.
+        """
         spans, sequences = self.spans, self._ints(self.sequences)[:, None]
         starts = self._ints([spans.starts[index] for index in self.sequences])[:, None]
         indices = _indices(Range(0, self.seqlen), self.missing, sequences.device)
@@ -260,7 +265,7 @@ class Places:
 
 
 class Layout:
-    """The blocks of one call, and the way back from a block's results to the call's tensors."""
+    """Cuts one call into blocks, and makes the tensors into which the results of blocks are scattered."""
 
     def __init__(self, call: AttentionCall) -> None:
         self.call = call
@@ -273,9 +278,9 @@ class Layout:
         return [BlockPlan([index], *seqlens) for index, seqlens in lengths if all(seqlens)]
 
     def plans(self) -> list[BlockPlan]:
-        """Return plans that cover every sequence with rows and keys once.
+        """Return plans that together contain every sequence with rows and keys once.
 
-        Neighbours of one length share a plan, and so do short sequences of about equal length.
+        Neighbouring sequences of equal length share a plan, and so do short sequences of about equal length.
         """
         call = self.call
         runs: list[BlockPlan] = []
@@ -294,13 +299,13 @@ class Layout:
         short: list[BlockPlan] = []
         others: list[BlockPlan] = []
         for run in runs:
-            # Rows of a padded block that see no key are to be padding, whatever is computed for them.
+            # Sequences with rows that see no key are not padded, so that in a padded block only padding sees no key.
             sees_keys = call.mask.rows_with_keys(run.seqlen_q, run.seqlen_k).size == run.seqlen_q
             (short if sees_keys and run.seqlen_q * run.seqlen_k <= _LONG * padding else others).append(run)
         return others + _joined(short, padding, most_tokens, joining.few)
 
     def blocks(self, plans: list[BlockPlan]) -> Iterator[tuple[Block, Places, Places]]:
-        """Yield the block of each plan, and the places of its rows and of its keys."""
+        """Yield for each plan its block, and where the block's rows and keys lie in the call's tensors."""
         call, device = self.call, self.call.q.device
         for sequences, seqlen_q, seqlen_k in plans:
             rows = Places(self.rows, sequences, seqlen_q, device)
@@ -316,7 +321,7 @@ class Layout:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor) -> Tensor:
         """Return zeros on q's device, to scatter into.
 
-        Under a transform, they have every axis that vmap hides in the call's tensors or in ``others``.
+        Under vmap they are batched if any tensor of the call or of ``others`` is, so that results can be written.
         """
         like = self.call.q
         if self.call.use & Feature.TRANSFORMS:
@@ -325,7 +330,7 @@ class Layout:
         return like.new_zeros(shape, dtype=dtype)
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
-        """Return ``out`` and ``softmax_lse`` to scatter into: 0, but an LSE of +inf where a sequence has no keys."""
+        """Return ``out`` and ``softmax_lse`` to scatter into: zeros, but an LSE of +inf for sequences without keys."""
         call = self.call
         out, lse = self.zeros(call.out_shape, call.q.dtype), self.zeros(call.lse_shape, lse_dtype(call.q.dtype))
         for index, (start, seqlen_q) in enumerate(zip(self.rows.starts, self.rows.lengths)):
@@ -335,7 +340,10 @@ class Layout:
 
 
 def _joined(runs: list[BlockPlan], padding: float, most_tokens: int, few: int) -> list[BlockPlan]:
-    """Runs of like length together: sorted by length, the padding that one more adds is smallest."""
+    """Join plans of similar length, as far as the limits allow. Sorting by length keeps the padding small.
+
+    runs: plans of neighbouring sequences of equal length
+    """
     groups: list[tuple[BlockPlan, list[BlockPlan]]] = []
     for run in sorted(runs, key=lambda run: (run.seqlen_k, run.seqlen_q)):
         if groups:
@@ -373,7 +381,7 @@ def _key_spans(call: AttentionCall) -> Spans:
         if any(not 0 <= used <= most for used, most in zip(lengths, capacity)):
             raise RuntimeError(f"seqused_k must lie between 0 and the keys each sequence has: {lengths} of {capacity}")
     if call.leftpad_k is not None:
-        leftpad = [max(0, skipped) for skipped in _numbers("leftpad_k", call.leftpad_k)]  # as our kernels read them
+        leftpad = [max(0, skipped) for skipped in _numbers("leftpad_k", call.leftpad_k)]  # as in our kernels
         starts = [start + skipped for start, skipped in zip(starts, leftpad)]
         lengths = [max(0, length - skipped) for length, skipped in zip(lengths, leftpad)]
     return Spans(starts, lengths, None if cu_seqlens is not None else call.k.shape[1], table)
@@ -397,7 +405,7 @@ def _numbers(name: str, lengths: Tensor) -> list[int]:
 
 
 class ByDistance(Generic[Made]):
-    """``make(rows, keys)``, the latest few kept: it depends on nothing but how many they are and how far apart."""
+    """Caches the last few results of ``make(rows, keys)``, which may depend only on the two sizes and the distance."""
 
     def __init__(self, make: Callable[[Range, Range], Made], most: int) -> None:
         self._make, self._most = make, most

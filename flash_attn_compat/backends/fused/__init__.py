@@ -30,7 +30,7 @@ _SUPPORTED_WITH_BIAS = (
 class Fused(Backend):
     name = "fused"
     capabilities = Capabilities(
-        # The kernels' tanh has an error of 1e-7 of the softcap: small beside half precision's rounding up to 1024.
+        # The kernels' tanh is off by 1e-7 of the softcap: up to 1024 that is less than half precision's rounding.
         features=all_but(Feature.TRANSFORMS | Feature.WIDE_SOFTCAP),
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
@@ -40,7 +40,7 @@ class Fused(Backend):
     )
 
     def rank(self, traits: Traits) -> int:
-        """Before PyTorch's flash kernels for calls that were faster with ours on an H200 (docs/dispatch.md)."""
+        """Return a rank before PyTorch's flash kernels for calls that were faster with ours on an H200."""
         features = traits.features
         if traits.capability is None or traits.capability < (8, 0):
             return 0  # PyTorch has no flash kernels there
@@ -74,7 +74,7 @@ class Fused(Backend):
     def prepare(self, x: Inputs, options: Options, length: int | None) -> Run:
         call, new = call_of(x, options, length)
         if length is not None:
-            call, _ = call_of(x, options)  # all slots of the cache, which each step has
+            call, _ = call_of(x, options)  # over all slots, so that every step of a growing cache fits
         return forward.prepare(call, new, isinstance(x, CacheInputs)) or super().prepare(x, options, length)
 
     def run_into(self, run: Run) -> RunInto | None:
@@ -84,7 +84,7 @@ class Fused(Backend):
         return backward.prepare(call, upstream, into)
 
     def choose_clear(self, call: AttentionCall) -> Clear:
-        """Return what clears unwritten tokens of such calls of another backend: one launch, or operators without it."""
+        """Return a function that sets another backend's unwritten tokens to 0: in one launch, or by operators."""
         if self.reasons(call.traits()):
             return clear_by_operators
         return clearing.find_clear(call.q.get_device()) or clear_by_operators
@@ -94,7 +94,7 @@ class Fused(Backend):
 
     def forward(self, call: AttentionCall) -> Result:
         run, inputs = forward.prepare(call, None, False), cast(Any, call)
-        assert run is not None  # only a cache may have no run
+        assert run is not None  # None is for calls over a cache
         return run(inputs, None)
 
     def backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> Gradients:

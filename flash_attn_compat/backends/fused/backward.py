@@ -1,6 +1,6 @@
-"""Gradients of calls: delta, then dkdv for tiles of keys, then dq for tiles of rows. Of few keys dkdv finds all.
+"""Gradients by three kernels: delta, then dkdv for tiles of keys, then dq for tiles of rows.
 
-The kernels add nothing by atomics: gradients have the same bits in every run.
+For calls with few keys dkdv computes all of it. No kernel uses atomics, so gradients have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _KERNELS = "delta", "dkdv", "dq"
 
 
 def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
-    """Return the run for gradients, for all calls and upstreams with the cache key of these.
+    """Return the run that computes gradients, for all backwards whose cache key is that of these arguments.
 
-    Raises KernelError where a kernel fails.
+    Raises KernelError if a kernel fails.
     """
     shapes = [(tuple(x.shape), layouts.dense_strides(x.shape), x.dtype) for x in (call.q, call.k, call.v)]
     read = functools.partial(_prepare_inputs, layouts.find_strided_inputs(call), shapes)
@@ -71,9 +71,9 @@ def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | Non
 
 
 def load_ahead(call: AttentionCall, vec: int) -> None:
-    """Start to load the kernels that the backward of a call most likely needs: they compile beside the forward's.
+    """Start to load the kernels that a call's backward will probably need, so they compile along with the forward's.
 
-    vec: elements of a load of the call's tensors
+    vec: how many elements a kernel loads at once from the call's tensors
     """
     kind = _choose_kind(call, vec)
     nvrtc.load_ahead(variants.backward(kind), call.q.get_device())
@@ -89,7 +89,7 @@ def _choose_kind(call: AttentionCall, vec: int) -> Kind:
 
 
 def _launch(plan: Plan, tensors: Inputs | AttentionCall, upstream: BackwardInputs, targets: Gradients) -> Tensor:
-    """Launch a plan, which writes gradients into ``targets``; returns delta."""
+    """Launch a plan, which writes gradients into ``targets``; return delta, rowsum(dout * out)."""
     dout, out, lse, _, saved, dlse = upstream
     _, *passes = saved or (None,)
     return plan.run(tensors, others=(dout, out, lse, dlse, *targets, *passes))["delta"]
@@ -104,12 +104,13 @@ def _prepare_inputs(
 ) -> tuple[Inputs | AttentionCall, BackwardInputs, Gradients]:
     """Return inputs in the kernels' layout, and gradients to write into.
 
-    shapes: the shape, strides and dtype of new gradients; None to copy unaligned tensors
+    strided: names of inputs to copy, because their last axis is not contiguous
+    shapes: the shape, strides and dtype of new gradients; None if unaligned tensors must be copied
     """
     inputs: Any = tensors
     if strided:
         inputs = inputs._replace(**{name: layouts.copy_contiguous(getattr(inputs, name)) for name in strided})
-    # Under causal ALiBi the reported LSE includes a position, which may be large: the forward saves the unshifted LSE.
+    # Under causal ALiBi the reported LSE includes a position, which may be large: prefer the one that a forward saved.
     lse, *_ = upstream.saved or (upstream.lse,)
     dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
     upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
@@ -130,12 +131,14 @@ def _build_plan(
     call: AttentionCall, upstream: BackwardInputs, targets: Gradients, kind: Kind, splits: int | None = None,
     shared_grid: Sequence[bool] = (False,) * 3,
 ) -> Plan:  # fmt: skip
-    """Return a plan of three launches. Converted bf16 needs one more if the forward saved no maxima, and two more with
-    copies: the same memory holds q and dout for dkdv, then k and v for dq.
+    """Return a plan of three launches: delta, dkdv and dq.
 
-    upstream.saved: empty; or the forward's unshifted LSE, alone or followed by the tensors of masks.saved_by_name
-    splits: blocks that share the query heads of a tile of keys, None for the best number
-    shared_grid: as shares in grids.py, for each of the three
+    If bf16 is converted to fp16, one more launch finds the maxima, unless the forward saved them. With copies there are
+    two more: the same memory holds fp16 copies of q and dout for dkdv, then of k and v for dq.
+
+    upstream.saved: empty; or the LSE without position, and perhaps the tensors of masks.saved_by_name
+    splits: blocks that share the query heads of a tile of keys; None for the best number
+    shared_grid: for each of the three launches, whether packed sequences share a grid even if that does not pay
     """
     saved = masks.saved_by_name(upstream.saved)
     results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}

@@ -1,6 +1,6 @@
-"""Sets tokens that PyTorch's and flash-attn's kernels leave unwritten to 0: one launch instead of fourteen operators.
+"""Set tokens that PyTorch's and flash-attn's kernels leave unwritten to 0, in one launch instead of fourteen operators.
 
-The backends around those kernels get the function from ``Fused.choose_clear``. backends/unwritten.py has the operators.
+The backends of those kernels get the function by ``Fused.choose_clear``. backends/unwritten.py has the operators.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.mask import Mask
 
 VARIANT = Variant("clear", "clear.cu", (), 1, 256, 0)
-# Bytes of the results for each block: a small call gets few blocks.
+# One block for so many bytes of the results, so that a small call gets few blocks.
 _BYTES_PER_BLOCK = 2**16
 
 _Strides = tuple[torch.Size, tuple[int, ...]]
 
 
 class _Layout(NamedTuple):
-    """The part of a launch that follows from shapes and strides."""
+    """The part of a launch that depends only on shapes and strides."""
 
     blocks: int
     head: struct.Struct
@@ -38,7 +38,7 @@ class _Layout(NamedTuple):
 
 
 def find_clear(device: int) -> Clear | None:
-    """Return the function that clears in one launch; None if the kernel failed, or in a capture: no test may run."""
+    """Return the function that clears in one launch; None if its kernel failed, or cannot be tested in a capture."""
     if cuda_capture.is_capturing(device):
         return None
     try:
@@ -96,7 +96,7 @@ def _is_writable(strides: tuple[int, ...]) -> bool:
 
 
 def _find_error(kernel: nvrtc.Kernel, device: int, watch: self_test.Watch) -> str | None:
-    """Return the error of the kernel on a tiny problem; None if it clears what operators clear, and nothing else."""
+    """Return the kernel's error on a tiny problem; None if it clears the same tokens as the operators do."""
     place = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
     half = functools.partial(torch.ones, dtype=torch.float16, device="cpu")
     lse = torch.ones(2, 40, dtype=torch.float32, device="cpu")

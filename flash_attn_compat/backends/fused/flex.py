@@ -6,7 +6,7 @@
     run = prepare_backward(mods, inputs, scale, upstream)
     dq, dk, dv, *of_captured = run(inputs, upstream)
 
-Nothing here knows PyTorch's operators: whoever captures a caller's functions prints them as ``Mods.text``.
+This file knows no operators of PyTorch: the callers of this file pass a caller's functions as C++ in ``Mods.text``.
 
 **The text** becomes the header flex_mods.cuh. It defines, in this order,
 
@@ -19,17 +19,18 @@ Nothing here knows PyTorch's operators: whoever captures a caller's functions pr
     DEVICE void flex_gradients(const FlexParams &f, FlexSum (&sums)[FLEX_SUMS], float dscore, float score, int b, int h,
                                int q, int kv)
 
-score: q k times scale, in natural units; flex_slope: the derivative of flex_score by ``score``; dscore: the derivative
-of the loss by flex_score's result, which flex_gradients times its own derivatives adds to ``gradients`` by flex_add, of
-which each call has a sum of its own. The last two are there only with ``Mods.gradients``. flex_sight: 1 if flex_mask
-may show a score of the rows q to q_last and the keys kv to kv_last, plus 2 if it shows all. The functions may call what
-cuda/scores/flex.cuh defines, and read ``f``:
+score: q k times scale; flex_slope: the derivative of flex_score by ``score``; dscore: the derivative of the loss by
+flex_score's result. flex_gradients multiplies dscore by the derivatives of flex_score by captured tensors, and adds the
+products to ``gradients`` by flex_add. Each of its FLEX_SUMS calls of flex_add has its own element of ``sums``. Without
+``Mods.gradients``, FLEX_SUMS and flex_gradients are missing. flex_sight: 1 if flex_mask may show a score of the rows q
+to q_last and the keys kv to kv_last, plus 2 if it shows all. The functions may call what cuda/scores/flex.cuh defines,
+and read ``f``:
 
     flex_float(f, i, offset)                    captured tensor i at an offset in elements (i64); also flex_half,
                                                 flex_bfloat16, flex_bool, flex_u8, flex_i8, flex_i16, flex_i32, flex_i64
     f.size[i][d], f.stride[i][d]                its shape and strides (int), d < 4
     f.numbers[i]                                captured integer i (i64)
-    flex_within(index, size)                    a caller's index, from the end if negative, moved into the tensor
+    flex_within(index, size)                    a caller's index, counted from the end if negative, clamped to the axis
     flex_add(f, sums[n], i, offset, x)          adds x to gradient i: contiguous, of its captured tensor's shape
 
 b, h, q and kv are always those of the call: 0 <= b < batch, h < heads, q < rows, kv < keys.
@@ -59,9 +60,9 @@ from flash_attn_compat.core.mask import Mask
 
 
 class Mods(NamedTuple):
-    """A caller's functions. has_score, has_mask: whether flex_score changes a score, flex_mask hides one.
+    """A caller's functions as C++. has_score, has_mask: whether flex_score changes any score, and flex_mask hides any.
 
-    gradients: the captured tensors whose gradients flex_gradients adds up, in fp32
+    gradients: indices of the captured tensors whose gradients flex_gradients adds up, in fp32
     """
 
     text: str
@@ -71,10 +72,11 @@ class Mods(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """One direction of a BlockMask: its kv_* tensors, or the twins q_*; int32, batch and heads may be 1.
+    """A BlockMask's lists in one direction: its tensors kv_* (blocks of keys by rows) or q_* (blocks of rows by keys).
 
-    num: (batch, heads, blocks of rows); indices: (batch, heads, blocks of rows, blocks of keys); rows and keys change
-    places in the twins. full_num, full_indices: blocks that no mask_mod hides; None for none.
+    All are int32; batch and heads may be 1. For kv_*:
+    num: (batch, heads, blocks of rows); indices: (batch, heads, blocks of rows, blocks of keys)
+    full_num, full_indices: likewise, of the blocks in which mask_mod hides nothing; None if there are none
     """
 
     num: Tensor
@@ -84,7 +86,7 @@ class BlockLists(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A BlockMask: its BLOCK_SIZE in rows and keys, and its lists. of_keys: the twins, which a backward needs."""
+    """A BlockMask. rows, keys: its BLOCK_SIZE; of_rows: its lists kv_*; of_keys: its lists q_*, for a backward."""
 
     rows: int
     keys: int
@@ -96,7 +98,7 @@ class FlexInputs(NamedTuple):
     """A call's tensors, of any strides: q (batch, heads, rows, dim), k and v (batch or 1, heads_k, keys, dim or dim_v).
 
     captured: captured tensors in the order of the text; numbers: captured integers
-    blocks: None where every tile of scores is computed
+    blocks: the BlockMask; None if every tile of scores is computed
     """
 
     q: Tensor
@@ -108,7 +110,7 @@ class FlexInputs(NamedTuple):
 
 
 class FlexUpstream(NamedTuple):
-    """A forward's results, and their gradients. dlse: None for none"""
+    """The results of a forward and their gradients. dlse: None if the LSE has no gradient"""
 
     out: Tensor
     lse: Tensor
@@ -123,18 +125,18 @@ _CAPTURED_DTYPES = frozenset(
     {*HALF_DTYPES, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )
 _MAX_INT = 2**31 - 1
-# Functions of a text that take several instructions; the most channels for which a score_mod without them leaves
-# registers for the tile of plain scores.
+# _SPECIAL: functions in a score_mod's text that take several instructions. _NARROW_HEAD: up to this head dim, a
+# score_mod without such functions leaves enough registers for the tile of unchanged scores.
 _SPECIAL = re.compile(
     r"(op|flex)_(\w*div|fmod|remainder|pow|sqrt|rsqrt|recip|exp|log|\w*sin|\w*cos|\w*tan|erf|sigmoid)"
 )
 _NARROW_HEAD = 64
-# Rows of a block of a BlockMask, at most, for the kernels: no shorter sequence tells larger blocks apart.
+# Kernels take larger blocks of a BlockMask as blocks of so many rows, which no sequence exceeds.
 _MAX_BLOCK = 2**20
 
 
 def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None:
-    """Return the reason why no kernel serves such calls, or None. backward: whether gradients are asked for"""
+    """Return the reason why no kernel can compute calls like this one, or None. backward: whether it needs gradients"""
     q, k, v = inputs[:3]
     if {x.dtype for x in (q, k, v)} not in ({torch.float16}, {torch.bfloat16}):
         return f"q, k and v must all be fp16 or all bf16; got {q.dtype}, {k.dtype} and {v.dtype}"
@@ -162,7 +164,10 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
 
 
 def has_tiles(mods: Mods, inputs: FlexInputs, backward: bool) -> bool:
-    """Return whether tiles of the kernels lie within the blocks. backward: those of a backward, with its forward's"""
+    """Return whether the kernels have tiles that lie within the BlockMask's blocks.
+
+    backward: ask for the tiles of the backward, too
+    """
     if inputs.blocks is None or not (inputs.q.numel() and inputs.k.numel() and inputs.v.numel()):
         return True
     kind = calls.choose_kind(_call_of(inputs, 1.0), 8)
@@ -171,9 +176,9 @@ def has_tiles(mods: Mods, inputs: FlexInputs, backward: bool) -> bool:
 
 
 def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:
-    """Compile and load, in parallel, the kernels of such calls; inputs may be fake. Raises KernelError.
+    """Compile and load, in parallel, the kernels for calls with these inputs, which may be fake. Raises KernelError.
 
-    backward: those of the backward instead of the forward's
+    backward: load the kernels of the backward instead of the forward's
     """
     kind, device = calls.choose_kind(_call_of(inputs, 1.0), 8), inputs.q.get_device()
     entries = ("delta", "dkdv", "dq") if backward else ("forward",)
@@ -186,9 +191,9 @@ def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:
 def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
     """Return the run for all calls with the text, shapes, strides, dtypes and numbers of these inputs.
 
-    It returns out, of q's dtype and with its axes in the order in which they lie in q, and the LSE of
-    torch.ops.higher_order.flex_attention: (batch, heads, rows) fp32 in units of log2, -inf for a row without keys.
-    Raises ValueError for block lists that do not fit q and k, KernelError where a kernel fails.
+    The run returns out and the LSE. out has q's dtype, and its axes lie in memory in the order of q's. The LSE is that
+    of torch.ops.higher_order.flex_attention: (batch, heads, rows) fp32, of base 2, -inf for a row without keys.
+    Raises ValueError for block lists that do not fit q and k, KernelError if a kernel fails.
     """
     check_blocks(inputs)
     given = _call_of(inputs, scale)
@@ -211,7 +216,7 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
     plan, width = plan.load(others=dict(zip(names, others))), given.v.shape[-1]
 
     def run(inputs: FlexInputs) -> tuple[Tensor, Tensor]:
-        q, k, v = inputs[:3] if vec else map(layouts.align, _rows_first(inputs))  # a plan reads addresses alone
+        q, k, v = inputs[:3] if vec else map(layouts.align, _rows_first(inputs))  # a plan reads only addresses
         outputs = plan.run(DenseInputs(q, k, v), others=_addressed(inputs, backward=False))
         return _narrowed(outputs["out"], width), outputs["lse"]
 
@@ -221,8 +226,8 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
 def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: FlexUpstream) -> BackwardRun:
     """Return the run for all calls with the text, shapes, strides, dtypes and numbers of these inputs and upstream.
 
-    It returns dq, dk and dv in the shapes and dtypes of q, k and v, then the gradients of ``mods.gradients``. The LSE
-    and its gradient are as ``prepare`` returns the LSE. Raises as ``prepare``.
+    The run returns dq, dk and dv in the shapes and dtypes of q, k and v, then the gradients of ``mods.gradients``. The
+    LSE in ``upstream`` is what a run of ``prepare`` returned. Raises as ``prepare`` does.
     """
     check_blocks(inputs)
     if inputs.blocks is not None and inputs.blocks.of_keys is None:
@@ -283,7 +288,7 @@ def _call_of(inputs: FlexInputs, scale: float) -> AttentionCall:
 
 
 def _rows_first(inputs: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as (batch, rows, heads, dim), with keys of one sequence expanded to all."""
+    """Return q, k and v as (batch, rows, heads, dim). If all sequences share k and v (batch 1), expand these."""
     q, k, v = inputs[:3]
     if k.shape[0] < q.shape[0]:
         k, v = k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
@@ -291,23 +296,23 @@ def _rows_first(inputs: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _zeros_like(x: Tensor) -> Tensor:
-    """Return contiguous memory in which a gradient is added up."""
+    """Return a contiguous tensor of zeros, in which the gradient of ``x`` is added up."""
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
 
 def _in_shape_of(like: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient in the shape of an input: summed over sequences that share it."""
+    """Return a gradient in the shape of ``like``: summed over all sequences if they share that input."""
     found = _narrowed(gradient, like.shape[-1])
     return found if found.shape[0] == like.shape[0] else found.sum(0, keepdim=True)
 
 
 def _narrowed(x: Tensor, width: int) -> Tensor:
-    """Return the first channels as dense memory, with the axes in the order in which those of ``x`` lie."""
+    """Return the first ``width`` channels, without gaps in memory, with the axes in memory in the order of x's."""
     return x if x.shape[-1] == width else kernel_layout.narrowed(x, width).clone()
 
 
 def _dense_strides(like: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of dense memory for ``shape``, with its axes in the order in which those of ``like`` lie."""
+    """Return strides without gaps for ``shape``, with the axes in memory in the order of those of ``like``."""
     order = sorted(range(len(shape) - 1), key=like.stride, reverse=True)
     strides, step = [1] * len(shape), shape[-1]
     for axis in reversed(order):
@@ -316,7 +321,7 @@ def _dense_strides(like: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _heads_first(x: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape or strides of (batch, rows, heads, dim) as those of (batch, heads, rows, dim)."""
+    """Reorder a shape, or strides, from (batch, rows, heads, dim) to (batch, heads, rows, dim)."""
     batch, rows, heads, dim = x
     return batch, heads, rows, dim
 
@@ -330,7 +335,7 @@ def _row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def make_variant(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> Variant:
-    """Return the variant of an entry with a caller's functions, with a tile that fits into the blocks."""
+    """Return the variant of the kernel ``entry`` with a caller's functions, and a tile that fits into ``blocks``."""
     if entry == "delta":
         plain = variants.delta(kind)
         return plain._replace(macros=(*plain.macros, ("FLEX", 1)))
@@ -339,7 +344,7 @@ def make_variant(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> V
         raise ValueError(f"no tile of {entry} fits into blocks of {blocks and blocks.rows} queries")
     macros = [(name, value) for name, value in variant.macros if name != "SOFTCAP"]
     macros += [("FLEX", 1 if blocks is None else 2)]
-    adds = entry == "dq" and bool(mods.gradients)  # each score stands in one tile of dq
+    adds = entry == "dq" and bool(mods.gradients)  # only dq adds them: each score is in one tile of dq
     has = {"FLEX_SCORE": mods.has_score, "FLEX_MASK": mods.has_mask, "FLEX_GRADIENTS": adds}
     macros += [(name, 1) for name, value in has.items() if value]
     if blocks is not None:
@@ -348,9 +353,9 @@ def make_variant(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> V
 
 
 def _fit_tile(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> Variant | None:
-    """Return the first variant whose tiles lie within blocks: of the usual tile, that for few rows, and this halved.
+    """Return the first variant whose tile fits into a block: the usual tile, the tile for few rows, or half of that.
 
-    A score_mod needs registers as softcap does, unless it is simple and heads are narrow.
+    A score_mod gets the tile of softcap, since it needs as many registers, unless it is simple and heads are narrow.
     """
     is_simple = kind.size <= _NARROW_HEAD and not _SPECIAL.search(mods.text.partition("flex_slope")[0])
     like = kind.replace(softcap=mods.has_score and not is_simple, flex=True)
@@ -369,7 +374,7 @@ def _fit_tile(entry: str, kind: Kind, mods: Mods, blocks: Blocks | None) -> Vari
 
 
 def _lists(blocks: Blocks | None, backward: bool) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """Return num and indices of each list, by its name in params.FLEX_LISTS."""
+    """Return (num, indices) of each list of the BlockMask, by the list's name in params.FLEX_LISTS."""
     if blocks is None:
         return {}
     of_rows, of_keys = blocks.of_rows, blocks.of_keys if backward else None
@@ -388,7 +393,7 @@ def _addresses(inputs: FlexInputs, backward: bool) -> tuple[list[str], list[Tens
 
 
 def _addressed(inputs: FlexInputs, backward: bool) -> list[Tensor]:
-    """Return the tensors of ``_addresses``, in less time."""
+    """Return only the tensors of ``_addresses``, which takes less time in each call."""
     blocks, lists = inputs.blocks, ()
     if blocks is not None:
         lists = (*blocks.of_rows, *(blocks.of_keys or ())) if backward else blocks.of_rows
@@ -410,7 +415,7 @@ def _flex_fields(inputs: FlexInputs) -> dict[str, params.Value]:
 
 
 def check_blocks(inputs: FlexInputs) -> None:
-    """Raise ValueError unless every list of a BlockMask fits the call: its dtype, batch, heads, rows, and strides."""
+    """Raise ValueError unless dtype, batch, heads, rows and strides of every list of the BlockMask fit the call."""
     blocks, (batch, heads, rows, _), keys = inputs.blocks, inputs.q.shape, inputs.k.shape[2]
     if blocks is None:
         return

@@ -1,4 +1,4 @@
-"""Forwards of calls: the forward kernel for tiles of rows, the decode kernel for few rows over many keys."""
+"""Forwards by our kernels: the forward kernel works on tiles of rows, the decode kernel on few rows over many keys."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import Inputs, new_tuple
 from flash_attn_compat.core.torch_state import note_written
 
-# The decode kernel appends at most so many new keys itself: each block that sees new keys writes all of them.
+# With more new keys than this, the append kernel goes first. The decode kernel can append, but each of its blocks that
+# sees new keys writes all of them.
 _MAX_NEW_KEYS = 16
 _APPENDED = "k_new", "v_new", "rotary_cos", "rotary_sin"
-# Functions that copy some of a call's tensors, by name.
+# For each tensor of a call that must be copied, by name, the function that copies it.
 _Copies = dict[str, Callable[[Tensor], Tensor]]
 
 
 def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run | None:
     """Return the run for all calls with the cache key of ``call``; None if no kernel supports the cache's strides.
 
-    Inputs with unsupported strides are copied on every call. Raises KernelError where a kernel fails.
+    Inputs with unsupported strides are copied on every call. Raises KernelError if a kernel fails.
 
     Args:
-        call: over all slots of a cache; new: the keys that it appends
+        call: over a cache, it covers all slots; new: the keys and values to append, or None
     """
     given = tensors = launcher.with_append(call, new)
     few = variants.takes_decode(calls.max_rows(call), call.nheads // call.nheads_k, call.bias is not None)
@@ -87,7 +88,7 @@ def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run
 
 
 def run_into(run: Run) -> RunInto | None:
-    """Return a run of ``prepare`` that takes an ``out`` to write to; None if it copies inputs, drops or saves some."""
+    """Return a variant of ``run`` that writes to a given ``out``; None if it copies, drops or saves tensors."""
     plan = getattr(run, "__self__", None)
     return plan.run if isinstance(plan, _Forward) and plan.writes_given_out else None
 
@@ -113,10 +114,11 @@ def self_test_append(call: AttentionCall, new: Append) -> None:
 
 
 class _Forward:
-    """The plan of a forward or decode kernel. The decode kernel appends a few ``new`` keys itself.
+    """The plan of a call's forward: the forward or the decode kernel, and the launches before it.
 
-    A launch before it appends more new keys, or those of more rows.
-    splits: blocks that share the keys of a tile of rows, None for the best number; shared_grid: as shares in grids.py
+    The decode kernel itself appends a few new keys. The append kernel goes first if there are more, or more rows.
+    splits: blocks that share the keys of a tile of rows; None for the best number
+    shared_grid: whether packed sequences share a grid even if that does not pay
     """
 
     def __init__(
@@ -141,11 +143,11 @@ class _Forward:
             plan.add_output("lse", call.lse_shape, torch.float32)
         if self.needs_grad and fields["lse_has_position"]:
             plan.add_output("lse_true", call.lse_shape, torch.float32)
-        # The decode kernel finds a scale for each step itself.
+        # No pass for the decode kernel: it scales each of its steps by a maximum of its own.
         if kind.type == BF16_AS_FP16 and not (self.is_decode or kind.features.cache):
             plan.add_maxima_pass(of_rows=False)
         is_packed = call.cu_seqlens_q is not None
-        if self.is_decode:  # the query heads of a group are rows of one tile
+        if self.is_decode:  # its tiles hold the query heads of a group as further rows
             variant = (variants.decode_append if self.appends and not self.appends_first else variants.decode)(kind)
             heads, grid = call.nheads_k, grids.per_sequence_grid(rows * group, variant.rows, call.batch, is_packed)
         else:
@@ -174,7 +176,10 @@ class _Forward:
         return not (self.drops or self.needs_grad)
 
     def run(self, tensors: Any, length: int | None = None, given_out: Tensor | None = None) -> Result:
-        """Launch the plan, as Run of core/entry.py; returns its Result. given_out: as in Plan.run"""
+        """Launch the plan and return its Result; the arguments are those of a Run of core/entry.py.
+
+        given_out: contiguous memory for ``out``, or None for a new tensor
+        """
         rng_state = None
         if self.drops:
             if any([x.is_neg() for x in (tensors.q, tensors.k, tensors.v)]):  # before the generator advances
@@ -190,7 +195,7 @@ class _Forward:
             without: Result = new_tuple(Result, (outputs["out"], outputs.get("lse"), rng_state, (), None))
             return without
         out, lse = outputs["out"], outputs.get("lse")
-        # The backward takes the unshifted LSE first, then the maxima, then the results of the pass over a boolean mask.
+        # Order in ``saved``: the LSE without position, the maxima of converted bf16, the results of the mask kernel.
         true_lse, saved = outputs.get("lse_true"), [outputs[name] for name in self.saved if name in outputs]
         if saved:
             return Result(out, lse, rng_state, (lse if true_lse is None else true_lse, *saved))

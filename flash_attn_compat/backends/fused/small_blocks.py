@@ -1,8 +1,8 @@
-"""BlockMasks whose blocks are smaller than our kernels' tiles: lists of larger blocks, and a map that hides the rest.
+"""FlexAttention with a BlockMask whose blocks are smaller than our kernels' tiles. Same functions as in flex.py.
 
-The functions are those of flex.py. For blocks that tiles do not fit into, PyTorch's operators make lists of blocks of
-128 queries and 128 keys in each call, and a map of the caller's blocks, which flex_mask reads before the caller's
-mask_mod: a block in no list stays hidden, and a full one asks no mask_mod. Nothing waits for the GPU.
+In each call, PyTorch's operators make lists of larger blocks, of 128 queries and 128 keys, and a map of the caller's
+blocks. flex_mask reads the map before the caller's mask_mod: a block in no list is hidden, and in a full block mask_mod
+is not called. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flash_attn_compat.backends.fused import flex
 from flash_attn_compat.backends.fused.flex import BlockLists, Blocks, FlexInputs, FlexUpstream, Mods
 from flash_attn_compat.backends.fused.launching import params
 
-SIZE, UNIT = 128, 16  # of our blocks; sizes of a caller's blocks are multiples of the unit
-_PARTIAL, _FULL, _OUTSIDE = 1, 2, 3  # in a map of blocks: listed as partial, as full; behind the sequence's end
+SIZE, UNIT = 128, 16  # SIZE: rows and keys of our blocks; UNIT: a caller's block sizes are multiples of it
+_PARTIAL, _FULL, _OUTSIDE = 1, 2, 3  # values in a map of blocks; _OUTSIDE: after the sequence's end
 _MASK = """#undef flex_mask
 #undef FLEX_SIGHT
 DEVICE bool flex_mask(const FlexParams &f, int b, int h, int q, int kv) {{
@@ -29,7 +29,7 @@ DEVICE bool flex_mask(const FlexParams &f, int b, int h, int q, int kv) {{
 
 
 def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None:
-    """Return the reason why no kernel serves such calls, or None. backward: whether gradients are asked for"""
+    """Return the reason why no kernel can compute calls like this one, or None. backward: whether it needs gradients"""
     if flex.has_tiles(mods, inputs, backward) or inputs.blocks is None:
         return flex.decline_reason(mods, inputs, backward)
     rows, keys = inputs.blocks[:2]
@@ -41,14 +41,14 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
 
 
 def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:
-    """Compile and load the kernels of such calls, as ``flex.load``."""
+    """Compile and load the kernels for calls with these inputs, as ``flex.load`` does."""
     if flex.has_tiles(mods, inputs, backward):
         return flex.load(mods, inputs, backward)
     return flex.load(_tiled_mods(mods, inputs), _with_our_sizes(inputs), backward)
 
 
 def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> flex.ForwardRun:
-    """Return the run of a forward, as ``flex.prepare``."""
+    """Return the run of a forward, as ``flex.prepare`` does."""
     if flex.has_tiles(mods, inputs, False):
         return flex.prepare(mods, inputs, scale)
     flex.check_blocks(inputs)
@@ -57,7 +57,7 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> flex.ForwardRun:
 
 
 def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: FlexUpstream) -> flex.BackwardRun:
-    """Return the run of a backward, as ``flex.prepare_backward``. Lists by keys are made of those by rows."""
+    """Return the run of a backward, as ``flex.prepare_backward`` does. It makes the lists q_* from the lists kv_*."""
     if flex.has_tiles(mods, inputs, True):
         return flex.prepare_backward(mods, inputs, scale, upstream)
     flex.check_blocks(inputs)
@@ -66,7 +66,7 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
 
 
 def _tiled_mods(mods: Mods, inputs: FlexInputs) -> Mods:
-    """Return the functions with a mask that reads the map, the last captured tensor."""
+    """Return ``mods`` with a flex_mask that first reads the map of blocks, which becomes the last captured tensor."""
     assert inputs.blocks is not None
     rows, keys = inputs.blocks[:2]
     mask = _MASK.format(i=len(inputs.captured), rows=rows, keys=keys, full=_FULL, partial=_PARTIAL)
@@ -74,13 +74,13 @@ def _tiled_mods(mods: Mods, inputs: FlexInputs) -> Mods:
 
 
 def _with_our_sizes(inputs: FlexInputs) -> FlexInputs:
-    """Return inputs that choose the kernels as those of ``_tiled`` do."""
+    """Return inputs with our block sizes but the caller's lists: enough to choose the kernels."""
     assert inputs.blocks is not None
     return inputs._replace(blocks=inputs.blocks._replace(rows=SIZE, keys=SIZE))
 
 
 def _tiled(inputs: FlexInputs, backward: bool) -> FlexInputs:
-    """Return inputs with lists of our blocks, and the map of the caller's."""
+    """Return inputs with lists of our larger blocks, and with the map of the caller's blocks as a captured tensor."""
     blocks, (batch, heads, rows, _), keys = inputs.blocks, inputs.q.shape, inputs.k.shape[2]
     assert blocks is not None
     listed = _map_of(blocks, rows, keys)
@@ -98,7 +98,7 @@ def _tiled(inputs: FlexInputs, backward: bool) -> FlexInputs:
 
 
 def _map_of(blocks: Blocks, rows: int, keys: int) -> Tensor:
-    """Return what the lists say of each of a caller's blocks, as bytes: (batch or 1, heads or 1, rows, keys)."""
+    """Return the map of a caller's blocks: 0, _PARTIAL or _FULL, as bytes (batch or 1, heads or 1, rows, keys)."""
     num, indices, full_num, full_indices = blocks.of_rows
     count = -(-rows // blocks.rows), -(-keys // blocks.keys)
     listed = _marked(num, indices, *count)
@@ -108,7 +108,7 @@ def _map_of(blocks: Blocks, rows: int, keys: int) -> Tensor:
 
 
 def _marked(num: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
-    """Return 1 for each block in a list, as bytes. Blocks that do not exist are ignored."""
+    """Return a map with 1 for each block in a list, as bytes. Listed blocks outside of the map are ignored."""
     num, indices = num[:, :, :rows], indices[:, :, :rows]
     exists = (torch.arange(indices.shape[3], device=num.device) < num[..., None]) & (indices >= 0) & (indices < columns)
     marks = torch.zeros((*indices.shape[:3], columns + 1), dtype=torch.uint8, device=num.device)
@@ -116,7 +116,7 @@ def _marked(num: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _lists(some: Tensor, full: Tensor) -> BlockLists:
-    """Return the lists of partial and of full blocks."""
+    """Return the lists of partial and full blocks. some: whether anything of a block is visible; full: all of it"""
     order = partial(torch.argsort, dim=-1, descending=True, stable=True)
     pairs = ((which.sum(-1, dtype=torch.int32), order(which.byte()).int()) for which in (some & ~full, full))
     return BlockLists(*(x for pair in pairs for x in pair))

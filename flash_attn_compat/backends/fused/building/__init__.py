@@ -1,1 +1,1 @@
-"""From a variant to a loaded kernel: compiling, loading, and compiled kernels on disk."""
+"""Compile kernels, keep the compiled ones on disk, and load them on a GPU."""

@@ -30,11 +30,11 @@ def parse_architecture(architecture: str) -> int:
 def common_kinds(
     number: int, head_dims: Collection[int], dtypes: Collection[str], masks: bool = False
 ) -> Iterator[Kind]:
-    """Yield the kinds that models use: 16-byte aligned rows, at most one of ALiBi, softcap, dropout and a dense mask.
+    """Yield the kinds of calls that models make: 16-byte aligned rows, at most one of ALiBi, softcap, dropout and mask.
 
-    Kernels over caches of 8-bit floats are compiled at their first call.
+    Without caches of 8-bit floats, whose kernels are compiled at their first call.
 
-    head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
+    head_dims: empty for the head dims of most models; dtypes: "float16" and "bfloat16", empty for both
     masks: whether to include dense masks, of booleans or of biases in the dtype, which PyTorch's operators take
     """
     sizes = set(map(size_of, head_dims or _COMMON_HEAD_DIMS))
@@ -49,10 +49,11 @@ def common_kinds(
 
 
 def usual_kinds(number: int) -> Iterator[Kind]:
-    """Yield the kinds of three programs: a 7B model trained by LoRA and generating, packed BERT, a diffusion step.
+    """Yield the kinds of calls of three programs: a 7B model (LoRA training, generation), packed BERT, diffusion.
 
-    They are causal d 128 over a cache, pages too, in fp16 and bf16; d 64, with dropout where nothing is masked; and
-    unmasked d 40, 80 and 160; the last two groups in fp16. Gradients of few keys compile at their first call.
+    The first is causal with head dim 128 in fp16 and bf16, also over a cache and over pages. The second has head dim 64
+    in fp16, with dropout if nothing is masked. The third is unmasked with head dims 40, 80 and 160 in fp16. Kernels for
+    gradients of few keys are left to their first call.
     """
     of_diffusion = set(map(size_of, _DIFFUSION_HEAD_DIMS))
     for kind in enumeration.every_kind(number):
@@ -93,13 +94,13 @@ def compile_all(
                 compiled += job.result()
             except KernelError as error:
                 errors.append(str(error))
-    finally:  # an interrupt waits only for running compilations
+    finally:  # also at an interrupt: only the running compilations are waited for
         pool.shutdown(cancel_futures=True)
     return compiled, errors
 
 
 def _compile(variant: Variant, architecture: str) -> bool:
-    """Compile the kernel if the cache lacks it; returns whether it did. Raises KernelError."""
+    """Compile the kernel if the cache lacks it; return whether it was compiled. Raises KernelError."""
     name = nvrtc.cache_name(variant, architecture)
     if kernel_files.read(name) is not None:
         return False

@@ -1,7 +1,7 @@
 """Files that outlive the process: compiled kernels, and results of self-tests, tuning and measurements.
 
 ``read`` trusts a file only if it is a regular file, if only this user and root could have written it, and if it begins
-with the digest of its name and payload. On any failure ``read`` returns None, and the caller makes the payload again.
+with the digest of its name and payload. Otherwise ``read`` returns None, and the caller computes the payload again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from flash_attn_compat import settings
 
 _DIGEST = hashlib.sha256().digest_size
-_MAX_BYTES = 2**28  # a compiled kernel has some 2**17
+_MAX_BYTES = 2**28  # far more than a compiled kernel, which has some 2**17
 _NO_HOME = f"there is no home directory: set {settings.CACHE} to a folder"
 
 
@@ -70,7 +70,7 @@ def read(name: str) -> bytes | None:
     try:
         place = folder()
         with open(place / name, "rb", opener=open_nonblocking) as file:
-            status = os.fstat(file.fileno())  # of the open file: its name may be another's by now
+            status = os.fstat(file.fileno())  # of the open file, since its name may belong to another file by now
             reason = _distrust_reason(status)
             content = b"" if reason or status.st_size > _MAX_BYTES else file.read(_MAX_BYTES)
     except PermissionError:
@@ -85,7 +85,7 @@ def read(name: str) -> bytes | None:
 
 
 def write_if_absent(name: str, payload: bytes) -> bytes:
-    """Write ``payload`` unless ``name`` exists; returns the payload of the first writer, the same in all processes."""
+    """Write ``payload`` unless the file exists. Return the file's payload, so all processes get the first writer's."""
     stored = read(name)
     if stored is None:
         write(name, payload, only_first=True)
@@ -94,7 +94,7 @@ def write_if_absent(name: str, payload: bytes) -> bytes:
 
 
 def write(name: str, payload: bytes, only_first: bool = False) -> bool:
-    """Write ``payload`` under ``name`` atomically; returns False where the folder cannot be written.
+    """Write ``payload`` to the file ``name`` atomically; return False if the folder cannot be written.
 
     only_first: leave an existing file alone
     """
@@ -116,30 +116,27 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
 
 
 def create_folder(name: str = "") -> Path:
-    """Return the cache folder, or the folder ``name`` in it; creates both, and their parents, with one mode.
+    """Create the cache folder, or the folder ``name`` in it, with its parents, all with the same mode; return its path.
 
-    Raises OSError, and RuntimeError where there is no home directory.
+    Raises OSError, and RuntimeError if there is no home directory.
     """
     mode = 0o755 if settings.value_of(settings.CACHE) else 0o700  # a folder set by the user may be shared
     place = folder() / name
     for path in (*reversed(place.parents), place):
         if not path.is_dir():
             with contextlib.suppress(FileExistsError):  # another process was first
-                path.mkdir(mode)  # mkdir(parents=True) would give parents all bits that the umask leaves
-                path.chmod(path.stat().st_mode & 0o777 | 0o700)  # of which it may have taken this user's own
+                path.mkdir(mode)  # not mkdir(parents=True), which ignores ``mode`` for the parents
+                path.chmod(path.stat().st_mode & 0o777 | 0o700)  # even if the umask takes this user's own rights
     return place
 
 
 def open_nonblocking(path: str, flags: int) -> int:
-    """Return a file descriptor, for open()'s ``opener``: does not wait for a named pipe's writer.
-
-    A terminal does not become the process's controlling terminal.
-    """
+    """Open a file, as open()'s ``opener``: never wait for a named pipe's writer, nor take a controlling terminal."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def open_readable_by_all(path: str, flags: int) -> int:
-    """Return a file descriptor, for open()'s ``opener``; all users may read a new file, only this one may write it."""
+    """Open a file, as open()'s ``opener``: a new file can be read by all users, and written only by this user."""
     return os.open(path, flags, 0o644)
 
 
@@ -165,7 +162,7 @@ def _distrust_reason(file: os.stat_result) -> str | None:
 
 @functools.cache
 def _warn(place: Path, reason: str) -> None:
-    """Warn once in a process."""
+    """Warn that a file in ``place`` is not used, once in a process."""
     warnings.warn(
         f"kernels kept in {place} are not used but compiled anew: {reason}. Set {settings.CACHE} to a folder of your "
         f"own, or {settings.TRUST_CACHE}=1 if you trust whoever can write there",

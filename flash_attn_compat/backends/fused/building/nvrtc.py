@@ -1,4 +1,4 @@
-"""From kernel sources to loaded kernels: NVRTC compiles, the CUDA driver loads and launches, ctypes calls both.
+"""Compile kernels by NVRTC, and load and launch them by the CUDA driver; both libraries are called through ctypes.
 
 NVRTC comes with every CUDA build of PyTorch; no compiler has to be installed. Compiled kernels are kept on disk
 (kernel_files.py). Importing this module has no effects.
@@ -29,13 +29,13 @@ from flash_attn_compat.backends.fused.choosing.variants import DEFAULTS, Variant
 from flash_attn_compat.core import cuda_capture
 
 SOURCES = Path(__file__).resolve().parents[3] / "cuda"
-# Each compilation gets all headers, by their paths in SOURCES, and GENERATED where a variant has a text.
+# Each compilation gets all headers, by their paths in SOURCES. GENERATED is the header with the ``text`` of a variant.
 HEADERS = tuple(sorted(path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.cuh")))
 GENERATED = "flex_mods.cuh"
 _INVALID_CONTEXT, _RELAXED = 201, 2
 _MAX_DYNAMIC_SHARED, _STATIC_LIMIT = 8, 48 * 1024
 _CARVEOUT, _MOST_SHARED, _SHARED_OF_MULTIPROCESSOR = 9, 100, 81
-_NOT_NVRTC = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
+_NOT_NVRTC = re.compile(r"builtins|\.alt\.")  # in names of other libraries that begin like NVRTC's
 
 
 class KernelError(KernelsFailed):
@@ -68,9 +68,9 @@ class Compiler:
         self.architectures = tuple(sorted(numbers))
 
     def compile(self, name: str, options: tuple[str, ...], text: str = "") -> bytes:
-        """Compile cuda/``name``; returns a cubin for architecture sm_XY, PTX for compute_XY. Raises KernelError.
+        """Compile cuda/``name``; return a cubin for architecture sm_XY, PTX for compute_XY. Raises KernelError.
 
-        text: the header GENERATED
+        text: the content of the header GENERATED
         """
         program, library = ctypes.c_void_p(), self._library
         names, texts = (*HEADERS, GENERATED), (*map(read_source, HEADERS), text)
@@ -100,7 +100,7 @@ class Compiler:
             raise KernelError(f"NVRTC: {self._library.nvrtcGetErrorString(code).decode()}")
 
 
-_pointer = functools.cache(ctypes.c_void_p)  # cached: a third of the time
+_pointer = functools.cache(ctypes.c_void_p)  # a cached one takes a third of the time
 
 
 def _c_strings(strings: Iterable[str]) -> ctypes.Array[c_char_p]:
@@ -117,12 +117,12 @@ class Kernel(NamedTuple):
 
 
 class Driver:
-    """The CUDA driver's functions for loading and launching, in the primary contexts, which PyTorch uses too."""
+    """Loads and launches kernels through the CUDA driver, in each GPU's primary context, which PyTorch uses, too."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        # No argtypes: ctypes passes Python ints as C ints, the type of the grid, a microsecond faster. Addresses are
-        # c_void_p.
+        # No argtypes are set, which saves a microsecond per launch: ctypes then passes Python ints as C ints, as the
+        # grid's sizes need, and addresses must be c_void_p.
         self._launch = library.cuLaunchKernel
         self._contexts: dict[int, ctypes.c_void_p] = {}
         version = ctypes.c_int()
@@ -141,7 +141,7 @@ class Driver:
             raise KernelError(self._describe_error(code))
 
     def sticky_error(self, device: int) -> str | None:
-        """Wait for PyTorch's current stream; returns the error that broke the context for good, or None."""
+        """Wait for PyTorch's current stream; return the error that broke the context for good, or None."""
         try:
             with self.context(device):
                 code = self.library.cuStreamSynchronize(_pointer(stream(device)))
@@ -166,7 +166,8 @@ class Driver:
                 self.check(self.library.cuModuleGetFunction(byref(function), module, variant.entry.encode()))
                 if variant.shared > _STATIC_LIMIT:
                     self.check(self.library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, variant.shared))
-                # Turing may give L1 32 of the 64 KB: by default the driver may leave room for only one of two blocks.
+                # Ask for the most shared memory. By default Turing may keep 32 of 64 KB for its L1 cache, and then only
+                # one of two blocks fits.
                 if 2 * variant.shared * dict(variant.macros).get("MIN_BLOCKS", 1) > most:
                     self.check(self.library.cuFuncSetAttribute(function, _CARVEOUT, _MOST_SHARED))
             finally:
@@ -190,7 +191,7 @@ class Driver:
                 code = self._launch(*arguments)
         else:
             code = self._launch(*arguments)
-            if code == _INVALID_CONTEXT:  # in this thread PyTorch has not made a context current yet
+            if code == _INVALID_CONTEXT:  # a new thread, in which PyTorch has not made a context current yet
                 self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
                 code = self._launch(*arguments)
         if code:
@@ -210,7 +211,7 @@ class Driver:
         context = self._contexts.get(device)
         if context is None:
             context, ordinal = ctypes.c_void_p(), ctypes.c_int()
-            # CUDA_VISIBLE_DEVICES hides devices from the driver, too: its ordinals are PyTorch's.
+            # The driver counts devices as PyTorch does: CUDA_VISIBLE_DEVICES hides devices from both.
             self.check(self.library.cuDeviceGet(byref(ordinal), device))
             self.check(self.library.cuDevicePrimaryCtxRetain(byref(context), ordinal))
             self._contexts[device] = context
@@ -233,14 +234,15 @@ def real_capability(device: int) -> tuple[int, int]:
 
 
 def target_number(device: int) -> int:
-    """Return the number of ``target``, such as 75 or 90."""
+    """Return the number of the architecture that kernels are compiled for, such as 75 or 90."""
     return int(target(device).partition("_")[2])
 
 
 def target(device: int) -> str:
     """Return the architecture that variants are compiled for, in NVRTC's spelling.
 
-    The GPU's own if NVRTC supports it; else, or if a lower one is forced, one of PTX.
+    It is the GPU's own (sm_XY) if NVRTC supports that. Otherwise, or if settings force a lower one, it is PTX
+    (compute_XY).
     """
     real, forced = real_capability(device), settings.forced_capability()
     if forced is not None and forced < (8, 0) <= real:
@@ -263,7 +265,7 @@ def _key(variant: Variant, device: int) -> tuple[Variant, str, int]:
 
 
 def kernel(variant: Variant, device: int) -> Kernel:
-    """Return ``variant`` loaded on ``device``. Raises KernelError, the same one every time after a first failure."""
+    """Return ``variant`` loaded on ``device``. After a first KernelError, every later call raises the same one."""
     key = _key(variant, device)
     with _locks.setdefault(key, threading.Lock()):
         loaded = _kernels.get(key)
@@ -281,7 +283,7 @@ def kernel(variant: Variant, device: int) -> Kernel:
 
 
 def load_all(variants: Iterable[Variant], device: int) -> None:
-    """Load variants in parallel: compiling one takes a second. ``kernel`` raises the errors later."""
+    """Load variants in parallel, because compiling one takes a second. Errors are raised later, by ``kernel``."""
     missing = [variant for variant in variants if _key(variant, device) not in _kernels]
     if len(missing) > 1:
         for thread in load_ahead(missing, device):
@@ -289,14 +291,14 @@ def load_all(variants: Iterable[Variant], device: int) -> None:
 
 
 def load_ahead(variants: Iterable[Variant], device: int) -> list[threading.Thread]:
-    """Load variants in threads, without waiting: ``kernel`` waits for them, and raises their errors."""
+    """Start threads that load variants, and return without waiting. ``kernel`` waits for them, and raises errors."""
     started: list[threading.Thread] = []
-    if cuda_capture.is_capturing(device):  # a new thread would not see the capture
+    if cuda_capture.is_capturing(device):  # a new thread could not tell that this one captures
         return started
     for variant in variants:
         if _key(variant, device) not in _kernels:
             thread = threading.Thread(target=_load_quietly, args=(variant, device))
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no more threads
+            with contextlib.suppress(RuntimeError):  # an interpreter that is ending starts no more threads
                 thread.start()
                 started.append(thread)
     return started
@@ -308,7 +310,7 @@ def _load_quietly(variant: Variant, device: int) -> None:
 
 
 def reject(variant: Variant, device: int, error: KernelError) -> None:
-    """Make ``kernel`` raise ``error`` for this variant from now on: it computes wrong numbers."""
+    """Make ``kernel`` raise ``error`` for this variant from now on, because the variant computes wrong numbers."""
     _kernels[_key(variant, device)] = error
 
 
@@ -317,7 +319,7 @@ def _load_or_error(variant: Variant, architecture: str, device: int) -> Kernel |
         name = cache_name(variant, architecture)
         stored = kernel_files.read(name)
         if stored is not None:
-            with contextlib.suppress(KernelError):  # for example by an NVRTC whose output this driver cannot load
+            with contextlib.suppress(KernelError):  # compile again if this driver cannot load what another NVRTC made
                 return driver().load(variant, stored, device)
         code = compile_variant(variant, architecture)
         kernel_files.write(name, code)
@@ -327,7 +329,7 @@ def _load_or_error(variant: Variant, architecture: str, device: int) -> Kernel |
 
 
 def compile_variant(variant: Variant, architecture: str) -> bytes:
-    """Compile ``variant``; returns a cubin for sm_XY, PTX for compute_XY. Raises KernelError."""
+    """Compile ``variant``; return a cubin for sm_XY, PTX for compute_XY. Raises KernelError."""
     return compiler().compile(variant.source, compile_options(variant, architecture), variant.text)
 
 
@@ -405,14 +407,14 @@ def library_paths(major: str) -> Iterator[str]:
     for folder in folders:
         paths = sorted(glob.glob(os.path.join(folder, name), recursive=True))
         yield from (path for path in paths if not _NOT_NVRTC.search(path))
-    minor = {"11": "2"}.get(major, "0")  # the minor version in file names since 11.8
+    minor = {"11": "2"}.get(major, "0")  # the minor version that file names have since CUDA 11.8
     yield f"nvrtc64_{major}{minor}_0.dll" if windows else f"libnvrtc.so.{major}"
 
 
 def open_library(path: str) -> ctypes.CDLL:
     folder = os.path.dirname(path)
     if folder:
-        # NVRTC opens its builtins by name. Once loaded, it finds them in any folder.
+        # NVRTC opens its builtins library by name, which works in any folder once that library is loaded.
         for builtins in glob.glob(os.path.join(glob.escape(folder), "*nvrtc-builtins*")):
             with contextlib.suppress(OSError):
                 ctypes.CDLL(builtins)

@@ -1,1 +1,1 @@
-"""Which kernel a call takes: tiles, macros and variants. Pure numbers, without PyTorch."""
+"""Choose the kernels of a call: their tiles, macros and variants. It computes with numbers only, without PyTorch."""

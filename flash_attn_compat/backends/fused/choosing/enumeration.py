@@ -1,4 +1,4 @@
-"""Every kind of call, and every variant that calls of some kinds launch: for ``compile`` and for tests."""
+"""List all kinds of calls, and all kernels (variants) that calls of given kinds launch: for ``compile`` and tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _with_few_keys(kind: Kind) -> Iterator[Kind]:
 
 
 def every_kind(number: int) -> Iterator[Kind]:
-    """Every kind of call that may be asked for on an architecture."""
+    """Yield every kind of call that can occur on the architecture ``number``, such as 75."""
     types = (FP16, BF16) if number >= 80 else (FP16, BF16_AS_FP16)
     flags = itertools.product((False, True), repeat=4)
     choices = itertools.product(KERNEL_RULES, flags, types, HEAD_DIMS, (8, 1))
@@ -65,7 +65,7 @@ def every_kind(number: int) -> Iterator[Kind]:
 
 
 def entries(kind: Kind) -> Iterator[str]:
-    """The kernels that calls of a kind may launch."""
+    """Yield the names of the kernels that calls of a kind may launch."""
     yield "forward"
     if kind.features.bias:
         yield "mask"
@@ -82,7 +82,7 @@ def entries(kind: Kind) -> Iterator[str]:
 
 
 def made_for(kinds: Iterable[Kind]) -> dict[Variant, Kind]:
-    """Every variant that calls of these kinds may launch, with one of the kinds that do."""
+    """Return every variant that calls of these kinds may launch, each with one of the kinds that launch it."""
     found: dict[Variant, Kind] = {}
     for kind in kinds:
         for entry in entries(kind):

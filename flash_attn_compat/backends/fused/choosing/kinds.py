@@ -1,4 +1,4 @@
-"""What is known of a call when its kernels are chosen, a ``Kind``, and the tile that calls of a kind take."""
+"""``Kind``: the properties of a call by which its kernels are chosen; and the choice of a tile for calls of a kind."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from flash_attn_compat.backends.fused.choosing.tiles import Tile
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
 E4M3, E5M2 = 4, 5
-# Rows and keys of a word of a dense mask's map (cuda/scores/mask.cuh).
+# A word of a dense mask's map stands for BAND rows and REACH keys. A block of the mask kernel reads PART_KEYS keys.
 BAND, REACH, PART_KEYS = 64, 1024, 512
 BIAS_WORDS = 2, 8, PART_KEYS // 32
-# Keys of the widest tile of any kernel, of which the others are parts.
+# Keys of the widest tile of any kernel. The keys of every other tile divide it.
 WIDEST_TILE = 128
-# Every multiple of 16 up to 128; then the head dims of models. A size is compiled when a call asks for it.
+# Head dims that kernels are compiled for, each when a call first needs it. A call takes the next size up. Up to 128
+# every multiple of 16; then those of models.
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # A window of at most so many keys hides most of a tile of 128 rows or more.
 NARROW = 255
-# Sequences of at most so many rows leave half of such a tile empty.
+# A sequence of at most so many rows leaves half of a tile of 128 rows empty.
 FEW_ROWS = 64
-# Rows and keys from which half a turn of lag, at the start and the end of each block, costs less than it saves.
+# Sequences of at least so many rows and keys use tiles with three stages: their delay of half a turn at the start and
+# the end of each block then costs less than it saves.
 LONG = 2048
-# Rows and keys that leave half of a small tile empty.
+# A sequence of at most so many rows and keys leaves half of a tile of 64 rows empty.
 SHORT = 32
-# The most keys of sequences for which one tile holds all keys, and the sizes of heads that have room for it.
+# ONE_TILE: sizes of a tile that holds all keys of a sequence, and the head dims for which the backward has such a tile.
 _NARROW_HEADS, _WIDE_HEADS = (16, 32, 48, 64), (112, 128)
 ONE_TILE = {
     32: _NARROW_HEADS,
@@ -36,7 +38,7 @@ ONE_TILE = {
 
 
 def half_of(type: int) -> int:
-    """Return the type of the operands of an 8-bit cache, which become fp16 on every GPU."""
+    """Return the TYPE of kernels over an 8-bit cache, whose numbers become fp16 on every GPU. type: of the queries"""
     return FP16 if type == FP16 else BF16_AS_FP16
 
 
@@ -48,9 +50,9 @@ class Sizes(NamedTuple):
     """Numbers that kernels are compiled for.
 
     head_dim: of queries and keys; head_dim_v: of values, None if it is head_dim
-    window: keys in sight of a row, None unbounded
-    vec: elements of a load: 8 where every row starts on 16 bytes, else 1
-    bias_words: words of 32 keys that a block of the pass over a dense mask reads, one of BIAS_WORDS
+    window: how many keys a row sees, None if unbounded
+    vec: how many elements are loaded at once: 8 if every row starts on 16 bytes, else 1
+    bias_words: how many words of 32 keys a block of the mask kernel reads, one of BIAS_WORDS
     """
 
     head_dim: int
@@ -61,12 +63,12 @@ class Sizes(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What a call asks for beyond dense attention. Each is a macro of its name; without it the macro is 0.
+    """Features of a call beyond dense attention. Each is a macro of the kernels by its name; the macro is 0 without it.
 
     local: how positions hide keys, one of KERNEL_RULES of core/mask.py; 0 if they hide none
-    copied: whether streamed rows are fp16 copies of bf16
-    bias, bias_pairs: of a dense mask, as in cuda/scores/mask.cuh; 0 without one
-    cache: E4M3 or E5M2, of 8-bit keys and values; 0 if they are in q's dtype. bf16 queries then are BF16_AS_FP16
+    copied: whether the rows that a kernel streams are fp16 copies of bf16
+    bias, bias_pairs: for a dense mask, as in cuda/scores/mask.cuh; 0 without one
+    cache: E4M3 or E5M2 for 8-bit keys and values, and bf16 queries then have the type BF16_AS_FP16; 0 in q's dtype
     """
 
     local: int = 0
@@ -81,14 +83,14 @@ class Features(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """What chooses the fastest of several kernels that would be right.
+    """Properties of a call that choose the fastest of several kernels, all of which would be correct.
 
-    few_rows: tall tiles would leave half of a tile empty, or multiprocessors idle (grids.takes_small_tiles)
+    few_rows: tall tiles would be half empty, or leave multiprocessors idle (grids.takes_small_tiles)
     short: SHORT or FEW_ROWS if no sequence has more rows or keys, else 0
-    few_keys: one of ONE_TILE if no sequence has more keys: one kernel then finds all gradients. Else 0
-    long: sequences have at least LONG rows and keys; only of calls that may be (``Kind.may_be_long``)
-    flex: whether the kernel is to have a caller's functions or a BlockMask
-    tiles: the fastest tiles on this GPU by entry, from ``tune``
+    few_keys: a size of ONE_TILE if no sequence has more keys, so that one kernel computes all gradients; else 0
+    long: sequences have at least LONG rows and keys, and ``Kind.may_be_long`` holds
+    flex: whether the kernel gets a score_mod, mask_mod or BlockMask of FlexAttention
+    tiles: the fastest tiles on this GPU by kernel, as ``tune`` found them
     """
 
     few_rows: bool = False
@@ -102,7 +104,7 @@ class Hints(NamedTuple):
 class Kind(NamedTuple):
     """The properties of a call that choose its kernels.
 
-    number: the architecture's, as 75; type: FP16, BF16 or BF16_AS_FP16
+    number: of the architecture, such as 75; type: FP16, BF16, or BF16_AS_FP16 if bf16 is converted to fp16
     """
 
     number: int
@@ -112,7 +114,7 @@ class Kind(NamedTuple):
     hints: Hints = Hints()
 
     def replace(self, **changes: Any) -> Kind:
-        """Return the kind with other values of fields, its own or of a group's. Raises TypeError for an unknown one."""
+        """Return a changed copy. changes: fields of Kind, Sizes, Features or Hints; TypeError for any other name."""
         own: dict[str, Any] = {}
         for name in ("sizes", "features", "hints"):
             group = changes.pop(name, getattr(self, name))
@@ -131,17 +133,17 @@ class Kind(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The larger head dim, which chooses the tiles."""
+        """The larger of the two head dims. It chooses the tiles."""
         return max(self.D, self.DV)
 
     @property
     def is_narrow(self) -> bool:
-        """Whether a window leaves most of a tall tile masked."""
+        """Whether a window is so narrow that it hides most of a tile of 128 rows."""
         return self.sizes.window is not None and self.sizes.window <= NARROW
 
     @property
     def may_be_long(self) -> bool:
-        """Whether long calls have tiles of their own: dense attention in fp16 or over copies, of rows on 16 bytes."""
+        """Whether tiles for LONG sequences suit the call: Turing, aligned fp16 or fp16 copies, and no other feature."""
         dense = Features(copied=self.type == BF16_AS_FP16)
         is_small = self.hints.few_rows or self.hints.few_keys > 0
         return (
@@ -149,9 +151,9 @@ class Kind(NamedTuple):
         )
 
     def macros(self, *names: str, D: int = 0) -> list[tuple[str, int]]:
-        """Return macros with their values: head dims, TYPE, VEC, and those of ``names`` that the call asks for.
+        """Return macros with values: head dims, TYPE, VEC, and the features among ``names`` that the call has.
 
-        names: features of the kernel, LOCAL for ``local`` and so on; D: the only size of a kernel without DV
+        names: macros of the features that the kernel supports, such as LOCAL; D: the head dim of a kernel without DV
         """
         found = [("D", D or self.D), *([] if D or self.DV == self.D else [("DV", self.DV)])]
         found += [("TYPE", self.type), ("VEC", self.sizes.vec)]
@@ -161,13 +163,13 @@ class Kind(NamedTuple):
         """Return the macros for the instructions that sm_80 adds to Turing's."""
         if self.number < 80:
             return []
-        # cp.async takes 16 bytes as they are: no conversion, no single elements.
+        # cp.async copies 16 bytes unchanged: it can neither convert numbers nor load single elements.
         asynchronous = cp_async and self.type != BF16_AS_FP16 and self.sizes.vec == 8 and not self.features.cache
         return [("MMA_K16", 1), *([("CP_ASYNC", 1)] if asynchronous else [])]
 
 
 def has_plain_scores(kind: Kind) -> bool:
-    """Return whether a forward of this kind leaves two groups of warps enough registers."""
+    """Return whether a forward does so little with scores that two groups of warps have enough registers."""
     found = kind.features
     changes = found.alibi or found.softcap or found.dropout or found.bias or kind.hints.flex
     converts = kind.type == BF16_AS_FP16 and not found.copied
@@ -175,8 +177,8 @@ def has_plain_scores(kind: Kind) -> bool:
 
 
 def conditions(kind: Kind) -> list[str]:
-    """Return the conditions of tiles.py that a kind meets, the most particular first."""
-    # Other kernels of few rows have no registers to load V with K.
+    """Return the conditions of tiles.py that a kind meets, the most specific first."""
+    # Only these kernels for few rows have the registers to load V together with K.
     loads_v = kind.hints.few_rows and kind.type == FP16 and kind.sizes.vec == 8 and not kind.features.bias
     named = {
         tiles.few_keys(kind.hints.few_keys): kind.hints.few_keys > 0,
@@ -205,12 +207,12 @@ def conditions(kind: Kind) -> list[str]:
 
 
 def choose_tile(entry: str, kind: Kind) -> Tile:
-    """Return the tile that ``tune`` found, for kinds like the timed ones; else the table's."""
+    """Return the tile that ``tune`` found for this kernel, if ``tune`` times such calls; else the table's."""
     is_small = kind.is_narrow or kind.hints.few_rows or kind.hints.few_keys
     is_timed = not (is_small or kind.features.softcap or kind.features.dropout or kind.D != kind.DV)
     found = dict(kind.hints.tiles).get(entry) if is_timed else None
     if found is not None and kind.features.bias and (WIDEST_TILE % found.rows or WIDEST_TILE % found.streamed_rows):
-        found = None  # wider than what a word of a dense mask's map stands for
+        found = None  # such tiles do not fit the map of a dense mask
     if found is not None and found.groups > 1 and not has_plain_scores(kind):
         found = None
     return found or tiles.find_tile(kind.number, entry, kind.size, conditions(kind))

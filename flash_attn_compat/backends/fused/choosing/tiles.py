@@ -1,7 +1,7 @@
-"""The tiles of the fused kernels, in one table: by GPU, entry and head dim, then by condition.
+"""The tiles of the fused kernels, in one table: by GPU, kernel and head dim, then by condition.
 
-A call meets several conditions, the most particular first and USUAL last (kinds.conditions). It takes the tile of the
-first one that its row has. candidates.py lists the tiles among which ``tune`` looks.
+A call meets several conditions, the most specific first and USUAL last (kinds.conditions). It takes the tile of the
+first condition that its row of the table has. candidates.py lists the tiles that ``tune`` times.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import NamedTuple
 class Tile(NamedTuple):
     """The size of a block's tile, its warps, and the operands that stay in registers instead of shared memory."""
 
-    streamed_rows: int  # streamed rows (keys; queries for dkdv) of one turn of the main loop
+    streamed_rows: int  # rows that one turn of the main loop reads: keys; queries in dkdv
     warps: int
-    mma_m: int  # tiles of 16 stationary rows (queries; keys for dkdv) of each warp
-    min_blocks: int  # blocks that a multiprocessor has registers for
+    mma_m: int  # how many times 16 stationary rows each warp keeps: queries; keys in dkdv
+    min_blocks: int  # how many blocks a multiprocessor must have registers for
     qk_in_regs: bool = True  # the stationary operand of S = Q K^T lies in registers, else in shared memory
-    vo_in_regs: bool = True  # the same for dP = dO V^T, in a backward
-    cp_async: bool = False  # a backward loads by cp.async where the GPU has it
+    vo_in_regs: bool = True  # the stationary operand of dP = dO V^T, in a backward, lies in registers
+    cp_async: bool = False  # a backward loads by cp.async, if the GPU has it
     split_n: int = 0  # 1: two warps of a backward share rows, and each computes half of the gradients' channels
-    split_k: int = 0  # 2^split_k warps share rows; each multiplies a share of all channels, and they add up scores
+    split_k: int = 0  # 2^split_k warps share rows; each multiplies a part of the channels, and they add up the scores
     roles: bool = False  # two warps of a backward share rows; one computes P, the other dP
-    stages: int = 1  # tiles of each streamed operand in shared memory
-    load_v_with_k: bool = False  # a forward with one stage loads V with K, not after it
-    ds_over_q: bool = False  # dkdv with dq stores dS over its tile of Q, which then has one slot
+    stages: int = 1  # how many tiles of each streamed operand shared memory holds
+    load_v_with_k: bool = False  # a forward with one stage loads V together with K, not after it
+    ds_over_q: bool = False  # dkdv that also computes dq stores dS over its only tile of Q
     groups: int = 1  # 2: two groups of a forward's warps share rows and Q, and take alternate tiles of keys
 
     @property
     def rows(self) -> int:
-        """Stationary rows of a block."""
+        """How many rows (queries; keys in dkdv) one block keeps."""
         return (self.warps >> (self.split_n + self.split_k + self.roles)) // self.groups * self.mma_m * 16
 
     def macros(self) -> list[tuple[str, int]]:
@@ -39,13 +39,13 @@ class Tile(NamedTuple):
         return [*found, ("MIN_BLOCKS", self.min_blocks), ("QK_IN_REGS", int(self.qk_in_regs))]
 
 
-# Conditions. SHORT_SEQUENCES: leave half of a small tile's rows and keys empty; FEW_ROWS: leave half of a tall tile
-# empty, or multiprocessors idle. With few rows blocks mostly wait for their first loads: FEW_ROWS_AND_KEYS,
-# FEW_LOCAL_ROWS and FEW_FREE_ROWS are those for which the kernel has registers to load V with K. UNLIKE: q and v have
-# different head dims; CONVERTED: each tile converts bf16; LESS_SHARED: a multiprocessor has less shared memory than an
-# A100's or H100's; LONG: many rows and keys, and nothing changes or hides scores. PLAIN and PLAIN_LOCAL: aligned calls
-# whose features leave two groups of warps enough registers, without and with a causal mask or window;
-# PLAIN_LOCAL_COPIES: the latter over fp16 copies of bf16.
+# Conditions. SHORT_SEQUENCES: sequences fill at most half of a small tile. FEW_ROWS: they fill at most half of a tall
+# tile, or tall tiles would leave multiprocessors idle. FEW_ROWS_AND_KEYS, FEW_LOCAL_ROWS, FEW_FREE_ROWS: few rows, and
+# the kernel has registers to load V together with K, so that blocks wait less for their first loads. UNLIKE: q and v
+# have different head dims. CONVERTED: each tile converts bf16. LESS_SHARED: a multiprocessor has less shared memory
+# than an A100's or H100's. LONG: many rows and keys, and nothing changes or hides scores. PLAIN and PLAIN_LOCAL:
+# aligned calls whose features leave two groups of warps enough registers, without and with a causal mask or window.
+# PLAIN_LOCAL_COPIES: PLAIN_LOCAL over fp16 copies of bf16.
 SHORT_SEQUENCES, NARROW_WINDOW, SOFTCAP, DROPOUT = "short sequences", "narrow window", "softcap", "dropout"
 FEW_ROWS_AND_KEYS, FEW_LOCAL_ROWS, FEW_FREE_ROWS = "few rows and keys", "few local rows", "few free rows"
 FEW_ROWS, UNLIKE, BIASES, DENSE_MASK = "few rows", "unlike head dims", "biases", "dense mask"
@@ -57,7 +57,7 @@ Row = dict[str, Tile]
 
 
 def few_keys(keys: int) -> str:
-    """Return the condition of a backward whose one tile of ``keys`` has all keys of a sequence."""
+    """Return the condition of a backward in which one tile, of the size ``keys``, holds all keys of a sequence."""
     return f"at most {keys} keys"
 
 
@@ -65,7 +65,7 @@ SPLIT_N = Tile(32, 8, 1, 1, split_n=1)
 ROLES = Tile(16, 8, 1, 1, roles=True, stages=3)
 SPLIT_K_2, SPLIT_K_4 = Tile(16, 8, 1, 1, split_k=1), Tile(16, 8, 1, 1, split_k=2)
 _K_SHARED = Tile(32, 8, 1, 1, qk_in_regs=False)  # K stays in shared memory, where dq reads it
-# dS then takes the place of Q.
+# As _K_SHARED; dS is stored over the tile of Q.
 _OVER_Q = _K_SHARED._replace(ds_over_q=True)
 TWO_GROUPS = Tile(32, 8, 2, 1, qk_in_regs=False, groups=2)
 _ASYNC = Tile(64, 4, 1, 1, qk_in_regs=False, vo_in_regs=False, cp_async=True)
@@ -78,7 +78,7 @@ def _forward(usual: Tile, small: Tile, **others: Tile) -> Row:
 
 
 def _narrow_forward(usual: Tile, small: Tile, **others: Tile) -> Row:
-    """Up to head dims of 64: more blocks find room, and short sequences have a tile of their own."""
+    """Return the row of a head dim up to 64: more blocks fit, and short sequences have a tile of their own."""
     packed = small._replace(min_blocks=4)
     own = {FEW_LOCAL_ROWS: packed, FEW_ROWS_AND_KEYS: packed._replace(load_v_with_k=True)}
     return _forward(usual, small, biases=small, **others) | {SHORT_SEQUENCES: Tile(32, 2, 1, 6)} | own
@@ -92,8 +92,8 @@ def _named(others: dict[str, Tile]) -> Row:
     return {name.replace("_", " "): tile for name, tile in others.items()}
 
 
-# For sm_75: among tiles that hardly spill the best by the model of benchmarks.kernel_report, or by the simulation of
-# benchmarks.turing_sm where that is clear (docs/kernels.md).
+# For sm_75: among the tiles that hardly spill registers, the best one by the model of benchmarks.kernel_report, or by
+# the simulation of benchmarks.turing_sm if its answer is clear (docs/kernels.md).
 TURING: dict[str, dict[int, Row]] = {
     "forward": {
         16: _narrow_forward(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), converted=Tile(64, 4, 2, 2)),
@@ -174,8 +174,8 @@ def _more_work(usual: Tile, small: Tile, *names: str) -> Row:
     return dict.fromkeys((DROPOUT, BIASES, *names), small) | {USUAL: usual}
 
 
-# From sm_80 on the fastest of benchmarks/kernel_tiles.py on an H200. At 64 dq's own rows in shared memory take 56 KB:
-# GPUs with 100 KB a multiprocessor would hold one block rather than two.
+# From sm_80 on: the fastest tiles on an H200 by benchmarks/kernel_tiles.py. At head dim 64, a dq that keeps its rows in
+# shared memory takes 56 KB, so a multiprocessor with 100 KB would hold one block instead of two.
 NEWER: dict[str, dict[int, Row]] = {
     "forward": _by_size(
         ((16, 32), _more_work(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), NARROW_WINDOW, DENSE_MASK)),
@@ -189,7 +189,7 @@ NEWER: dict[str, dict[int, Row]] = {
         ((16, 32), {USUAL: Tile(64, 4, 1, 2, cp_async=True)}),
         ((48, 64), {USUAL: Tile(32, 4, 2, 2, qk_in_regs=False, vo_in_regs=False, cp_async=True)}),
         ((80, 96, 112, 128), {USUAL: _ASYNC}),
-        ((160,), {USUAL: _ASYNC._replace(streamed_rows=32)}),  # where dk and dv fit into registers together
+        ((160,), {USUAL: _ASYNC._replace(streamed_rows=32)}),  # at this size dk and dv both fit into registers
         ((192,), {USUAL: SPLIT_N._replace(cp_async=True)}),
         ((224, 256), {USUAL: SPLIT_K_2._replace(cp_async=True)}),
         ((512,), {USUAL: SPLIT_K_4._replace(cp_async=True)}),
@@ -211,6 +211,9 @@ NEWER: dict[str, dict[int, Row]] = {
 
 
 def find_tile(number: int, entry: str, size: int, conditions: Sequence[str]) -> Tile:
-    """Return the tile of the first of ``conditions`` that the row has. number: of the architecture; size: of a head"""
+    """Return the tile of the first of ``conditions`` that the table's row has.
+
+    number: of the architecture, such as 75; entry: the kernel; size: the head dim
+    """
     row = (TURING if number < 80 else NEWER)[entry][size]
     return next(row[one] for one in conditions if one in row)

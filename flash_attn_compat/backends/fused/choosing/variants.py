@@ -1,7 +1,7 @@
-"""The kernels that calls of a kind take: entry, source file, macros, and the shared memory of a block.
+"""The kernels that calls of a kind launch: function, source file, macros, and the shared memory of a block.
 
-A variant is an entry with its macros; docs/kernels.md lists the macros, cuda/*.cu describe the grids, and grids.py
-counts the blocks.
+A variant is a kernel's function (its entry) compiled with given macros. docs/kernels.md lists the macros, cuda/*.cu
+describe the grids, and grids.py counts the blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 
 _DECODE_ROWS = 16
-# Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
+# The decode kernel serves up to _FEW_QUERIES rows of a sequence, and _FEW_FOLDED rows times the query heads of a group.
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
-# Bytes: the results of 4 warps for 16 rows of 64 channels, their maxima and sums, and 1 / sum of each row.
+# Bytes of shared memory: the results of 4 warps for 16 rows of 64 channels, their maxima and sums, and 1 / sum by row.
 _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
-# For the widest heads two warps take half of the channels each and exchange scores of 16 rows and 8 keys, twice; over
-# 8 bits of 16 keys.
+# The same for the widest heads, by whether the cache has 8 bits. Two warps take half of the channels each, and exchange
+# scores of 16 rows and 8 keys, twice; of 16 keys over 8 bits.
 _DECODE_SHARED_SPLIT_K = {False: 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4, True: 4 * 16 * 64 * 4 + 2 * 4 * 16 * 16 * 4}
 ABSMAX_ROWS = 512
 _CONVERSIONS = 10
@@ -35,7 +35,7 @@ _OFF = (
     *("SPLIT_N", "SPLIT_K", "ROLES", "STAGES", "LOAD_V_WITH_K", "FEW_KEYS", "DS_OVER_Q", "KEY_GROUPS"),
     *("APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC", "FLEX", "FLEX_SCORE", "FLEX_MASK", "FLEX_GRADIENTS"),
 )
-# In kernels with tiles of rows and keys; only the forward reads pages.
+# The macros of all features, for kernels with tiles of rows and keys.
 _FEATURES = tuple(name.upper() for name in Features._fields)
 _NOT_DECODED = "DROPOUT", "COPIED", "BIAS", "BIAS_PAIRS"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
@@ -44,8 +44,8 @@ DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES)
 class Variant(NamedTuple):
     """One compiled kernel: the function ``entry`` of the file ``source``, compiled with ``macros``.
 
-    rows: stationary rows of a block (keys for dkdv); threads: of a block; shared: its bytes of dynamic shared memory
-    text: the header flex_mods.cuh, with the macro FLEX
+    rows: how many queries (keys for dkdv) a block keeps; threads: of a block; shared: a block's bytes of shared memory
+    text: the content of the header flex_mods.cuh, for a kernel with the macro FLEX
     """
 
     entry: str
@@ -68,7 +68,7 @@ def forward(kind: Kind) -> Variant:
     macros += [("LOAD_V_WITH_K", 1)] * (tile.load_v_with_k and not kind.features.cache)
     macros += [("KEY_GROUPS", tile.groups)] * (tile.groups > 1)
     row, row_v = 2 * kind.D, 2 * kind.DV
-    # Warps with the same rows exchange partial scores of a tile.
+    # With split_k, warps that share rows exchange partial scores of a tile.
     partial_sums = tile.warps * tile.mma_m * 16 * tile.streamed_rows * 4 * (tile.split_k > 0)
     stationary, streamed = tile.rows * row, tile.streamed_rows * (min(stages, 2) * row + stages * row_v) + partial_sums
     streamed *= tile.groups
@@ -77,17 +77,17 @@ def forward(kind: Kind) -> Variant:
 
 
 def _rounded(kind: Kind, tile: Tile) -> Kind:
-    """The head dims, rounded up so that warps share out channels in 16s."""
+    """Return the kind with head dims rounded up, so that each warp that shares rows gets a multiple of 16 channels."""
     unit = 16 << (tile.split_n + tile.split_k)
     return kind.replace(head_dim=-(-kind.D // unit) * unit, head_dim_v=-(-kind.DV // unit) * unit)
 
 
 def decode(kind: Kind) -> Variant:
-    """The decode kernel, which takes 64 channels at once; channels that do not exist are not loaded."""
+    """Return the decode kernel. It computes 64 channels at once, and does not load channels beyond the head dim."""
     D = -(-kind.size // 64) * 64
     macros = kind.macros(*(name for name in _FEATURES if name not in _NOT_DECODED), D=D)
     few_registers = D == 64 and kind.sizes.vec == 8
-    # Of Turing's 64 KB a multiprocessor, three blocks have room.
+    # Turing's 64 KB of shared memory a multiprocessor have room for three blocks.
     macros.append(("MIN_BLOCKS", (4 if kind.number >= 80 else 3) if few_registers else 2))
     split_k = D > 256
     macros += [("SPLIT_K", 1)] * split_k
@@ -96,13 +96,13 @@ def decode(kind: Kind) -> Variant:
 
 
 def decode_append(kind: Kind) -> Variant:
-    """The decode kernel for calls that bring new keys."""
+    """Return the decode kernel that also appends new keys to the cache."""
     variant = decode(kind)
     return variant._replace(macros=(*variant.macros, ("APPEND", 1)))
 
 
 def append(kind: Kind) -> Variant:
-    """Copies numbers: most macros make no difference."""
+    """Return the append kernel. It only copies numbers, so few macros matter."""
     return Variant("append", "append.cu", tuple(kind.macros("PAGED", "CACHE", D=64)[1:]), 1, 128, 0)
 
 
@@ -116,14 +116,18 @@ def to_half(kind: Kind) -> Variant:
 
 
 def marks(kind: Kind, tokens: int, batch: int) -> int:
-    """Marks of each head of k and of v: one for each warp and each set of rows that a block of absmax reads at once."""
+    """Return how many marks a head of k or of v has. A mark is the maximum by which a warp of absmax scaled its copies.
+
+    There is one mark for each warp and each set of rows that a block of absmax reads at once.
+    """
     return (tokens // (8192 // _power_of_two(kind.size)) + batch + 1) * 8
 
 
 def pays_to_copy(kind: Kind, variant: Variant, stationary: float, group: int = 1) -> bool:
-    """Whether converting streamed rows to fp16 once pays, for ``stationary`` rows in each of a ``group`` of heads.
+    """Whether it pays to convert the streamed rows to fp16 once, instead of in each tile of ``variant``.
 
-    It pays for many tiles of ``variant``: on a T4, writing the copies costs as much as some ten conversions.
+    It pays if many tiles read the same rows: on a T4, writing the copies costs as much as some ten conversions.
+    stationary: rows that read them, in each of a ``group`` of heads
     """
     window = kind.sizes.window
     seen = min(stationary, window) if window is not None else stationary / 2 if kind.features.local else stationary
@@ -136,7 +140,7 @@ def delta(kind: Kind) -> Variant:
 
 
 def mask(kind: Kind) -> Variant:
-    """TYPE matters only for biases of the call's dtype."""
+    """Return the kernel that reads a dense mask once. Its TYPE matters only for biases in the call's dtype."""
     type = kind.type if kind.features.bias == HALF_BIAS else FP16
     macros = (("TYPE", type), ("BIAS", kind.features.bias), ("BIAS_WORDS", kind.sizes.bias_words))
     warps = 4 * -(-kind.sizes.bias_words // 8)
@@ -144,17 +148,17 @@ def mask(kind: Kind) -> Variant:
 
 
 def _power_of_two(D: int) -> int:
-    """The size of kernels without tiles, whose lanes share a row: some lanes have nothing to load."""
+    """Return the size for kernels whose lanes share a row, a power of 2. Some lanes then have nothing to load."""
     return 1 << (D - 1).bit_length()
 
 
 def dkdv(kind: Kind) -> Variant:
     if kind.hints.few_keys:
-        # Neighbouring lanes share a row if it has a multiple of 32 channels.
+        # A multiple of 32 channels, so that neighbouring lanes can share a row.
         size = -(-kind.size // 32) * 32
         kind = kind.replace(head_dim=size, head_dim_v=size)
     tile = choose_tile("dkdv", kind)
-    # A lane holds neighbouring queries, not keys: no pairs of biases.
+    # No pairs of biases: in dkdv a lane holds neighbouring queries, and pairs are of neighbouring keys.
     return _backward("dkdv", kind.replace(bias_pairs=False), tile, row_values=tile.streamed_rows * 8)
 
 
@@ -163,7 +167,7 @@ def dq(kind: Kind) -> Variant:
 
 
 def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
-    """row_values: bytes of shared memory for LSE and delta of a streamed tile"""
+    """Return the variant of dkdv or dq. row_values: bytes of shared memory for LSE and delta of a streamed tile"""
     kind = _rounded(kind.replace(paged=False, cache=0), tile)
     macros = [*kind.macros(*_FEATURES), *kind.newer(tile.cp_async)]
     macros += [*tile.macros(), ("VO_IN_REGS", int(tile.vo_in_regs))]
@@ -176,14 +180,14 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
     exchanges = tile.split_n or tile.split_k
     exchanged = (tile.warps * tile.mma_m * 16 * tile.streamed_rows // 2 * 2 * 2) * (exchanges > 0)  # halves of P and dS
     partial_sums = tile.warps * tile.split_k * tile.mma_m * 512
-    # Partial sums of S lie in the next tile's place, if that has room.
+    # With split_k, partial sums of S go to the place of the next tile, if that is large enough.
     exchanged += tile.rows * tile.streamed_rows * 2 * (has_dq and not tile.ds_over_q)
     exchanged += partial_sums * (1 + (tile.streamed_rows * row < partial_sums or ("CP_ASYNC", 1) in macros))
-    if tile.roles:  # P, for each stage but the one that is loaded
+    if tile.roles:  # P of each stage, except the stage that is being loaded
         exchanged = tile.rows * tile.streamed_rows * 4 * (tile.stages - 1)
     slots, slots_v = 1 if tile.ds_over_q else max(tile.stages, 2), 2 if tile.roles else tile.stages
     streamed = tile.streamed_rows * (slots * row + slots_v * row_v) + row_values * slots + exchanged
-    # Stationary operands go to registers through shared memory; gradients leave through all of it.
+    # Operands that are kept in registers pass through shared memory at the start, gradients at the end.
     through = tile.rows * max(tile.qk_in_regs * row, tile.vo_in_regs * row_v)
     through = 2 * through if tile.roles else through
     shared = max(stationary + max(streamed, through), tile.rows * max(row, row_v) * (1 + tile.roles))
@@ -191,17 +195,17 @@ def _backward(entry: str, kind: Kind, tile: Tile, row_values: int) -> Variant:
 
 
 def backward_entries(kind: Kind) -> tuple[str, ...]:
-    """The kernels of a backward, in order."""
+    """Return the names of the kernels of a backward, in the order of their launches."""
     return ("dkdv",) if kind.hints.few_keys else ("delta", "dkdv", "dq")
 
 
 def backward(kind: Kind) -> tuple[Variant, ...]:
-    """The variants of ``backward_entries``."""
+    """Return the variants of a backward's kernels, in the order of their launches."""
     return tuple(MAKERS[entry](kind) for entry in backward_entries(kind))
 
 
 def with_shared_grid(variant: Variant) -> Variant:
-    """The same kernel for a grid that all packed sequences share."""
+    """Return the variant for a grid that all packed sequences share."""
     return variant._replace(macros=(*variant.macros, ("SHARED_GRID", 1)))
 
 

@@ -1,1 +1,1 @@
-"""Self-tests of kernels before their first call, and marks of kernels that ended a process."""
+"""Self-tests of kernels before their first call, and files that mark kernels whose self-test ended a process."""

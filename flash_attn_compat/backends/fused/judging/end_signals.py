@@ -1,9 +1,9 @@
-"""Note in an open file that a signal asked this process to end, before the signal acts.
+"""If a signal asks this process to end, write that to an open file, before the signal acts.
 
-A Python handler would not do: only the main thread may set one, it runs late or never while C code blocks, and a
-process with one no longer ends by the signal's default action. faulthandler's handlers are C code. They run at once, in
-whatever thread the signal meets, write the thread's traceback into a file, and pass the signal on: to the default
-action, or to the handler that the caller has set. ``signal.getsignal`` returns what it returned before.
+A Python handler could not: only the main thread may set one, it runs late or never while C code blocks, and a process
+with one no longer ends by the signal's default action. The handlers of faulthandler are C code. They run at once, in
+the thread that gets the signal, write this thread's traceback to a file, and pass the signal on to the default action,
+or to the handler that the caller has set. ``signal.getsignal`` returns what it returned before.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import sys
 
 _NAMES = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
-_MAX_ACTION_BYTES = 512  # more than a struct sigaction of any platform
-# A part of whatever faulthandler writes.
+_MAX_ACTION_BYTES = 512  # no platform's struct sigaction is larger
+# A text that every traceback of faulthandler contains.
 NOTE = b"(most recent call first)"
 _IS_AVAILABLE = hasattr(faulthandler, "register") and sys.platform != "win32"
 
-# The handlers write to this descriptor, which stays open: one that a handler still writes to must not become another
-# file's. It is a copy of the file's descriptor while signals are noted, and of /dev/null's before and after.
+# The handlers write to this descriptor: to the file while signals are noted, to /dev/null before and after. It is never
+# closed, because a handler may still be writing when another file gets its number.
 _sink: int | None = None
-# The actions that we have set, by signal.
+# The actions that this module has set, by signal.
 _installed: dict[int, bytes] = {}
 
 
 def note_in(descriptor: int) -> None:
-    """Write to the file ``descriptor`` if a signal asks this process to end; ends what an earlier call began."""
+    """From now on, write to the file ``descriptor``, and no longer to an earlier one, if a signal asks us to end."""
     global _sink  # noqa: PLW0603
     if not _IS_AVAILABLE:
         return
@@ -38,8 +38,8 @@ def note_in(descriptor: int) -> None:
         if _sink is None:
             _sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, _sink, inheritable=False)
-        # Default actions first: only beside one of these it is known which handler is faulthandler's, and a signal for
-        # which the caller has called faulthandler.register keeps the caller's file.
+        # Signals with the default action come first, because they show which handler is faulthandler's own. With that,
+        # a signal for which the caller has called faulthandler.register is recognised, and left to the caller's file.
         for number in sorted(_SIGNALS, key=lambda number: not _is_default(_get_action(number))):
             if number not in _installed and _may_install(number):
                 faulthandler.register(number, _sink, all_threads=False, chain=True)
@@ -47,12 +47,12 @@ def note_in(descriptor: int) -> None:
 
 
 def stop() -> None:
-    """Note signals no more, and set the actions that were there before ``note_in``."""
+    """Stop noting signals, and restore the actions that the signals had before ``note_in``."""
     for number in list(_installed):
         with contextlib.suppress(OSError):
             current = _get_action(number)
             faulthandler.unregister(number)
-            if _handler(current) != _handler(_installed.pop(number)):  # the caller has set another one meanwhile
+            if _handler(current) != _handler(_installed.pop(number)):  # the caller has set one since: keep it
                 _set_action(number, current)
     if _sink is not None:
         with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ def stop() -> None:
 
 
 def _may_install(number: int) -> bool:
-    """Whether the signal has its default action, or a handler in Python."""
+    """Whether the signal has its default action or a Python handler, so that faulthandler's may be put before it."""
     action = _get_action(number)
     if _is_default(action):
         return True
@@ -75,7 +75,7 @@ def _is_default(action: bytes) -> bool:
 
 
 def _handler(action: bytes) -> int:
-    """Return the handler's address, which comes first in a struct sigaction, or SIG_DFL or SIG_IGN."""
+    """Return the first field of a struct sigaction: the handler's address, SIG_DFL or SIG_IGN."""
     return ctypes.c_void_p.from_buffer_copy(action).value or 0
 
 

@@ -4,9 +4,9 @@ A self-test writes a file, the mark, beside the kernels and removes it after its
 the mark while it lives. A mark without a lock therefore belongs to a process that ended during the self-test. A locked
 mark belongs to a running self-test, in any process, container or node. File systems without locks get no marks.
 
-Which ends are a fault of the kernel? A crash (SIGSEGV, SIGABRT, os._exit) and a broken context. A process that was told
-to end is none: it was interrupted (KeyboardInterrupt), exits in order, or got a signal that asks it to end
-(end_signals.py). SIGKILL leaves no trace: it counts, as it may be the only end of a kernel that hangs.
+A crash (SIGSEGV, SIGABRT, os._exit) and a broken CUDA context count as faults of the kernel. A process that was told to
+end does not: it was interrupted (KeyboardInterrupt), exited in order, or got a signal that asks it to end
+(end_signals.py). SIGKILL leaves no trace and counts as a fault, because a kernel that hangs may be ended only by it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from flash_attn_compat.backends.fused.building.nvrtc import ContextLost
 from flash_attn_compat.backends.fused.judging import end_signals
 
 _FOLDER = "trials"
-# The first bytes of a mark: the self-test runs, or it broke the GPU's context. A broken mark counts even while locked.
+# The first bytes of a mark: _TRYING while the self-test runs, _BROKEN if it broke the GPU's context. A mark that begins
+# with _BROKEN counts even while a process locks it.
 _TRYING, _BROKEN = b"trying ", b"broken "
 _MAX_MARK_BYTES = 2**20
 RETRY_COMMAND = "flash-attn-compat doctor --again"
@@ -39,7 +40,10 @@ def marks_folder() -> Path:
 
 
 def decline_reason(trial: str) -> str | None:
-    """Return the reason to decline the kernels of ``trial``, a name without dots; None without a mark of a fault."""
+    """Return the reason to decline the kernels of a self-test; None if no mark says that it failed.
+
+    trial: the name of the self-test, without dots
+    """
     return next((reason for _, reason in _find_fault_marks(trial)), None)
 
 
@@ -49,7 +53,7 @@ def list_reasons() -> list[str]:
 
 
 def remove_marks() -> int:
-    """Remove the marks of faults, so that these kernels are tested again; returns the number of files."""
+    """Remove all marks of faults, so that their kernels are tested again; return the number of removed files."""
     removed = 0
     for path, _ in list(_find_fault_marks()):
         with contextlib.suppress(OSError):
@@ -60,10 +64,11 @@ def remove_marks() -> int:
 
 @contextlib.contextmanager
 def watch_trial(trial: str, kernels: str, sticky_error: Callable[[], str | None]) -> Iterator[None]:
-    """Guard the launches of a self-test. If they break the GPU's context, keeps a mark and raises ContextLost.
+    """Guard the launches of a self-test: hold a mark meanwhile. If they break the GPU's context, keep it and raise.
 
-    trial: name of the mark, without dots; kernels: their names, for messages
+    trial: the name of the self-test, without dots; kernels: the names of its kernels, for messages
     sticky_error: waits for the GPU; returns the error that broke its context for good, or None
+    Raises ContextLost if the context broke.
     """
     earlier = sticky_error()
     if earlier is not None:
@@ -78,7 +83,7 @@ def watch_trial(trial: str, kernels: str, sticky_error: Callable[[], str | None]
         lost = sticky_error()
         if lost is not None:
             mark.keep(f"{kernels} broke a process's use of this GPU when tried: {lost}")
-    finally:  # an interrupt may come in every line above
+    finally:  # also after an interrupt in any line above
         mark.end()
     if lost is None:
         if raised is not None:
@@ -92,7 +97,7 @@ def watch_trial(trial: str, kernels: str, sticky_error: Callable[[], str | None]
 
 
 class _Mark:
-    """The mark of a running self-test of this process. ``is_kept``: whether later processes find it."""
+    """The mark of a running self-test of this process. ``is_kept``: whether the file stays when the self-test ends."""
 
     def __init__(self, trial: str) -> None:
         self._process = _process
@@ -119,7 +124,7 @@ class _Mark:
         """Remove the mark unless it is kept."""
         with contextlib.suppress(OSError):
             if self._file is not None and not self.is_kept:
-                self._file.truncate(0)  # an empty mark counts as none, even without its lock
+                self._file.truncate(0)  # other processes ignore an empty mark, even once it is unlocked
         with _changing:
             if self in _running:
                 _running.remove(self)
@@ -128,7 +133,7 @@ class _Mark:
             else:
                 end_signals.stop()
         if self._file is not None:
-            self._file.close()  # before the removal, which Windows refuses for an open file
+            self._file.close()  # Windows cannot remove an open file
             self._file = None
         if not self.is_kept and self._process == _process:
             with contextlib.suppress(OSError):
@@ -141,13 +146,13 @@ class _Mark:
             self._file.write(kernel_files.seal(f"{_FOLDER}/{self._name}", payload))
 
     def leave_to_parent(self) -> None:
-        """Let go of the file in a forked child: the trial is the parent's, and so is the lock."""
+        """Close the file in a forked child, because the self-test and the lock belong to the parent."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
-# Marks of this process, the token in their names, and the lock of both and of end_signals.
+# The marks of this process; the token in their file names; the lock for changes of these two and of end_signals.
 _running: list[_Mark] = []
 _process = secrets.token_hex(8)
 _changing = threading.RLock()
@@ -155,14 +160,14 @@ _changing = threading.RLock()
 
 @atexit.register
 def _end_all() -> None:
-    """End the trials of daemon threads: an interpreter that exits in order was not ended by a kernel."""
+    """At exit, remove the marks of self-tests in daemon threads: an interpreter that exits in order did not crash."""
     while _running:
         _running[-1].end()
 
 
 def _leave_all_to_parent() -> None:
     global _process, _changing
-    _process, _changing = secrets.token_hex(8), threading.RLock()  # another thread may have held the parent's
+    _process, _changing = secrets.token_hex(8), threading.RLock()  # another thread may hold the parent's lock
     if _running:
         end_signals.stop()
     while _running:
@@ -174,9 +179,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def _find_fault_marks(trial: str = "") -> Iterator[tuple[Path, str]]:
-    """Yield path and reason of each mark of a fault: no living process locks it, or it says that a context broke.
+    """Yield path and reason of each mark of a fault: one that no living process locks, or with a broken context.
 
-    trial: whose marks; "" for those of all trials
+    trial: the name of a self-test; "" for all of them
     """
     try:
         names = sorted(entry.name for entry in os.scandir(marks_folder()))
@@ -198,15 +203,15 @@ def _find_fault_marks(trial: str = "") -> Iterator[tuple[Path, str]]:
 
 
 def _remove_if_told_to_end(name: str, names: list[str]) -> bool:
-    """Remove the marks of a process that is gone if a signal had asked it to end; returns whether one had.
+    """If a signal had asked a process to end, remove the marks that it left; return whether a signal had.
 
-    name: of one of its marks; names: all in the folder
+    name: the file name of one of its marks; names: all files of the folder
     """
     siblings = [other for other in names if other.split(".")[1:2] == name.split(".")[1:2]]
     noted = {other for other in siblings if _notes_a_signal(other)}
     if not noted:
         return False
-    for other in sorted(siblings, key=noted.__contains__):  # the note last: another process may look meanwhile
+    for other in sorted(siblings, key=noted.__contains__):  # other processes may look: remove the note last
         with contextlib.suppress(OSError):
             if not (kernel_files.read(f"{_FOLDER}/{other}") or b"").startswith(_BROKEN):
                 os.unlink(marks_folder() / other)
@@ -214,7 +219,7 @@ def _remove_if_told_to_end(name: str, names: list[str]) -> bool:
 
 
 def _notes_a_signal(name: str) -> bool:
-    """Whether end_signals wrote to the mark, whose seal is broken then."""
+    """Whether end_signals wrote into the mark (so that its digest no longer fits)."""
     with contextlib.suppress(OSError), open(marks_folder() / name, "rb", opener=kernel_files.open_nonblocking) as file:
         return end_signals.NOTE in file.read(_MAX_MARK_BYTES)
     return False
@@ -223,20 +228,23 @@ def _notes_a_signal(name: str) -> bool:
 def _is_abandoned(path: Path) -> bool:
     try:
         with open(path, "rb", buffering=0, opener=kernel_files.open_nonblocking) as file:
-            # A self-test that ends now empties its mark before it releases the lock.
+            # An unlocked mark is abandoned unless it is empty: a self-test empties its mark before it unlocks it.
             return _acquire_lock(file, wait=False) and bool(file.read(1))
     except OSError:
         return False
 
 
 def _acquire_lock(file: io.FileIO, wait: bool) -> bool:
-    """Lock ``file`` until it is closed; returns whether that worked. wait: for an exclusive lock; else a shared one."""
+    """Lock ``file`` until it is closed; return whether that worked.
+
+    wait: whether to wait for an exclusive lock; else try a shared lock once
+    """
     try:
         if sys.platform == "win32":
             import msvcrt
 
             position = file.tell()
-            file.seek(2**30)  # beyond the content, which others must be able to read
+            file.seek(2**30)  # lock a byte beyond the content, because others must be able to read the content
             msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
             file.seek(position)
         else:

@@ -30,16 +30,16 @@ from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.mask import Mask
 
-# Two sequences, no length a multiple of a tile, and three unused tokens after the last sequence.
+# The tiny problem: two sequences whose lengths are no multiples of a tile, and three unused tokens after them.
 _ROWS, _FEW_ROWS, _KEYS, _UNUSED_TOKENS = (19, 150), 3, (45, 171), 3
 _HEADS, _HEADS_K, _PAGE = 4, 2, 7
 _DROPOUT, _SOFTCAP = 0.3, 2.0
-# The last channel of a loud row, and that of every fifth key: their product exceeds fp16's range. The last channel,
-# because tensor cores truncate terms that are added to a large sum.
+# Values in the last channel of some rows and of every fifth key, to test large scores: their product exceeds fp16's
+# range. They are in the last channel, because tensor cores truncate terms that are added to a large sum.
 _LOUD_Q, _LOUD_K = 2000.0, 40.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _TOLERANCES = {"softmax_lse": 2e-3}
-# A kernel may round the rotation of a key otherwise, and so write the next 8-bit number.
+# A kernel may round a rotated key in another way, and so write the neighbouring 8-bit number.
 _CACHE_TOLERANCES = {torch.float8_e4m3fn: {"k": 0.13, "v": 0.0}, torch.float8_e5m2: {"k": 0.26, "v": 0.0}}
 _GRADIENTS = frozenset({"dq", "dk", "dv"})
 _REFERENCE = Reference()
@@ -52,11 +52,11 @@ _passed: set[tuple[tuple[Variant, ...], str, int]] = set()
 
 
 def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callable[[Watch], str | None]) -> None:
-    """Self-test kernels of one plan once. Results cannot be read in a capture: there, the test waits for a later call.
+    """Self-test the kernels of one plan, once. In a capture results cannot be read, so a later call runs the test.
 
-    find_error: launches the kernels within the context that it gets; returns their error in words, or None
-    Raises KernelError if they fail, now or before, or ended an earlier process; ContextLost if they break the GPU's
-    context.
+    find_error: launches the kernels inside the context that it gets; returns their error as a text, or None
+    Raises KernelError if the kernels fail now, failed before, or ended an earlier process in their test; ContextLost if
+    they break the GPU's context.
     """
     architecture = nvrtc.target(device)
     key = variants, architecture, device
@@ -79,7 +79,7 @@ def check_kernels(variants: tuple[Variant, ...], device: int, find_error: Callab
 
 
 def _reject_kernels(variants: tuple[Variant, ...], device: int, reason: str) -> KernelError:
-    """Make each kernel raise a KernelError from now on; returns that error."""
+    """Make every later request for these kernels raise a KernelError with ``reason``; return that error."""
     error = KernelError(reason)
     for variant in variants:
         nvrtc.reject(variant, device, error)
@@ -87,7 +87,7 @@ def _reject_kernels(variants: tuple[Variant, ...], device: int, reason: str) -> 
 
 
 def _result_name(variants: tuple[Variant, ...], device: int) -> str:
-    """Return the name of the result's file: another kernel, GPU model, driver or self-test needs a new test."""
+    """Return the file name of a passed test: a hash of kernels, GPU model, driver and test code, which it holds for."""
     kernels = [nvrtc.cache_name(variant, nvrtc.target(device)) for variant in variants]
     return kernel_files.make_name(
         "tried", *kernels, nvrtc.device_name(device), str(nvrtc.driver().version), *_test_digests()
@@ -96,7 +96,7 @@ def _result_name(variants: tuple[Variant, ...], device: int) -> str:
 
 @functools.cache
 def _test_digests() -> tuple[str, ...]:
-    """Return digests of the self-test's code: a kernel that passed an older test must pass this one, too."""
+    """Return digests of the self-test's code, because a kernel that passed an older test must pass this one, too."""
     return tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_CODE.rglob("*.py")))
 
 
@@ -104,10 +104,10 @@ def find_forward_error(
     kind: Kind, place: torch.device, run: Callable[..., dict[str, Tensor]], few_rows: bool, appends: bool,
     watch: Watch = contextlib.nullcontext,
 ) -> str | None:  # fmt: skip
-    """Return the error of a forward or an append, or of the cache that it wrote; None if all results are right.
+    """Return the error of a forward or an append, including the cache that it wrote; None if all results are right.
 
-    run: takes a call, and an Append or None; returns out and softmax_lse, or the rotated q, by name
-    few_rows: whether the kernel serves few rows over a cache; watch: context of each run
+    run: computes a call, with an Append or None; returns out and softmax_lse, or the rotated q, by name
+    few_rows: whether the kernel is one for few rows over a cache; watch: the context of each run
     """
     for new in _make_appends(kind) if appends else (None,):
         on_cpu = counted = _make_problem(kind, few_rows)
@@ -122,12 +122,12 @@ def find_forward_error(
                 results = run(call, moved)
             used = new.cache_seqlens + new.k.shape[1]
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
-        if kind.features.cache:  # the kernel may have rounded rotated keys to other 8-bit numbers
+        if kind.features.cache:  # take the kernel's own 8-bit keys, which it may round in another way
             counted = counted._replace(k=call.k.cpu(), v=call.v.cpu())
         exact = _REFERENCE.forward(_to_fp32(counted))
         expected = {"q": counted.q, "out": exact.out, "softmax_lse": exact.lse}
         pairs = [(name, _replace_infinity(got), _replace_infinity(expected[name])) for name, got in results.items()]
-        # Slots after the keys in use hold NaN.
+        # The cache holds NaN after the keys in use. 9 stands for NaN in the comparison.
         pairs += [
             (name, *(getattr(one, name).to(call.q.dtype).nan_to_num(9.0) for one in (call, on_cpu))) for name in "kv"
         ]
@@ -138,7 +138,7 @@ def find_forward_error(
 
 
 def _replace_infinity(result: Tensor) -> Tensor:
-    """Replace +inf, the LSE of a row without keys, by 9; keep NaN."""
+    """Replace +inf, the LSE of a row without keys, by 9, so that differences are finite; keep NaN."""
     return result.masked_fill(result == torch.inf, 9.0)
 
 
@@ -148,7 +148,7 @@ def find_backward_error(
     run: Callable[[AttentionCall, BackwardInputs, Gradients], Gradients],
     watch: Watch = contextlib.nullcontext,
 ) -> str | None:
-    """Return the error of gradients computed from a right out and LSE; None if they are right."""
+    """Return the error of gradients that kernels compute from the reference's out and LSE; None if they are right."""
     on_cpu = _make_problem(kind, few_rows=False)._replace(use=Feature.BACKWARD)
     exact, call = _to_fp32(on_cpu), _copy_to(place, on_cpu)
     right = _REFERENCE.forward(exact)
@@ -157,7 +157,7 @@ def find_backward_error(
     exact_upstream = BackwardInputs(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
     expected = _REFERENCE.backward(exact, exact_upstream, None)
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
-    saved = () if kind.features.bias else (lse,)  # with biases a saved LSE would differ from the reported one
+    saved = () if kind.features.bias else (lse,)  # with a dense mask the kernels take the reported LSE
     upstream = BackwardInputs(dout.to(place), out, lse, call.rng_state, saved, dlse.to(place))
     with watch():
         gradients = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
@@ -167,11 +167,14 @@ def find_backward_error(
 def _find_difference(
     pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype, tolerances: Mapping[str, float] = _TOLERANCES
 ) -> str | None:
-    """tolerances: by the result's name, where they are not those of ``dtype``"""
+    """Return which result differs too much, as a text; None if none does. pairs: (name, result, correct result)
+
+    tolerances: by name, for results that have another tolerance than that of ``dtype``
+    """
     for name, got, right in pairs:
         tolerance = tolerances.get(name, _TOLERANCE[dtype])
         size = right.float().abs()
-        if name in _GRADIENTS:  # a loud row's rounding reaches every gradient that it contributes to
+        if name in _GRADIENTS:  # rounding in rows with large values affects all gradients that they contribute to
             size = size.amax(tuple(range(size.dim() - 2)), keepdim=True)
         error = (got.to("cpu", torch.float32) - right.float()).abs() - tolerance * size
         worst = float(error.max())
@@ -181,10 +184,10 @@ def _find_difference(
 
 
 def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
-    """Return a tiny call on the CPU that takes the kernels of ``kind``. few_rows: over the slots of a cache
+    """Return a tiny call on the CPU that takes the kernels of ``kind``. few_rows: whether it is over a cache
 
-    Each sequence's last row has unscaled scores beyond fp16's range. They come from the last channel, which no Append
-    of ``_make_appends`` rotates.
+    The last row of each sequence has unscaled scores beyond fp16's range. The last channel makes them; no Append of
+    ``_make_appends`` rotates that channel.
     """
     (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.features.paged
     lengths = _key_lengths(kind)
@@ -195,7 +198,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
         rows, keys = (2, max(_ROWS)), (2, max(lengths) + kind.features.bias_pairs)
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
     q = _randn(0, (*rows, _HEADS, dim), dtype)
-    # Only one head is loud: the other heads keep an even softmax.
+    # Only one head gets large values, so that the softmax of the other heads is not dominated by one key.
     for last_row in q[:, -1] if few_rows or is_dense else (q[_ROWS[0] - 1], q[sum(_ROWS) - 1]):
         last_row[0, -1] = _LOUD_Q
     k[..., ::5, 0, -1] = _LOUD_K
@@ -208,7 +211,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
         k, v = k.to(EIGHT_BIT_DTYPES[kind.features.cache]), v.to(EIGHT_BIT_DTYPES[kind.features.cache])
         descales = {"k_descale": torch.tensor([[0.5, 1.25], [2.0, 0.75]], dtype=torch.float32, device="cpu")}
         descales |= {"v_descale": descales["k_descale"].flip(0)[:, :1], "k_factor": 0.8, "v_factor": 1.5}
-    if kind.features.paged:  # in reverse order
+    if kind.features.paged:  # store the pages in reverse order
         k, v = (slots.view(-1, _PAGE, *slots.shape[2:]).flip(0) for slots in (k, v))
         table = torch.arange(2 * pages, dtype=torch.int32, device="cpu").flip(0).view(2, pages)
     return AttentionCall(
@@ -235,7 +238,7 @@ def _make_problem(kind: Kind, few_rows: bool) -> AttentionCall:
 
 
 def _key_lengths(kind: Kind) -> tuple[int, int]:
-    """Return the keys of each sequence. The most are odd: a mask of one more key has aligned pairs."""
+    """Return the number of keys of each sequence. The larger is odd, so a mask with one more key has aligned pairs."""
     return (kind.hints.few_keys - 13, kind.hints.few_keys - 1) if kind.hints.few_keys else _KEYS
 
 
@@ -266,10 +269,10 @@ def _make_appends(kind: Kind) -> Iterator[Append]:
 
 
 def _head_dims(kind: Kind) -> tuple[int, int]:
-    """Return head dims: the kernel's largest for q and k and one with padding for v; or two that are unaligned."""
+    """Return head dims of q and v to test: the kernel's largest and a smaller, padded one; or two unaligned ones."""
     if kind.sizes.vec != 8:
         return kind.D - 3, kind.DV - 1
-    chunk = 16 if kind.features.cache else 8  # of 16 bytes, which rows must be multiples of
+    chunk = 16 if kind.features.cache else 8  # elements in 16 bytes: rows must be a multiple of that long
     return kind.D, kind.DV - chunk if chunk < kind.DV else kind.DV
 
 
@@ -287,7 +290,7 @@ def _randn(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _to_fp32(call: AttentionCall) -> AttentionCall:
-    """Return the call in fp32; the reference dequantises keys and values of 8 bits."""
+    """Return the call with its tensors in fp32, except 8-bit keys and values, which the reference converts itself."""
     q, k, v = (x if eight_bit.is_eight_bit(x) else x.float() for x in call[:3])
     return call._replace(q=q, k=k, v=v)
 

@@ -1,1 +1,1 @@
-"""From a call to launches: struct Params, layouts, grids, workspaces and plans."""
+"""Turn a call into launches of kernels: their parameters, the layouts of tensors, grids, workspaces and plans."""

@@ -1,4 +1,4 @@
-"""What kernels get of a call: its kind, its lengths, its fields of struct Params, and the blocks that share a tile."""
+"""Compute from a call what its launches need: its kind, lengths, fields of struct Params, and numbers of splits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flash_attn_compat.core.call import AttentionCall
 
 
 def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
-    """Return a call's kind. decodes: for the decode kernel, which rejects sequences longer than max_rows."""
+    """Return a call's kind. decodes: whether the decode kernel is meant, which takes no sequence beyond max_rows."""
     has_one_row = max_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
     device, number = call.q.device, nvrtc.target_number(call.q.get_device())
     half = FP16 if call.q.dtype == torch.float16 else BF16
@@ -68,7 +68,7 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
 
 
 def call_fields(call: AttentionCall) -> dict[str, params.Value]:
-    """Return the fields of struct Params that follow from a call's shapes and options, for any kernel."""
+    """Return the fields of struct Params that any kernel needs, computed from a call's shapes and options."""
     q, k, v = call.q, call.k, call.v
     same = "batch", "nheads", "nheads_k", "softmax_scale", "softcap"
     fields: dict[str, params.Value] = {name: getattr(call, name) for name in same}
@@ -107,7 +107,7 @@ def call_fields(call: AttentionCall) -> dict[str, params.Value]:
 
 
 def append_fields(new: Append) -> dict[str, params.Value]:
-    """Return the fields of struct Params that follow from an append."""
+    """Return the fields of struct Params that a kernel needs to append new keys and values."""
     cos = new.rotary_cos
     fields: dict[str, params.Value] = {
         "k_new_s": layouts.kernel_strides(new.k),
@@ -133,7 +133,7 @@ def max_rows(call: AttentionCall) -> int:
 
 
 def max_keys(call: AttentionCall) -> int:
-    """Return the most keys that a sequence may have: of a cache its slots."""
+    """Return the most keys that a sequence may have: over a cache, the number of its slots."""
     if call.block_table is not None:
         return call.block_table.shape[1] * call.k.shape[1]
     if call.cu_seqlens_k is None:
@@ -142,8 +142,8 @@ def max_keys(call: AttentionCall) -> int:
 
 
 def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
-    """Return the number of blocks that share the keys of each of a call's ``tiles``."""
-    if tiles > workspaces.COUNTERS:  # enough tiles to fill any GPU
+    """Return the number of blocks that share the keys of one tile. tiles: the number of tiles of the whole call"""
+    if tiles > workspaces.COUNTERS:  # so many tiles fill any GPU without splits
         return 1
     keys, width = max_keys(call), call.mask.width
     if width is not None:
@@ -152,7 +152,7 @@ def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
 
 
 def choose_head_splits(call: AttentionCall, variant: Variant, blocks: int) -> int:
-    """Return the number of blocks that share the query heads of each of the ``blocks`` of a call's dkdv."""
+    """Return the number of blocks that share the query heads of one tile of dkdv. blocks: the number of its tiles"""
     if blocks > workspaces.COUNTERS:
         return 1
     group = call.nheads // call.nheads_k
@@ -160,7 +160,7 @@ def choose_head_splits(call: AttentionCall, variant: Variant, blocks: int) -> in
 
 
 def count_resident(call: AttentionCall, variant: Variant) -> int:
-    """Return the blocks of a variant that run at once on the call's GPU."""
+    """Return how many blocks of a variant the call's GPU runs at once."""
     device = call.q.get_device()
     return grids.resident_blocks(variant, count_multiprocessors(device), nvrtc.target_number(device))
 
@@ -177,8 +177,9 @@ def choose_append_kind(call: AttentionCall, new: Append) -> Kind:
 
 
 def enable_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
-    """Return ``kind``, with copies of the streamed operands if there are many tiles. Caches and pages are never copied:
-    they may be much larger than the new keys, and each step would copy them again.
+    """Return ``kind``, with fp16 copies of the streamed bf16 operands if many tiles read them.
+
+    Caches and pages are never copied, because they may be much larger than the new keys, and each step would copy them.
     """
     in_memory_once = kind.features.paged or kind.features.cache
     is_converted = kind.type == BF16_AS_FP16 and kind.sizes.vec == 8 and not in_memory_once
@@ -186,14 +187,14 @@ def enable_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
         return kind
     stationary, starts = (call.k, call.cu_seqlens_k) if backward else (call.q, call.cu_seqlens_q)
     variant = variants.dkdv(kind) if backward else variants.forward(kind)
-    # Of packed sequences the host knows only the mean length.
+    # For packed sequences the host knows only the mean length.
     rows = stationary.shape[1] if starts is None else stationary.shape[0] / max(call.batch, 1)
     group = 1 if backward else call.nheads // call.nheads_k
     return kind.replace(copied=variants.pays_to_copy(kind, variant, rows, group))
 
 
 def mark_long(call: AttentionCall, kind: Kind) -> Kind:
-    """Return ``kind`` with the hint ``long`` for calls of at least LONG rows and keys; of packed ones on average."""
+    """Return ``kind`` with the hint ``long`` if sequences have at least LONG rows and keys, packed ones on average."""
     if not kind.may_be_long:
         return kind
     rows, keys = (

@@ -1,4 +1,4 @@
-"""Caches of 8-bit floats for cuda/base/eight_bit.cuh: their macro, and their fields of struct Params."""
+"""Parameters of kernels over caches of 8-bit floats (cuda/base/eight_bit.cuh): a macro, and fields of struct Params."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cache_macro(k: Tensor) -> int:
 
 
 def cache_fields(call: AttentionCall) -> dict[str, params.Value]:
-    """Return the factors and the strides of descales as fields of struct Params; no field unless keys have 8 bits."""
+    """Return factors, and strides of descales, as fields of struct Params; no fields unless the keys have 8 bits."""
     if not cache_macro(call.k):
         return {}
     fields: dict[str, params.Value] = {"k_factor": call.k_factor, "v_factor": call.v_factor}

@@ -1,10 +1,11 @@
-"""The only file that turns a tensor into an address. It checks there everything that a kernel relies on.
+"""The only file that turns tensors into addresses. In the same lines it checks everything that a kernel relies on.
 
 A plan holds everything about a call's launches that follows from shapes, strides and options. It is built once for all
 calls with the same cache key: passes over a kernel's inputs, then the kernel itself. Each call only adds its addresses.
 
-Where tensor cores take fp16 only, bf16 is scaled by powers of two, which a pass finds. Each tile converts the operands
-that it streams to fp16 again. Where many tiles stream the same operand, a pass converts it once to a copy for all.
+On GPUs whose tensor cores take only fp16, bf16 numbers are scaled by powers of two and converted to fp16. An extra
+launch, a pass, finds these powers. Each tile converts the operands that it reads. If many tiles read the same operand,
+a pass converts it once, to a copy that all tiles read.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from flash_attn_compat.core.cuda_capture import current_device
 from flash_attn_compat.core.inputs import CacheInputs, Inputs, PackedInputs
 from flash_attn_compat.core.torch_state import note_written
 
-# In the order of struct Params: tensors of packed calls, a bias, dropout's state, and what a call over a cache appends.
+# Names of all inputs, in the order of struct Params: of packed calls, the bias, dropout's state, the keys to append.
 _INPUTS = (*PackedInputs._fields[:-1], "bias", "rng_state", *CacheInputs._fields[-4:])
 _MAX_BLOCKS = 2**31 - 1
 # The elements that a thread of the append kernel copies at once.
 _ELEMENTS_PER_LOAD = 8
-# Plans take their outputs in the order of the head.
+# The place of each address in the head of struct Params. Plans order their outputs by it.
 _HEAD_POSITIONS = {name: place for place, (name, _) in enumerate(params.HEAD_FIELDS)}
 
 # Dtypes of the tensors that are not in q's dtype.
@@ -48,13 +49,13 @@ _DTYPES = {
     "rng_state": torch.int64,
 }
 
-# Gradients: new, or checked where the caller passes them. Plan.run must not look at their storages: a storage that
-# Python has seen counts as shared, and autograd would no longer add other gradients to it in place.
+# Plan.run must not check the storages of gradients: a storage that Python has looked at counts as shared, and autograd
+# would no longer add other gradients to it in place. They are new tensors, or the caller has checked them.
 _UNCHECKED = frozenset({"dq", "dk", "dv"})
 
-# Allocates (shape, strides, dtype).
+# A function that allocates a tensor of (shape, strides, dtype).
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-# How PyTorch allocates in compiled graphs: without its dispatcher, in half the time of ``empty_like``.
+# The functions by which PyTorch's compiled graphs allocate: without the dispatcher, in half the time of ``empty_like``.
 _on_host: Allocate | None = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 _on_current_gpu: Allocate | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
@@ -62,8 +63,8 @@ _on_current_gpu: Allocate | None = getattr(torch._C._dynamo.guards, "_empty_stri
 class _Launch(NamedTuple):
     """A launch of ``blocks`` blocks of a kernel.
 
-    fields: of struct Params after the head, by name; absent ones are 0
-    redirects: addresses to replace, by name: by an output's address plus an offset in bytes
+    fields: the fields of struct Params after the head, by name; absent ones are 0
+    redirects: for the name of an address to replace, the output whose address replaces it, and an offset in bytes
     """
 
     variant: Variant
@@ -73,10 +74,11 @@ class _Launch(NamedTuple):
 
 
 class Plan:
-    """The launches for every call of one cache key, over the same addresses: built, loaded, then run for each call.
+    """The launches for every call of one cache key. A plan is built, then loaded, then run for each call.
 
-    ``fields`` go to every later launch, ``redirects`` to every later tiled launch.
-    has_mask: whether the call's inputs include the results of the pass over its dense mask
+    All launches of a run get the same addresses. ``fields`` and ``redirects`` apply to launches that are added after
+    them; redirects only to tiled ones.
+    has_mask: whether the call's inputs already include the results of the pass over its dense mask
     """
 
     def __init__(
@@ -97,14 +99,15 @@ class Plan:
     ) -> None:  # fmt: skip
         """Add a result of the launches: a new tensor of ``shape`` and ``dtype`` for each run.
 
-        name: of its address in struct Params; starts_as_zero: whether to zero it, for launches that add or take maxima
-        strides: of dense memory; None for contiguous tensors
+        name: the name of its address in struct Params
+        starts_as_zero: whether each run fills it with 0 first, for launches that add to it or raise maxima in it
+        strides: strides without gaps; None for a contiguous tensor
         """
         self.outputs[name] = shape, strides, dtype
         self._zeroed += [name] * starts_as_zero
 
     def add_launch(self, variant: Variant, blocks: int, **fields: params.Value) -> None:
-        """Add a launch. fields: in addition to those of every launch"""
+        """Add a launch. fields: those that only this launch gets"""
         self.launches.append(_Launch(variant, blocks, {**self.fields, **fields}))
 
     def _add_mask_pass(self, bias: Tensor) -> None:
@@ -116,9 +119,9 @@ class Plan:
         self.add_launch(variants.mask(self.kind.replace(bias_words=masks.words_per_block(bias))), blocks)
 
     def add_append(self, new: Append) -> None:
-        """Add a launch that writes ``new`` keys, and rotates q for later launches if the append rotates.
+        """Add a launch that writes new keys and values, and with rotary tables also rotates q, for later launches.
 
-        The call has the lengths before the append; ``fields`` must include those of the append.
+        The plan's call must have the lengths before the append, and its ``fields`` those of the append.
         """
         call, rotates, (batch, seqlen_new) = self.call, new.rotary_cos is not None, new.k.shape[:2]
         rows = 2 * batch * seqlen_new * call.nheads_k + rotates * batch * call.nheads * call.q.shape[1]
@@ -134,10 +137,11 @@ class Plan:
             self.fields["q_s"], self.redirects["q"] = strides, ("q_rotated", 0)
 
     def add_maxima_pass(self, of_rows: bool) -> None:
-        """Add a pass for the largest finite magnitudes of k, v and q, as bits of fp32 numbers: they set bf16's scales.
+        """Add a pass that finds the largest finite magnitudes of k, v and q, by which bf16 is scaled to fp16.
 
-        of_rows: include q's maxima, which the forward kernel finds itself. Without them, and if the forward reads
-        copies of keys and values, the pass also writes these copies, scaled by the maxima known so far.
+        They are stored as the bits of fp32 numbers.
+        of_rows: whether to include q. The forward kernel finds q's itself. Without q, and if the forward reads copies
+            of keys and values, the pass also writes these copies, scaled by the maxima that it knows so far
         """
         call, kind = self.call, self.kind.replace(copied=self.kind.features.copied and not of_rows)
         self.add_output("absmax", (3, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
@@ -148,7 +152,7 @@ class Plan:
         self._add_pass(variants.absmax(kind), 2 + of_rows)
 
     def _add_pass(self, variant: Variant, tensors: int, **fields: params.Value) -> None:
-        """Add a pass over ``tensors`` tensors of the call's key heads. Blocks share a sequence."""
+        """Add a pass over ``tensors`` tensors. Several blocks share a sequence of one key head."""
         call = self.call
         heads, longest = call.batch * call.nheads_k, max(calls.max_rows(call), calls.max_keys(call))
         processors = calls.count_multiprocessors(call.q.get_device())
@@ -156,9 +160,9 @@ class Plan:
         self.add_launch(variant, tensors * heads * splits, **fields, splits=splits)
 
     def add_tiled_launch(self, variant: Variant, grid: Grid, heads: int, splits: int | None = 1) -> None:
-        """Add a kernel with a block for each tile; before it the pass that writes or corrects copies of its operands.
+        """Add a kernel with a block for each tile, after the pass that writes or corrects copies of its operands.
 
-        grid: of each of the ``heads``; splits: blocks that share a tile, None for the best number
+        grid: the blocks of each of the ``heads``; splits: blocks that share a tile, None for the best number
         """
         call, of_keys, redirects = self.call, variant.entry == "dkdv", {**self.redirects}
         tiles = grid.tiles * heads * call.batch
@@ -182,7 +186,7 @@ class Plan:
         self.launches.append(_Launch(variant, splits * grid.tiles * heads * grid.groups, fields, redirects))
 
     def load(self, new: Append | None = None, others: Mapping[str, Any] | None = None) -> Plan:
-        """Load the kernels, and check and order the inputs of runs; returns the plan, which lets the call's tensors go.
+        """Load the kernels, check the inputs, and fix their order for runs. Return the plan, which keeps no tensors.
 
         others: further inputs, by their names in struct Params
         """
@@ -220,7 +224,7 @@ class Plan:
             if size
         ]
         self._others = tuple(others)
-        self._places: dict[type, list[tuple[int, int, int]]] = {}  # by the type of a run's tensors
+        self._places: dict[type, list[tuple[int, int, int]]] = {}  # by the type of the inputs of a run
         self._outputs = [
             (name, tuple(shape), strides or layouts.dense_strides(shape), dtype)
             for name, (shape, strides, dtype) in ((name, self.outputs[name]) for name in outputs)
@@ -251,14 +255,14 @@ class Plan:
         given_out: Tensor | None = None,
         others: Sequence[Any] = (),
     ) -> dict[str, Tensor]:
-        """Launch on the current stream of the plan's device; returns the outputs by name.
+        """Launch on the current stream of the plan's device; return the outputs by name.
 
-        tensors, others: as the plan's, by name and in its order
-        length: the keys of each sequence before the append, which calls with the same cache key may vary; None for
-            the plan's own number after it
+        tensors: the inputs by name; others: the plan's further inputs, in its order
+        length: how many keys each sequence has before the append, which may differ from call to call; None for the
+            plan's own number, which counts the appended keys
         given_out: contiguous memory for the output "out" that no input shares; None for a new tensor
         Raises RuntimeError for a tensor without memory or with too little, NegatedView for a lazily negated view, and
-        KernelError, with ``appended`` set where new keys are in the cache already.
+        KernelError, with ``appended`` set if new keys are in the cache already.
         """
         addresses: list[int] = []
         places = self._places.get(type(tensors)) or self._find_places(type(tensors))
@@ -282,7 +286,7 @@ class Plan:
         for name in self._zeroed:
             outputs[name].zero_()
         if self.workspace:
-            workspace = workspaces.acquire(self.workspace, self.device, self.torch_device)  # lives until the launches
+            workspace = workspaces.acquire(self.workspace, self.device, self.torch_device)  # kept until the launches
             start = workspace.data_ptr()
             addresses += start, start + workspaces.PARTS_OFFSET
         if 0 in addresses:  # a launch over a null address would break the GPU's context
@@ -323,7 +327,7 @@ class Plan:
         return places
 
     def _input_error(self, tensor: Tensor, at: int) -> RuntimeError:
-        """Return the error for input ``at``, which reaches beyond its storage or is lazily negated."""
+        """Return the error for a tensor, the plan's input ``at``, that exceeds its storage or is lazily negated."""
         name, (_, itemsize, size), storage = self._names[at], self._expected[at], tensor.untyped_storage().nbytes()
         if size and tensor.storage_offset() * itemsize + size > storage:
             return RuntimeError(
@@ -335,7 +339,7 @@ class Plan:
 
 
 def allocator(place: torch.device, device: int) -> Allocate:
-    """Return a function that allocates tensors on a device, as long as the current GPU stays the same.
+    """Return a function that allocates tensors on a device; valid while the current GPU stays the same.
 
     device: the number of ``place``; -1 for the CPU
     """
@@ -350,14 +354,14 @@ def _allocate(place: torch.device, shape: Any, strides: Any, dtype: torch.dtype)
 def launch_over(
     tensors: Sequence[Tensor], kernel: nvrtc.Kernel, blocks: int, head: struct.Struct, rest: bytes, seqlen_k: int = 0
 ) -> None:
-    """Launch a kernel over tensors that another kernel has written or read just now. head: packs their addresses"""
+    """Launch a kernel over tensors that another kernel has just used, so they need no checks. head: packs addresses"""
     addresses = [tensor.data_ptr() for tensor in tensors]
     first, *_ = tensors
     nvrtc.driver().launch(kernel, blocks, first.get_device(), head.pack(*addresses, seqlen_k) + rest)
 
 
 def with_append(call: AttentionCall, new: Append | None) -> Any:
-    """Return what ``Plan.run`` reads a call's tensors from."""
+    """Return an object that has the tensors of ``call`` and of ``new`` by name, for ``Plan.run``."""
     if new is None:
         return call
     own = {name: getattr(call, name) for name in CacheInputs._fields[:-4]}

@@ -1,4 +1,4 @@
-"""How tensors must lie in memory for the kernels: strides, alignment, and the copies of those that lie otherwise."""
+"""How tensors must lie in memory for our kernels: strides, alignment, and copies of tensors that lie otherwise."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.inputs import Inputs
 
 _MAX_INT = 2**31 - 1
-# Up to so many elements, loading them one by one costs less than an aligned copy.
+# For tensors of up to so many elements, single loads cost less than an aligned copy.
 MAX_SCALAR_LOADS = 2**18
 
 
 def addressed_bytes(tensor: Tensor | None) -> int:
-    """Return the bytes from the first element to the end of the last one that shape and strides address."""
+    """Return how many bytes a tensor spans, from its first element to the end of the last; 0 for None."""
     if tensor is None or not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -26,7 +26,7 @@ def addressed_bytes(tensor: Tensor | None) -> int:
 
 
 def kernel_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Return strides (batch or page, row, head) in elements; 0 for packed tensors' batch and axes of one element."""
+    """Return strides (batch or page, row, head) in elements: 0 for a packed tensor's batch and axes of one element."""
     *batch, row, head, _ = (effective_stride(tensor, axis) for axis in range(tensor.dim()))
     return batch[0] if batch else 0, row, head
 
@@ -37,13 +37,13 @@ def effective_stride(tensor: Tensor, axis: int) -> int:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return ``kernel_strides`` of a contiguous tensor without making one: growing caches need a plan each step."""
+    """Return ``kernel_strides`` of a contiguous tensor of a shape, without making the tensor, which would cost time."""
     *batch, rows, heads, width = (max(size, 1) for size in shape)
     return rows * heads * width if batch else 0, heads * width, width
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, by PyTorch's rule: an axis of no elements counts as one."""
+    """Return the strides of a contiguous tensor of a shape. As in PyTorch, an axis without elements counts as one."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
@@ -67,7 +67,10 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def vector_size(tensors: Iterable[Tensor | None], in_place: bool) -> int:
-    """Return the elements of a load: 8; 1 if unaligned and copies cost more, or ``in_place``; 0 to copy the tensors."""
+    """Return how many elements kernels load at once: 8 if all tensors are aligned, else 1; 0 to copy the tensors first.
+
+    in_place: whether the tensors cannot be copied
+    """
     present = [tensor for tensor in tensors if tensor is not None]
     if not all(map(has_kernel_layout, present)):
         return 0
@@ -84,20 +87,20 @@ def align(tensor: Tensor) -> Tensor:
 
 
 def copy_contiguous(tensor: Tensor) -> Tensor:
-    """Return a copy with a contiguous last axis. Broadcast axes are copied once and stay broadcast."""
+    """Return a copy with a contiguous last axis. Broadcast axes stay broadcast."""
     unique = tensor[tuple([slice(None if stride else 1) for stride in tensor.stride()[:-1]])]
     return unique.contiguous().expand(tensor.shape)
 
 
 def find_strided_inputs(tensors: Inputs | AttentionCall) -> list[str]:
-    """Return the names of slopes, block table and bias (unless boolean) that lack a contiguous last axis."""
+    """Return the names of inputs without a contiguous last axis, among slopes, block table and a bias of numbers."""
     present = {name: x for name in ("alibi_slopes", "block_table", "bias") if (x := getattr(tensors, name)) is not None}
     strided = {name: x for name, x in present.items() if x.stride(-1) != 1 and x.shape[-1] > 1}
     return [name for name, tensor in strided.items() if tensor.dtype is not torch.bool]
 
 
 def append_has_kernel_layout(new: Append) -> bool:
-    """Whether kernels can read the appended tensors: each has the kernel layout, cos and sin have equal strides."""
+    """Whether kernels can read the tensors of an append: all have the kernel layout, and cos and sin equal strides."""
     cos, sin = new.rotary_cos, new.rotary_sin
     have_layout = all(tensor is None or has_kernel_layout(tensor) for tensor in new[:4])
     return have_layout and (cos is None or sin is None or cos.stride() == sin.stride())

@@ -1,4 +1,4 @@
-"""Dense masks for cuda/scores/mask.cuh: their fields of struct Params, and the results of the pass over a mask."""
+"""Dense masks for our kernels: their fields of struct Params, and the results of the kernel that reads a mask once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
 )
 from flash_attn_compat.backends.fused.launching import params
 
-# Tensors that a forward may save for its backward after the LSE, in this order. Of a boolean mask the kernels read only
-# the pass's results, so the caller may write to the mask in between.
+# Tensors that a forward may save for its backward, after the LSE, in this order. bias_map and bias_of_rows replace a
+# boolean mask, so the caller may write to the mask before the backward.
 SAVED = "absmax", "bias_map", "bias_of_rows"
 
 
 def saved_by_name(saved: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return what a forward saved behind the LSE: the maxima, the results of the mask pass, both or none."""
+    """Return by name what a forward saved after the LSE: the maxima, the results of the mask kernel, both or none."""
     _, *found = saved or (None,)
     names = SAVED[1:] if len(found) == 2 else SAVED
     return dict(zip(names, found))
@@ -43,7 +43,7 @@ def unpack_saved_mask(bias: Tensor, saved: Sequence[Tensor]) -> Tensor | None:
 
 
 def bias_macro(bias: Tensor | None) -> int:
-    """Return the macro BIAS for a call's mask; 0 for none."""
+    """Return the macro BIAS for a call's dense mask: BOOLEANS, HALF_BIAS or FLOAT_BIAS; 0 for no mask."""
     if bias is None:
         return 0
     kinds = {torch.bool: BOOLEANS, torch.float32: FLOAT_BIAS}
@@ -51,7 +51,7 @@ def bias_macro(bias: Tensor | None) -> int:
 
 
 def can_load_pairs(bias: Tensor | None) -> bool:
-    """Whether a kernel can load two neighbouring biases at once, the first at an even key."""
+    """Whether a kernel can load the biases of an even key and of the next key at once."""
     if bias is None or bias.dtype == torch.bool or bias.data_ptr() % (2 * bias.element_size()):
         return False
     apart = [stride for size, stride in zip(bias.shape[:-1], bias.stride()) if size > 1]
@@ -59,9 +59,9 @@ def can_load_pairs(bias: Tensor | None) -> bool:
 
 
 def words_per_block(bias: Tensor) -> int:
-    """Return the words of 32 keys that a block of the pass reads: all of a row, or the most that a block can.
+    """Return how many words of 32 keys a block of the mask kernel reads: those of a whole row, or the most it can.
 
-    They include one key beyond the last where the last tile reaches beyond it: that tile must count as partly hidden.
+    If the last tile reaches beyond the last key, one key more counts: that tile must be marked as partly hidden.
     """
     keys = bias.shape[-1]
     keys += keys % WIDEST_TILE > 0
@@ -69,7 +69,7 @@ def words_per_block(bias: Tensor) -> int:
 
 
 def mask_fields(bias: Tensor) -> dict[str, params.Value]:
-    """Return the fields of struct Params. The pass reads a mask once that sequences, heads or rows share."""
+    """Return a mask's fields of struct Params. A mask that sequences, heads or rows share (stride 0) is read once."""
     batch, head, row, key = (stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride()))
     _, heads, rows, keys = bias.shape
     return {
@@ -85,7 +85,7 @@ def mask_fields(bias: Tensor) -> dict[str, params.Value]:
 
 
 def mask_pass_shapes(bias: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
-    """Return the blocks of the pass, and the shapes of its results bias_map and bias_of_rows."""
+    """Return the mask kernel's number of blocks, and the shapes of its results bias_map and bias_of_rows."""
     batch, heads, rows, _ = (size if stride else 1 for size, stride in zip(bias.shape, bias.stride()))
     slabs, keys = batch * heads, bias.shape[-1]
     bands, parts, chunks = slabs * -(-rows // BAND), -(-keys // PART_KEYS), -(-keys // REACH)

@@ -1,8 +1,8 @@
 """The kernels' one argument, struct Params of cuda/base/params.cuh, byte for byte.
 
-It begins with the head, which each call packs: addresses, and the length of keys. All calls of a plan share the rest.
-It ends with the tail, which calls with descales pack: their addresses. With FLEX the tail goes on with the addresses of
-FlexParams, whose other fields follow.
+It begins with the head: addresses, and the length of keys. Each call packs the head anew; all calls of a plan share the
+rest. At the end is the tail, the addresses of descales, which calls with descales also pack. With the macro FLEX, the
+addresses of FlexParams belong to the tail, too; its other fields follow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from flash_attn_compat.core.mask import Mask
 
-# Names in the order of the C struct. Types are struct's codes: Q an address, q a long long, i an int, f a float.
+# Names in the order of the C struct. Types are codes of Python's struct: Q an address, q a long long, i int, f float.
 ADDRESSES = (
     "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "bias",
     "rng_state", "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dlse", "dq", "dk",
@@ -21,7 +21,8 @@ ADDRESSES = (
     "counters", "parts",
 )  # fmt: skip
 TAIL_ADDRESSES = "k_descale", "v_descale"
-# Of FlexAttention: lists of a BlockMask, partial and full blocks of keys, then of queries; captured tensors; gradients.
+# For FlexAttention. FLEX_LISTS: a BlockMask's lists of partial and full blocks of keys, then of queries. The sizes are
+# those of FlexParams.
 FLEX_LISTS = "kv", "full_kv", "q", "full_q"
 CAPTURED, GRADIENTS, NUMBERS, MAX_DIMS = 16, 8, 8, 4
 FLEX_ADDRESSES = (
@@ -76,18 +77,18 @@ def head_struct(names: Collection[str]) -> struct.Struct:
 
 
 def tail_struct(names: Collection[str]) -> struct.Struct:
-    """Return the struct that packs a tail: the addresses ``names`` in the order of TAIL_ADDRESSES; others are null.
+    """Return the struct that packs a tail from the addresses ``names`` (in TAIL_ADDRESSES' order); others are null.
 
-    With names of FLEX_ADDRESSES, which come behind, all of these are in it.
+    If a name is one of FLEX_ADDRESSES, which follow, the tail includes all of these.
     """
     all_names = (*TAIL_ADDRESSES, *FLEX_ADDRESSES) if set(names) & set(FLEX_ADDRESSES) else TAIL_ADDRESSES
     return struct.Struct("<" + "".join("Q" if name in names else "8x" for name in all_names))
 
 
 def pack_rest(fields: dict[str, Value], has_flex: bool = False) -> bytes:
-    """Return the bytes after the head. A field that is not given is 0, the tail's addresses among them.
+    """Return the bytes after the head. Fields that are not given, such as the tail's addresses, are 0.
 
-    fields: by name; strides are (batch, row, head) in elements. Raises KeyError for an unknown name.
+    fields: values by name; strides are (batch, row, head) in elements. Raises KeyError for an unknown name.
     """
     kinds = (*REST_FIELDS, *FLEX_FIELDS) if has_flex else REST_FIELDS
     unknown = fields.keys() - dict(kinds).keys()
@@ -101,7 +102,7 @@ def pack_rest(fields: dict[str, Value], has_flex: bool = False) -> bytes:
 
 
 def split_at_tail(packed: bytes, tail: struct.Struct | None) -> tuple[bytes, bytes]:
-    """Return the bytes before and behind the tail in those of ``pack_rest``; all of them where no tail is packed."""
+    """Cut the bytes of ``pack_rest`` into those before and after the tail; (all, b"") if no tail is packed."""
     if tail is None:
         return packed, b""
     start = _rest_struct(False).size - 8 * len(TAIL_ADDRESSES)

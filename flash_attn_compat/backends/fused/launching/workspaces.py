@@ -1,4 +1,4 @@
-"""Memory for the partial results of splits, one for each stream, with counters that are 0 between launches."""
+"""Workspaces: one for each stream, with memory for partial results of splits, and counters, 0 between launches."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from flash_attn_compat.core import cuda_capture
 # A workspace starts with counters, one for each tile with splits. Partial results of splits begin at PARTS_OFFSET.
 COUNTERS = 1024
 PARTS_OFFSET = 4 * COUNTERS
-# Keys: device, stream, and the thread for the per-thread default stream, which is handle 2 in every thread.
+# By device, stream and thread. The thread matters only for the per-thread default stream, handle 2 in every thread.
 _workspaces: dict[tuple[int, int, int], Tensor] = {}
-# Before PyTorch 2.8 all threads allocate from a caller's memory pool.
+# Before PyTorch 2.8 other threads, too, allocate from a memory pool that the caller has opened.
 _POOLS_ARE_PER_THREAD = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
-_kept: list[Tensor] = []  # a graph holds addresses, not tensors
+_kept: list[Tensor] = []  # workspaces of captured graphs, which hold addresses and keep no tensors alive
 
 
 def acquire(size: int, device: int, place: torch.device) -> Tensor:
-    """Return at least ``size`` bytes for a launch with splits; the counters are 0 before and after each launch.
+    """Return a workspace of at least ``size`` bytes for a launch with splits; its counters are 0 between launches.
 
-    Launches on one stream run in order and share it. Captured launches get their own: a graph runs on any stream,
-    unless the caller promised an order (cuda_capture.replayed_in_order).
+    Launches on one stream run in order and share a workspace. A captured launch gets its own, because a graph may be
+    replayed on any stream, unless the caller has promised an order (cuda_capture.replayed_in_order).
     """
     stream = nvrtc.stream(device)
     key = device, stream, threading.get_ident() if stream == 2 else 0
@@ -41,7 +41,7 @@ def acquire(size: int, device: int, place: torch.device) -> Tensor:
 
 
 def _keep_for_replays(workspace: Tensor | None, size: int) -> Tensor | None:
-    """Return the stream's workspace for a captured launch, kept alive from now on; None where it needs its own."""
+    """Return a stream's workspace for a captured launch, kept alive for replays; None if the launch needs its own."""
     if not cuda_capture.are_replayed_in_order() or workspace is None or workspace.numel() < size:
         return None
     if not any(workspace is kept for kept in _kept):
@@ -50,7 +50,7 @@ def _keep_for_replays(workspace: Tensor | None, size: int) -> Tensor | None:
 
 
 def _allocate_in_thread(size: int, device: int, place: torch.device) -> Tensor:
-    """Allocate in a new thread, outside the caller's modes and pools (torch.cuda.use_mem_pool), which end earlier."""
+    """Allocate in a new thread, outside of the caller's modes and memory pools, since the workspace outlives these."""
     stream = torch.cuda.current_stream(place) if device >= 0 else None
 
     def make() -> Tensor:
@@ -68,7 +68,7 @@ def _allocate_cleared(size: int, place: torch.device) -> Tensor:
 
 
 def _is_in_pool(memory: Tensor) -> bool:
-    """Whether the tensor is in a memory pool of the caller or of a compiler."""
+    """Whether the tensor lies in a memory pool that the caller or a compiler has opened."""
     start = memory.data_ptr()
     return any(
         one["address"] <= start < one["address"] + one["total_size"] and tuple(one["segment_pool_id"]) != (0, 0)

@@ -1,1 +1,1 @@
-"""Results of ``flash-attn-compat tune`` and the tiles that it tries."""
+"""The results of ``flash-attn-compat tune``, and the tiles that it times."""

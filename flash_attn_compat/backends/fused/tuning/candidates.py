@@ -1,6 +1,6 @@
-"""Tiles that `flash-attn-compat tune` times, by entry and head dim: some may be faster than the table's on some card.
+"""Tiles that `flash-attn-compat tune` times, by kernel and head dim, because they may be faster on some card.
 
-Each tile fits its architectures. Tuning results may name only these tiles.
+Each tile fits the architectures that it is listed for. Tuning results may name only these tiles.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: (Tile(32, 8, 1, 1, split_n=1), Tile(16, 4, 1, 1, vo_in_regs=False)),
     },
 }  # fmt: skip
-# A multiprocessor has 100 KB or more: enough to keep a block's stationary operands in shared memory.
+# From sm_80 on a multiprocessor has 100 KB or more of shared memory, so a block can keep its stationary operands there.
 _SHARED = {"qk_in_regs": False, "vo_in_regs": False, "cp_async": True}
 _FOR_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {

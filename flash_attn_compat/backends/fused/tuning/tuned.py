@@ -1,7 +1,7 @@
-"""Tuning results of `flash-attn-compat tune` for a GPU model: each backend's times at usual calls, and the best tiles.
+"""Results of `flash-attn-compat tune` by GPU model: the times of each backend for usual calls, and the best tiles.
 
-This user's results lie beside the compiled kernels. The rows of cards.jsonl are results that others have sent. Nothing
-is timed here. A file with any defect counts as no result. Cards without tensor cores have an estimate until then.
+This user's results lie beside the compiled kernels; cards.jsonl holds results that others have sent. Nothing is timed
+here. A malformed file counts as no result. Untuned cards without tensor cores get an estimate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flash_attn_compat.backends.fused.tuning import candidates
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, lacks_tensor_cores
 
 _SHIPPED = Path(__file__).with_name("cards.jsonl")
-# A call with several of these features counts as the first: its kernels depend on that one most.
+# Cases that ``tune`` times, by feature. A call with several of these features counts as the first, which matters most.
 _CASES = {
     "pages": Feature.PAGED,
     "decode": Feature.SEQUSED_K | Feature.APPEND,
@@ -39,7 +39,7 @@ _TIMES_FIELDS = "case", "head_dim", "dtype", "training", "milliseconds", "clock_
 _OVER_CACHE = Feature.SEQUSED_K | Feature.APPEND | Feature.PAGED
 
 
-# Whose times: one of CASES, head_dim, dtype, whether with gradients. Whose tile: entry, head_dim, dtype.
+# Keys of times: (case, head_dim, dtype, whether with gradients). Keys of tiles: (kernel, head_dim, dtype).
 _TimesKey = tuple[str, int, str, bool]
 _TileKey = tuple[str, int, str]
 
@@ -47,10 +47,10 @@ _TileKey = tuple[str, int, str]
 class Card(NamedTuple):
     """Tuning results of one GPU model.
 
-    times: milliseconds of each usual problem by backend name, of every backend that serves it
-    tiles: the tiles that kernels use instead of the table's
-    made_with: versions; state: clock and power meanwhile; clocks: MHz and W, medians while a problem was timed, if
-        known. All three are for human readers
+    times: for each usual problem, milliseconds by backend name, of every backend that serves it
+    tiles: the tiles that kernels use instead of those of the table in tiles.py
+    made_with: versions; state: clock and power during the timing; clocks: MHz and W by problem, medians, if known.
+        These three are only for human readers
     """
 
     gpu: str
@@ -90,7 +90,7 @@ def from_row(row: str) -> Card:
         names = _check_text(fields["gpu"]), _check_text(fields["made_with"])
         state = _check_text(fields.get("state", ""))
         return Card(*names, {key: figures for key, figures, *_ in times}, tiles, state, clocks)
-    # The JSON has another structure, is too deep for the parser, or has numbers beyond float's range.
+    # The JSON has another structure, is nested too deeply for the parser, or has numbers beyond float's range.
     except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"no card: {type(error).__name__}: {error}") from error
 
@@ -118,14 +118,14 @@ def _parse_tile(entry: str, head_dim: int, dtype: str, tile: list[int]) -> tuple
 
 
 def _check(value: Any, *types: type) -> Any:
-    """Return ``value`` if its type is one of these; a bool is no int. Raises TypeError."""
+    """Return ``value`` if its type is one of ``types``, else raise TypeError; a bool does not count as an int."""
     if type(value) not in types:
         raise TypeError(f"no {types[0].__name__}: {value!r:.200}")
     return value
 
 
 def _check_text(value: Any) -> str:
-    """Return ``value`` if it is printable text, without control characters for a terminal. Raises TypeError."""
+    """Return ``value`` if it is text without control characters, which could affect terminals; else raise TypeError."""
     text: str = _check(value, str)
     if not text.isprintable():
         raise TypeError(f"not printable: {text!r:.200}")
@@ -143,7 +143,7 @@ _cards: dict[str, Card | None] = {}
 
 
 def find_card(gpu: str | None) -> Card | None:
-    """Return the tuning results for a GPU model, or None. A process reads them once."""
+    """Return the tuning results for a GPU model, or None. Each process reads the files only once."""
     if gpu is None:
         return None
     if gpu not in _cards:
@@ -153,7 +153,7 @@ def find_card(gpu: str | None) -> Card | None:
 
 
 def store_card(card: Card) -> bool:
-    """Merge the card into this user's file; returns False if that is not writable: then only this process uses it."""
+    """Merge the card into this user's file. Return False if that cannot be written; then only this process uses it."""
     stored = _read_stored(card.gpu)
     card = stored.merge(card) if stored else card
     written = kernel_files.write(_file_name(card.gpu), to_row(card).encode())
@@ -178,11 +178,11 @@ def override_card(card: Card) -> Iterator[None]:
 def find_times(traits: Traits) -> Mapping[str, float] | None:
     """Return milliseconds by backend name for calls with these traits, or None.
 
-    Always None where the settings force our kernels.
+    Always None if the settings force our kernels, so that no other backend can go first.
     """
     card = find_card(traits.gpu)
     is_forced = settings.is_on(settings.FUSED)
-    if card is None or is_forced or traits.features & Feature.WINDOW_RIGHT:  # tune times no right windows
+    if card is None or is_forced or traits.features & Feature.WINDOW_RIGHT:  # ``tune`` does not time right windows
         return None
     case = next((case for case, feature in _CASES.items() if traits.features & feature), "full")
     largest = max(traits.head_dim, traits.head_dim_v)
@@ -193,10 +193,10 @@ def find_times(traits: Traits) -> Mapping[str, float] | None:
 
 
 def estimate_times(traits: Traits) -> Mapping[str, float] | None:
-    """Return relative times by backend name for untuned calls on a GPU without tensor cores; None for all other calls.
+    """Return estimated relative times by backend name for calls on a GPU without tensor cores; None for other calls.
 
-    PyTorch's half-precision kernels need tensor cores, as ours do; chunked multiplies in fp32 there. Steps over a cache
-    get no estimate: fused reads the cache in place.
+    There, ``chunked`` is faster: it multiplies in fp32, while PyTorch's half-precision kernels and ours need tensor
+    cores. Calls over a cache get no estimate, since only ``fused`` reads the cache in place.
     """
     is_forced = settings.is_on(settings.FUSED)
     if not lacks_tensor_cores(traits.gpu) or is_forced or traits.features & _OVER_CACHE:
@@ -206,7 +206,7 @@ def estimate_times(traits: Traits) -> Mapping[str, float] | None:
 
 
 def warn_if_slow(gpu: str | None) -> None:
-    """Warn once if the GPU has no tensor cores and no tuning result: the estimated order may be wrong there."""
+    """Warn once if the GPU has no tensor cores and no tuning result, so that the order of backends is an estimate."""
     if gpu is not None and lacks_tensor_cores(gpu) and find_card(gpu) is None:
         _warn(gpu)
 
@@ -223,7 +223,7 @@ def _warn(gpu: str) -> None:
 
 
 def find_tiles(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[tuple[str, Tile], ...]:
-    """Return (entry, tile) pairs that replace the table's. A tile counts only if it is a candidate, and so fits."""
+    """Return (kernel, tile) pairs that replace the table's tiles. Only tiles of candidates.py count: these fit."""
     card = find_card(gpu)
     if card is None:
         return ()
@@ -235,7 +235,7 @@ def find_tiles(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tupl
 
 
 def summarize(gpu: str) -> list[str]:
-    """Return a line for each tuning result of a GPU model, or one that says that there is none."""
+    """Return a line for each tuning result of a GPU model, or a line that says that there is none."""
     card = find_card(gpu)
     if card is None:
         return ["not tuned: the order of backends is that of an H200 (flash-attn-compat tune times them here)"]
@@ -277,13 +277,13 @@ def _parse_rows(rows: Iterable[str]) -> dict[str, Card]:
     for row in rows:
         try:
             card = from_row(row)
-        except ValueError:  # written by another version, for example
+        except ValueError:  # such as a row of another version
             continue
         cards[card.gpu] = card
     return cards
 
 
 def _file_name(gpu: str) -> str:
-    """Return the name of a GPU model's file. It changes with the kernels and with PyTorch, which need new times."""
+    """Return the file name for a GPU model. It changes with our kernels and PyTorch, since old times are then wrong."""
     sources = *sorted(path.name for path in nvrtc.SOURCES.glob("*.cu")), *nvrtc.HEADERS
     return kernel_files.make_name("tuned", gpu, torch.__version__, *map(nvrtc.read_source, sources))
