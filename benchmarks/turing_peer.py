@@ -21,7 +21,7 @@ from verify.bench_report import compared
 from verify.bench_run import Jobs, Row
 from verify.timing import Job
 
-# batch, seqlen, heads
+# (batch, seqlen, heads) by head dim.
 SHAPES = {
     64: [(16, 1024, 32), (8, 2048, 32), (4, 4096, 32), (2, 8192, 32), (1, 16384, 32)],
     128: [(4, 1024, 32), (8, 2048, 16), (4, 4096, 16), (2, 8192, 16), (1, 16384, 16)],

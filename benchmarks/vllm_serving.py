@@ -31,7 +31,8 @@ PROMPTS, NEW_TOKENS, VOCABULARY = 208, 12, 2048
 # Two tokens whose log probabilities are this close count as a tie: logits are fp16 or bf16 numbers of up to about 4.
 TIES = {"float16": 0.03, "bfloat16": 0.15}
 
-# Real shapes of heads in few layers of few channels. Windows and softcaps are small enough to matter in short prompts.
+# Models with the heads of real ones, but few layers and channels. Windows and softcaps are so small that they matter in
+# short prompts.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": dict(
         model_type="qwen3", hidden_size=1024, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=16,

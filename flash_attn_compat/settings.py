@@ -144,7 +144,7 @@ def forced_backend() -> str | None:
 
 
 def using_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Force the backend ``name`` during a block; with None the variable decides."""
+    """Force the backend ``name`` during a block; with None the variable BACKEND decides."""
     return _enter(name, is_explaining())
 
 

@@ -119,9 +119,7 @@ def _layouts(source: Random, kind: str) -> tuple[str, str, str, str]:
     inputs: tuple[str, ...] = _LAYOUTS
     if kind in ("kvcache", "paged", "private_varlen"):  # a cache must have a contiguous last dimension and be writable
         inputs = tuple(x for x in _LAYOUTS if x not in ("strided_dim", "one_head"))
-    if kind.endswith(
-        "packed"
-    ):  # not heads_first, which is (.., H, 3, d) in memory, nor one_head, which makes q, k and v one
+    if kind.endswith("packed"):  # a packed one_head tensor is not tried
         inputs = tuple(x for x in _LAYOUTS if x != "one_head")
     q, k, v = source.choice(inputs), source.choice(inputs), source.choice(inputs)
     if "varlen" in kind:  # the tokens between sequences are written to, so no layout may share memory
@@ -137,7 +135,7 @@ def _varlen_fields(source: Random, features: Random, fields: dict[str, Any]) -> 
         max_seqlen_as=source.choice(("int", "int", "tensor")),
     )
     if fields["kind"] == "private_varlen":
-        found["head_dim"] = -(-fields["head_dim"] // 8) * 8  # the private functions do not pad
+        found["head_dim"] = -(-fields["head_dim"] // 8) * 8  # the private functions take only multiples of 8
         if "head_dim_v" in fields:
             found["head_dim_v"] = 16
         if _chance(source, 70):

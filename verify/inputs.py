@@ -1,4 +1,4 @@
-"""The problem of locate and ladder: its command-line arguments, and its repeatable inputs."""
+"""The arguments by which locate and ladder describe a problem, and the code that draws the same inputs elsewhere."""
 
 from __future__ import annotations
 

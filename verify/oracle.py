@@ -59,7 +59,7 @@ class Truth(Answer):
 
 
 def answer(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Truth:
-    """Return the fp64 answer. keep: the dropout keep mask, (B, H, >= sq, >= sk) bool, if dropout_p > 0"""
+    """Return the right answer, in fp64. keep: the dropout keep mask, (B, H, >= sq, >= sk) bool, if dropout_p > 0"""
     return _answer(Call(fn, dict(args), dout), keep, exact=True)
 
 

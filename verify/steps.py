@@ -73,7 +73,7 @@ def divided(o: Tensor, l: Tensor) -> Tensor:
 
 
 def zeros(q: Tensor, width: int, value: float = 0.0) -> Tensor:
-    """Return zeros (..., seqlen_q, width) in fp32 or better."""
+    """Return a tensor (..., seqlen_q, width) in fp32 or better, filled with ``value``."""
     return q.new_full((*q.shape[:-1], width), value, dtype=torch.promote_types(q.dtype, torch.float32))
 
 

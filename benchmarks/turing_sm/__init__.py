@@ -51,12 +51,12 @@ class Phases(NamedTuple):
 
     @property
     def slowest(self) -> float:
-        """The most cycles a turn."""
+        """The cycles of a turn of the loop with the worst starts of the blocks."""
         return max(run.cycles_a_turn for run in self.results)
 
     @property
     def fastest(self) -> float:
-        """The fewest cycles a turn."""
+        """The cycles of a turn of the loop with the best starts of the blocks."""
         return min(run.cycles_a_turn for run in self.results)
 
 

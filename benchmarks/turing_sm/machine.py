@@ -20,7 +20,7 @@ _NEVER = 1 << 60
 
 
 class Machine(NamedTuple):
-    """Constants in cycles of the multiprocessor; docs/kernels.md names their sources."""
+    """Constants of a multiprocessor, in cycles or as their comments say; docs/kernels.md names their sources."""
 
     tensor: int = 8  # HMMA.1688 with sums in fp32, of a scheduler's tensor cores
     tensor_half: int = 8  # with sums in fp16
@@ -28,18 +28,18 @@ class Machine(NamedTuple):
     half: int = 2  # FMA, ALU and others with 16 lanes
     special: int = 8  # MUFU and conversions, 4 lanes
     special_latency: int = 21
-    shared_bytes: int = 64  # a cycle of all four schedulers
-    shared_latency: int = 17  # behind the transfer
+    shared_bytes: int = 64  # that all four schedulers together move in a cycle
+    shared_latency: int = 17  # after the transfer
     local_latency: int = 32  # of spilled registers: a hit in L1
     global_latency: int = 188  # a hit in L2
-    global_bytes: float = 32  # a cycle of a multiprocessor
-    queue: int = 5  # shared or special instructions of a scheduler that wait for their unit
+    global_bytes: float = 32  # that the multiprocessor loads in a cycle
+    queue: int = 5  # how many instructions of a scheduler may wait for the shared or special unit
     barrier: int = 16
     branch: int = 8
     instructions: int = 16 * 1024  # bytes of a scheduler's cache
     instruction_latency: int = 40
-    instruction_cycles: int = 8  # a line of LINE bytes
-    prefetched: int = 4  # lines ahead
+    instruction_cycles: int = 8  # to fetch a line of LINE bytes
+    prefetched: int = 4  # lines that are fetched ahead
     second_instructions: int = 46 * 1024  # bytes of the next cache, of all schedulers
 
 

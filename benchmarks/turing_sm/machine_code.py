@@ -9,7 +9,7 @@ from typing import NamedTuple
 _FUNCTION = re.compile(r"\s*Function : (\S+)")
 _LOW = re.compile(r"\s*/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]+ \*/")
 _HIGH = re.compile(r"\s+/\* (0x[0-9a-f]+) \*/")
-_ENDS = "BRA", "BRX", "EXIT", "CALL", "RET", "BSYNC"  # of a basic block
+_ENDS = "BRA", "BRX", "EXIT", "CALL", "RET", "BSYNC"  # instructions that end a basic block
 _PREDICATE = re.compile(r"^@!?U?P\w+ ")
 _BRANCH = re.compile(r"^(?:@!?U?P\w+ )?BRA(?:\.\w+)* (?:!?U?P\w, )?(0x[0-9a-f]+)")
 

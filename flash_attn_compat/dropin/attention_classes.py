@@ -33,7 +33,7 @@ def register(name: str) -> None:
 
 def _add(model: OwnClasses, name: str, module: ModuleType, undo: ExitStack) -> None:
     classes = getattr(module, model.table, None)
-    if classes is not None and name not in classes:  # elsewhere the model uses the registry
+    if classes is not None and name not in classes:  # None: this transformers uses the registry
         classes[name] = model.make(module, classes, name)
 
 
@@ -154,7 +154,10 @@ def flash_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 class OwnClasses(NamedTuple):
-    """A model's dict of attention classes, and the function that makes ours for it."""
+    """A model of transformers that looks its attention class up in a dict of its own.
+
+    folder, file: where transformers defines the model; table: the dict's name; make: makes our class for the dict
+    """
 
     folder: str
     file: str

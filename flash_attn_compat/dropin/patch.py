@@ -20,7 +20,7 @@ from flash_attn_compat.dropin import transformers as transformers_checks
 from flash_attn_compat.dropin.undo import set_item
 
 SdpaRequest = bool | Literal["always"]
-# The interfaces other than flash_attn's that can be requested.
+# The names that patch()'s argument ``interfaces`` accepts: FlashAttention-3's and -4's interfaces.
 INTERFACES = ("fa3", "fa4")
 
 _lock = threading.RLock()

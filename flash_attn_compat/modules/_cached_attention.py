@@ -44,7 +44,7 @@ class CachedAttention(nn.Module):
     checkpointing: bool
     layer_idx: int | None
     rotary_emb_dim: int
-    rotary_emb: RotaryEmbedding  # where rotary_emb_dim > 0
+    rotary_emb: RotaryEmbedding  # only if rotary_emb_dim > 0
     inner_attn: nn.Module
     inner_cross_attn: nn.Module
 

@@ -59,7 +59,7 @@ class LinearResidual(nn.Linear):
     """nn.Linear that returns its input beside its output; `MHA` used it before flash-attn 2.8."""
 
     def forward(self, input: Tensor) -> Any:
-        """(..., in_features) to ((..., out_features), input)."""
+        """Return (output (..., out_features), input (..., in_features))."""
         return super().forward(input), input
 
 

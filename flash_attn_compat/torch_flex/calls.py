@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused.flex import BlockLists, Blocks
 
-# PyTorch's size of a block where there is no BlockMask.
+# The size of a block that PyTorch passes if the caller gave no BlockMask.
 WHOLE = 1 << 30
 
 

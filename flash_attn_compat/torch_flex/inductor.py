@@ -97,7 +97,8 @@ def _refusal(reason: str) -> RuntimeError:
 
 def _graph_strides(x: Any, like: Any) -> Any:
     """Return an empty tensor of x's shape whose axes lie in memory in the order of like's, as PyTorch's results do."""
-    module = sys.modules["torch._higher_order_ops.flex_attention"]  # the package has the operator under its name
+    # From sys.modules, since the attribute of the package with this name is the operator, not the module.
+    module = sys.modules["torch._higher_order_ops.flex_attention"]
     return module._permute_strides(x, like.stride())
 
 
@@ -199,7 +200,7 @@ def _make_forward_lowering(active: Policy, original: Callable[..., Any]) -> Call
         out, lse = _call(FORWARD, *call[:3], *lists_of(call.block_mask)[:4], *rest)
         if not returns_maxima():
             return out, lse
-        # max_scores stay unset, since no caller asked for them. lse itself, twice, would be one tensor for autograd.
+        # max_scores are unset, since no caller asked for them. Not lse again: autograd would take both for one tensor.
         return out, lse, _import_lowerings().empty_strided(lse.get_size(), None, dtype=torch.float32, device=device)
 
     return _marked(lower, active)

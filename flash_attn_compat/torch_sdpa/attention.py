@@ -88,7 +88,7 @@ def make_operator(override: Override) -> Callable[..., Tensor]:
         if out is not None:
             return out
         served[bridge.PYTORCH] += 1
-        before, DECIDED.yet = DECIDED.yet, True  # as_decided() in place, to save a call
+        before, DECIDED.yet = DECIDED.yet, True  # as as_decided() does, without the time of a call
         try:
             return graphs.compose(*arguments, **named)
         finally:
