@@ -23,7 +23,7 @@ from verify.contestants import Contestant, Prepared, ours, pad_sdpa
 from verify.workloads import Workload, workload
 
 HEAD_DIMS = 40, 80, 96, 112, 160, 192, 256
-TOKENS, CHANNELS = 16384, 2048  # of the batch, and of all heads
+TOKENS, CHANNELS = 16384, 2048  # tokens of a batch, channels of all heads
 
 
 def prepare_torch_flash(workload: Workload, call: Call) -> Prepared:

@@ -48,7 +48,7 @@ IDEAS = (
 )
 TODAY = len(IDEAS) - 1
 HEAD_DIMS = 64, 128
-KEYS = 64  # of a tile in shared memory
+KEYS = 64  # keys of a tile in shared memory
 # In steps 4 and 5 all rows of K and V begin in the same shared-memory banks. For a product of S, loading a word of K
 # takes 8 turns; for a product of O, each of two words of V takes 4. That is 7 and 6 turns more than without conflicts.
 MORE_TURNS = {4: 6.5, 5: 6.5}
@@ -182,7 +182,7 @@ class Measured(NamedTuple):
     timing: Timing | Failed
     error: float  # relative to the largest number of the result
     tflops: float
-    share: float  # of the peak
+    share: float  # tflops over the measured peak
 
 
 def measure(options: argparse.Namespace, peak: float, device: str = "cuda:0") -> list[Measured]:

@@ -52,7 +52,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "dropout": {"causal": True, "dropout_p": 0.1},
 }
 BACKWARD = "full", "causal", "ALiBi", "causal ALiBi", "softcap"  # the masks with which a backward is timed
-TOKENS, CHANNELS = 16384, 2048  # of the batch, and of all heads, with --lengths
+TOKENS, CHANNELS = 16384, 2048  # with --lengths: tokens of a batch, channels of all heads
 SPLITS = None, 1, 2, 3, 4, 6, 8, 16, 32
 DECODE = (*workloads.DECODE, *decoding(32, 4096, (16, 16), 64), *decoding(1, 8192, (16, 16), 64))
 

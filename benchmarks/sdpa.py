@@ -138,7 +138,7 @@ def capture_all(jobs: Mapping[str, Jobs], device: str) -> Mapping[str, Jobs]:
 def capture_job(job: Job, device: str) -> Job:
     replay, results = capture(job, device)
 
-    def again(kept: Job = job) -> object:  # the graph reads the tensors of the job
+    def again(kept: Job = job) -> object:  # keeps the tensors alive that the graph reads
         replay()
         return results
 

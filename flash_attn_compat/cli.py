@@ -356,7 +356,7 @@ def _compile(options: argparse.Namespace) -> int:
         more = aot.common_kinds(number, options.head_dim, options.dtype, masks)
         kinds = more if is_more else aot.usual_kinds(number)
         jobs += [(variant, architecture) for variant in enumeration.made_for(kinds)]
-        jobs += [(clearing.VARIANT, architecture)] * (number >= 80)  # the backend torch_flash launches it
+        jobs += [(clearing.VARIANT, architecture)] * (number >= 80)  # torch_flash launches this kernel
     minutes = -(-len(jobs) * _SECONDS_PER_KERNEL // (60 * (os.cpu_count() or 1)))
     about = f"at most {minutes:.0f} minute{'s' * (minutes > 1)} on {os.cpu_count()} processors"
     print(f"{len(jobs)} kernels for {', '.join(numbers)}: {about}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from flash_attn_compat.core.torch_state import without_autocast
 from flash_attn_compat.ops._casting import cast, upcast
 
-_ROWS = 256  # of q, computed at once
+_ROWS = 256  # rows of q that are computed at once
 
 
 def flash_attn_func(

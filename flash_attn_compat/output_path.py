@@ -20,7 +20,7 @@ def output_path(text: str) -> Path:
             _try_to_open(path)
     except OSError as error:
         reason = error.strerror
-    except ValueError as error:  # a null byte
+    except ValueError as error:  # the path has a null byte
         reason = str(error)
     if reason is not None:
         raise argparse.ArgumentTypeError(f"cannot write {text}: {reason}")

@@ -55,7 +55,7 @@ def _declare(name: str, choices: tuple[str, ...], default: str | None, read_by: 
 
 
 _SWITCH, _TEXT = ("0", "1"), ()
-BACKEND = _declare("BACKEND", _TEXT, None, "call")  # dispatch/choice.py knows the names
+BACKEND = _declare("BACKEND", _TEXT, None, "call")  # dispatch/choice.py checks the name
 CAPABILITY = _declare("CAPABILITY", CAPABILITIES, None, "call")
 COMPILE = _declare("COMPILE", _SWITCH, "0", "call")
 DISABLE_OFFICIAL = _declare("DISABLE_OFFICIAL", _SWITCH, "0", "call")

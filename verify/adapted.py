@@ -31,7 +31,7 @@ def adapted(function: Function) -> Function:
     context = _takes_context(function)
     try:
         signature = inspect.signature(function if context is None else _forward_of(function))
-    except (TypeError, ValueError):  # compiled, without a signature
+    except (TypeError, ValueError):  # a compiled function may have no signature
         return function
     theirs = [*signature.parameters.values()][bool(context) :]
     plain = [each for each in theirs if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]

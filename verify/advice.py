@@ -20,7 +20,7 @@ from .problems import Problem
 BACKENDS = [backend.name for backend in backends([])]
 CANNOT = "locate cannot show this: it compares out, dq, dk and dv of flash_attn_func, on dense inputs, without dropout"
 MOST_TRIED = 4
-FEW_TILES = 160  # a length that shows more than one tile
+FEW_TILES = 160  # a sequence of so many tokens has a few tiles
 # A call with more scores takes too long for a line of advice.
 MOST_SCORES = 2**22
 

@@ -125,7 +125,7 @@ def main(arguments: argparse.Namespace) -> int:
     plan, terminal = plan_from(arguments), console()
     isolated = is_isolated(arguments.isolate, kernel, plan.device)
     if kernel:
-        (impl.check_loads if isolated else impl.imported)(kernel)  # before the work
+        (impl.check_loads if isolated else impl.imported)(kernel)  # raises for a wrong path before the work
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),
                    "official flash-attn": impl.official()[1]}  # fmt: skip
     if plan.device.startswith("cuda"):

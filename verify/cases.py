@@ -88,7 +88,7 @@ MQA: dict[str, Any] = {"nheads_k": 1, "group": 3}
 DROPOUT: dict[str, Any] = {"dropout_p": 0.17}
 
 
-# The problems of most kernels: half precision, one head_dim, lengths divisible by their tiles.
+# Problems that most kernels serve: half precision, one head_dim, lengths divisible by their tiles.
 SQUARES, FEW_SQUARES = (64, 128, 256, 512, 1024), (80, 144, 208)
 
 

@@ -71,7 +71,7 @@ class Asked:
     quick: bool
     texts: Sequence[str]  # texts in the names of cases
     forward_only: bool
-    gradients: bool = False  # a user's kernel must have them
+    gradients: bool = False  # whether a user's kernel must have gradients
     share: tuple[int, int] = (0, 1)  # (first, step): every step-th case from number first on
 
     @property

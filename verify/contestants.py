@@ -95,7 +95,7 @@ def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:
     """Return attn_mask and is_causal for SDPA; no mask where right padding and is_causal are enough."""
     (left, right), device = workload.window, given.q.device
     right = 0 if workload.causal else right
-    causal = right >= 0 and workload.max_seqlen_q > 1  # a single row sees every key
+    causal = right >= 0 and workload.max_seqlen_q > 1  # a single row is the last row, which sees every key
     key = torch.arange(workload.max_seqlen_k, device=device)
     if not workload.alibi and left < 0 and (workload.self_attention if causal else right < 0 or workload.decode):
         if causal or (workload.full and not workload.decode):

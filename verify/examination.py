@@ -42,7 +42,7 @@ class Verdict:
     refused: str = ""
     checks: Sequence[Check] = ()
     errors: Sequence[str] = ()  # exceptions, and writes before a refusal; not in checks
-    as_near_as: str = ""  # the coarser dtype in whose bound a wrong answer is
+    as_near_as: str = ""  # the coarser dtype within whose bound a wrong answer lies
     right_to: str = ""  # "fp32" if a user's kernel answered an fp64 call within fp32's bound, which counts as right
     ungraded: str = ""  # why a user's kernel gave no gradients, if it was judged without them
 

@@ -107,7 +107,7 @@ class Forward:
             zeros = self.scores().masked_fill(~self.visible, 0.0)
             words = "hidden keys get the score 0 instead of -inf"
             yield words, self.out(zeros, torch.ones_like(self.visible))
-            for size in self.sizes:  # a kernel that skips hidden tiles
+            for size in self.sizes:  # the same in a kernel that skips hidden tiles
                 reached = self.visible.new_zeros(-(-self.rows // size), -(-self.keys // size))
                 rows, keys = self.visible.nonzero(as_tuple=True)
                 reached[rows // size, keys // size] = True

@@ -24,7 +24,8 @@ from . import oracle
 from .call import CACHES, Answer, Call, same
 from .oracle import Tokens, Truth
 
-# A bound is a multiple of the plain error, plus a multiple of one rounding of the largest sum of terms: these two.
+# A bound is a multiple of the plain error, plus a multiple of one rounding of the largest sum of terms.
+# Both factors:
 OUT, GRADIENT = (2.0, 1.0), (3.0, 2.0)
 OFFICIAL_TANH = 2.0**-11  # the error of tanh.approx.f32, which flash-attn uses
 CONVERTED = 2.0**-36  # the error of bf16 computed as fp16: probabilities times 2^12 in fp16's steps of 2^-24

@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
     kernel: str | None = arguments.implementation
     isolated = is_isolated(arguments.isolate, kernel, device)
     if kernel:
-        (check_loads if isolated else imported)(kernel)  # before the work
+        (check_loads if isolated else imported)(kernel)  # raises for a wrong path before the work
         sizes = {"block_rows": arguments.br, "block_columns": arguments.bc}
         contestants = [own(kernel, sizes), *(replace(each, ours=False) for each in contestants)]
     plan = Plan(workloads, contestants, device, arguments.dtype, arguments.repeats, ENOUGH_S,

@@ -238,7 +238,7 @@ def _answer(call: Call, keep: Tensor | None, exact: bool) -> Truth:
 
 def _mask(args: Mapping[str, Any]) -> ScoreOptions:
     left, right = (int(x) for x in args.get("window_size", (-1, -1)))
-    if "window_size_left" in args:  # the private functions
+    if "window_size_left" in args:  # arguments of the private functions
         left, right = int(args["window_size_left"]), int(args["window_size_right"])
     causal, scale = bool(args.get("causal", False)), args.get("softmax_scale")
     # A side at least as long as the keys (the longest sequence, or the cache) counts as unbounded.

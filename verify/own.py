@@ -34,7 +34,7 @@ def _prepared(path: str, sizes: Mapping[str, int], workload: Workload, given: Ca
         options |= {name: size for name, size in sizes.items() if name in parameters(function)}
     run = functools.partial(_attend, functools.partial(function, **options))
     with torch.no_grad():
-        run(*given.qkv)  # compiles, or declines
+        run(*given.qkv)  # compiles the kernel, or raises if it declines
     return Prepared(run)
 
 

@@ -196,7 +196,7 @@ class _Builder:
         if p.alibi:
             shape = (len(p.seqlens_q), p.nheads) if p.alibi == "bh" else (p.nheads,)
             args["alibi_slopes"] = torch.rand(shape, generator=self.generator, device=self.device) - 0.2
-        if p.alibi == "powers":  # as in the paper
+        if p.alibi == "powers":  # the slopes of the ALiBi paper
             args["alibi_slopes"] = 2.0 ** (-8.0 * torch.arange(1, p.nheads + 1) / p.nheads)
         if p.kind == "private_varlen":
             args["window_size_left"], args["window_size_right"] = p.window

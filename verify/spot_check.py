@@ -54,7 +54,7 @@ def pieces(given: Call) -> list[Piece]:
     """Return a piece of the longest and one of the shortest sequence, with their right answers. The keys of a piece
     include new keys, rotated and appended.
     """
-    # MPS has no fp64.
+    # On the CPU if need be, since MPS has no fp64.
     call = given if given.q.device.type in ("cpu", "cuda") else given.to("cpu")
     args, tokens, _ = oracle.one_form(call, exact=True)
     order = sorted(range(len(tokens.keys)), key=lambda index: len(tokens.keys[index]))

@@ -19,7 +19,7 @@ import torch
 from .errors import NotSupported
 
 Result = TypeVar("Result")
-Clock = Callable[[], float]  # seconds
+Clock = Callable[[], float]  # returns seconds
 
 # A reading times so many calls that it takes at least this long: the launch of the first call then counts little.
 CUDA_READING_MS, READING_MS = 8.0, 4.0

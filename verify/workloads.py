@@ -15,7 +15,7 @@ from flash_attn_compat.card import Limits, count_flops
 from .call import Call
 from .problems import Problem
 
-# Explains Workload.describe.
+# Explains the text that Workload.describe returns.
 SHAPE_NOTE = "sequences x length, or x queries x keys if they differ; <= the longest length. heads: of q / of k, v."
 # flash-attn accepts only page sizes that are multiples of this.
 PAGE_SIZE = 256

@@ -36,11 +36,11 @@ class Machine(NamedTuple):
     queue: int = 5  # how many instructions of a scheduler may wait for the shared or special unit
     barrier: int = 16
     branch: int = 8
-    instructions: int = 16 * 1024  # bytes of a scheduler's cache
+    instructions: int = 16 * 1024  # bytes of a scheduler's instruction cache
     instruction_latency: int = 40
     instruction_cycles: int = 8  # to fetch a line of LINE bytes
     prefetched: int = 4  # lines that are fetched ahead
-    second_instructions: int = 46 * 1024  # bytes of the next cache, of all schedulers
+    second_instructions: int = 46 * 1024  # bytes of the next instruction cache, which all schedulers share
 
 
 T4 = Machine()
@@ -109,10 +109,10 @@ class Warp:
     scheduler: int
     ready: int = 0  # the first cycle of its next issue, by stall counts and barriers
     known: int = 0  # no issue is possible before this cycle
-    loop: int = 0  # number of its loop
-    pair: int = 0  # of warps that meet at a barrier of their own
-    place: int = 0  # of its next instruction
-    turns: int = 0  # of the loop that it has finished
+    loop: int = 0  # the index of its loop
+    pair: int = 0  # the pair of warps that it belongs to, for barriers of two warps
+    place: int = 0  # the index of its next instruction in the loop
+    turns: int = 0  # how many turns of the loop it has finished
     free: list[int] = field(default_factory=lambda: [0] * 6)  # when each scoreboard is released
 
 

@@ -116,7 +116,7 @@ def usual_path(loop: list[Instruction], of_dp: bool = False) -> list[Instruction
         path.append(loop[place])
         place = best[len(loop) - 1 - place][1]
     of_pairs = [step for step in path if step.name == "BAR.SYNC" and step.text.endswith(PAIR)]
-    if of_dp and len(of_pairs) > 1:  # each warp of a pair has a barrier, and one is a predicate's instead of a branch's
+    if of_dp and len(of_pairs) > 1:  # one barrier for each warp of a pair: leave out the predicated one
         path = [step for step in path if step not in of_pairs or not step.text.startswith("@")]
     return path
 

@@ -80,7 +80,7 @@ def uninstall(directory: str | Path | None = None) -> list[Path]:
     with _explain_os_errors(place, "uninstall", directory is None), _lock_directory(place):
         removed = installed(place)
         _remove(place, _ours_in(place))
-        _remove_empty(place, {(place / name).parent for name in _known_names()})  # a killed process may leave them
+        _remove_empty(place, {(place / name).parent for name in _known_names()})  # a killed process may leave these
         _remove_stages(place)
     importlib.invalidate_caches()
     return removed

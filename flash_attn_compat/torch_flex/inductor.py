@@ -230,7 +230,7 @@ def _marked(lower: Callable[..., Any], active: Policy) -> Callable[..., Any]:
 
 def _graphs_of(call: FlexCall, score_mod: Any) -> tuple[Captured, Captured]:
     """Return a call's score_mod and mask_mod, which inductor holds as subgraphs, with their captured arguments."""
-    nodes: tuple[Any, ...] = call[:3]  # of inductor
+    nodes: tuple[Any, ...] = call[:3]  # inductor's nodes of q, k and v
     device, found, first = nodes[0].get_device(), [], 0
     for subgraph, names in ((score_mod, SCORE_ARGUMENTS), (call.mask_mod, MASK_ARGUMENTS)):
         module = subgraph.graph_module
@@ -243,7 +243,7 @@ def _graphs_of(call: FlexCall, score_mod: Any) -> tuple[Captured, Captured]:
 
 def _check_and_pass(active: Policy, call: FlexCall, found: Functions, backward: bool) -> list[Any]:
     """Return our operator's arguments after the BlockMask's lists. Raises Declined if our kernels decline the call."""
-    nodes: tuple[Any, ...] = call[:3]  # of inductor
+    nodes: tuple[Any, ...] = call[:3]  # inductor's nodes of q, k and v
     reasons = [
         *policy.device_reasons(active, nodes[0].get_device()),
         *policy.dtype_reasons(*(x.get_dtype() for x in nodes)),

@@ -238,7 +238,7 @@ class CompatImpl(AttentionImpl):
     def _cache_views(self, cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a cache, each (pages, page size, heads, head_dim). Raises ValueError."""
         shape, width = cache.shape, self.head_size
-        if self.cache_dtype is not None:  # vLLM allocates bytes
+        if self.cache_dtype is not None:  # vLLM allocates 8-bit caches as uint8
             if cache.dtype is torch.uint8:
                 cache = cache.view(self.cache_dtype)
             dtype = self.cache_dtype
