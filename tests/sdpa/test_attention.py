@@ -1,23 +1,26 @@
-"""F.scaled_dot_product_attention: served calls are right and have PyTorch's strides; declined calls are PyTorch's."""
+"""F.scaled_dot_product_attention: served calls are right, in the fuzz too; declined calls are PyTorch's."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flash_attn_compat import explain, reset_backend_counts, use_backend
+from flash_attn_compat.torch_sdpa import attention, efficient
 from tests.forms.inputs import randn
-from tests.forms.plain import some, some_of
+from tests.forms.plain import all_but_thorough, some, some_of
 from tests.kernels.fused_on_cpu import LaunchRecord
 from tests.sdpa import fuzz, originals
 from tests.sdpa.originals import counted
@@ -82,11 +85,10 @@ def test_outputs_have_the_strides_of_pytorchs_fused_kernels(widths: tuple[int, i
     assert out.stride() == meta[0].stride() and not out.is_contiguous() and counted() == {"fused": 1}
 
 
-def test_few_rows_go_to_the_decode_kernel(served: LaunchRecord) -> None:
-    q, k, v = leaves_of(Case(lengths=(1, 50), heads=(4, 2)))
+def test_few_rows_go_to_the_decode_kernel(recorded: LaunchRecord) -> None:
     with torch.no_grad():
-        sdpa(q, k, v, enable_gqa=True)
-    assert served.entries == ["decode"]
+        sdpa(*leaves_of(Case(lengths=(1, 50), heads=(4, 2))), enable_gqa=True)
+    assert recorded.entries == ["decode"]
 
 
 @pytest.mark.parametrize("bias", [None, mask()], ids=["plain", "masked"])
@@ -136,22 +138,26 @@ def test_declined_calls_match_pytorch_bit_for_bit(name: str, monkeypatch: pytest
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(before, after))
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        lambda q, k, v: sdpa(q, k[:, :2], v[:, :2]),
-        lambda q, k, v: sdpa(q, k.float(), v),
-        lambda q, k, v: sdpa(q, k[..., :16], v),
-        lambda q, k, v: sdpa(q, k[:, :3], v[:, :3], enable_gqa=True),
-    ],
-)
-def test_bad_input_gets_the_same_error(bad: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = leaves_of(Case())
-    with pytest.raises(RuntimeError) as before:
-        bad(*inputs)
-    with originals.served(monkeypatch), pytest.raises(RuntimeError) as after:
-        bad(*inputs)
-    assert str(after.value).splitlines()[0] == str(before.value).splitlines()[0]
+BAD: list[Callable[..., Tensor]] = [
+    lambda q, k, v: sdpa(q, k[:, :2], v[:, :2]),
+    lambda q, k, v: sdpa(q, k.float(), v),
+    lambda q, k, v: sdpa(q, k[..., :16], v),
+    lambda q, k, v: sdpa(q, k[:, :3], v[:, :3], enable_gqa=True),
+]
+
+
+def test_bad_input_gets_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def errors() -> list[str]:
+        found = []
+        for call in BAD:
+            with pytest.raises(RuntimeError) as error:
+                call(*leaves_of(Case()))
+            found.append(str(error.value).splitlines()[0])
+        return found
+
+    before = errors()
+    with originals.served(monkeypatch):
+        assert errors() == before
 
 
 def test_an_error_in_a_declined_call_does_not_decline_the_next(served: LaunchRecord) -> None:
@@ -162,45 +168,54 @@ def test_an_error_in_a_declined_call_does_not_decline_the_next(served: LaunchRec
     assert counted() == {"pytorch": 1, "fused": 1}
 
 
-def test_a_call_that_allows_the_formula_alone_is_declined(served: LaunchRecord) -> None:
-    q, k, v = leaves_of(Case())
-    with sdpa_kernel(SDPBackend.MATH):
-        sdpa(q, k, v)
-    assert counted() == {"pytorch": 1}
-
-
-def test_a_call_under_another_named_backend_is_declined(served: LaunchRecord) -> None:
-    with use_backend("chunked"):
+@pytest.mark.parametrize("chosen", [lambda: sdpa_kernel(SDPBackend.MATH), lambda: use_backend("chunked")])
+def test_a_call_that_may_have_another_backend_alone_is_declined(chosen: Any, recorded: LaunchRecord) -> None:
+    with chosen():
         sdpa(*leaves_of(Case()))
     assert counted() == {"pytorch": 1}
 
 
-@pytest.mark.parametrize(("mask", "who"), [("none", "fused"), ("booleans", "fused"), ("biases", "pytorch")])
-def test_a_call_with_biases_must_be_larger(mask: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q = randn(1, 2, 8, 16, dtype=HALF)
-    masks = {"none": None, "booleans": torch.ones(8, 8, dtype=torch.bool), "biases": torch.zeros(8, 8, dtype=HALF)}
-    with originals.served(monkeypatch, originals.POLICY._replace(least_products=8 * 8 * 2 * 16)):
-        sdpa(q, q, q, attn_mask=masks[mask])
+def truths(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool)
+
+
+SMALL, BOTH, GROUPED = randn(1, 2, 8, 16, dtype=HALF), randn(2, 4, 8, 16, dtype=HALF), {"enable_gqa": True}
+MANY, FEW = leaves_of(Case())[0].detach(), leaves_of(Case(heads=(4, 2)))[1].detach()
+ROW = MANY[:, :, :1]
+# The policy's numbers, q, the keys and values, options, and who serves the call.
+CHOICES: list[tuple[dict[str, int], Tensor, Tensor, dict[str, Any], str]] = [
+    # A call with biases must be larger,
+    ({"least_products": 8 * 8 * 2 * 16}, SMALL, SMALL, {}, "fused"),
+    ({"least_products": 8 * 8 * 2 * 16}, SMALL, SMALL, {"attn_mask": truths(8, 8)}, "fused"),
+    ({"least_products": 8 * 8 * 2 * 16}, SMALL, SMALL, {"attn_mask": torch.zeros(8, 8, dtype=HALF)}, "pytorch"),
+    # and one with gradients.
+    ({"least_products": MANY.numel() * 40}, MANY, MANY, {}, "fused"),
+    ({"least_products": MANY.numel() * 40}, MANY, MANY.clone().requires_grad_(), {}, "pytorch"),
+    # Small calls are declined unless PyTorch takes the formula, as for what it would broadcast.
+    ({"least_products": 2**30}, MANY, MANY, {}, "pytorch"),
+    ({"least_products": 2**30}, MANY, FEW, GROUPED, "fused"),
+    ({"least_products": 2**30}, MANY.bfloat16(), MANY.bfloat16(), {}, "fused"),
+    ({"least_products": 2**40}, BOTH, BOTH[:1], {}, "fused"),
+    ({"least_products": 2**40}, BOTH, BOTH[:, :1], {}, "fused"),
+    # Biases that no two scores share are declined,
+    ({"least_products": 1}, BOTH, BOTH, {"attn_mask": randn(2, 4, 8, 8, dtype=HALF)}, "pytorch"),
+    ({"least_products": 1}, BOTH, BOTH, {"attn_mask": randn(1, 4, 8, 8, dtype=HALF)}, "fused"),
+    ({"least_products": 1}, BOTH, BOTH, {"attn_mask": randn(2, 1, 8, 8, dtype=HALF)}, "fused"),
+    ({"least_products": 1}, BOTH, BOTH, {"attn_mask": randn(1, 4, 8, 8, dtype=HALF).expand(2, -1, -1, -1)}, "fused"),
+    ({"least_products": 1}, BOTH, BOTH, {"attn_mask": truths(2, 4, 8, 8)}, "fused"),
+    # and one row over few keys.
+    ({"least_products": 2**30, "least_keys": 64}, ROW, MANY, {}, "pytorch"),
+    ({"least_products": 2**30, "least_keys": 64}, ROW, torch.cat([MANY, MANY], 2), {}, "fused"),
+]
+
+
+@pytest.mark.parametrize(("policy", "q", "keys", "options", "who"), CHOICES)
+def test_size_gradients_and_mask_say_who_serves_a_call(
+    policy: dict[str, int], q: Tensor, keys: Tensor, options: dict[str, Any], who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with originals.served(monkeypatch, originals.POLICY._replace(**policy), computes=False):
+        sdpa(q, keys, keys, **options)
     assert counted() == {who: 1}
-
-
-def test_small_calls_are_declined_unless_pytorch_takes_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**30)):
-        sdpa(*leaves_of(Case()))
-        assert counted() == {"pytorch": 1}
-        sdpa(*leaves_of(Case(heads=(4, 2))), enable_gqa=True)
-        sdpa(*leaves_of(Case(torch.bfloat16)))
-        assert counted() == {"pytorch": 1, "fused": 2}
-
-
-def test_a_call_with_gradients_must_be_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = leaves_of(Case())
-    products = q.numel() * k.shape[2]
-    with originals.served(monkeypatch, originals.POLICY._replace(least_products=products)):
-        for wants, wanted in ((False, "fused"), (True, "pytorch")):
-            reset_backend_counts()
-            sdpa(q.detach(), k.detach().requires_grad_(wants), v.detach())
-            assert counted() == {wanted: 1}
 
 
 @pytest.mark.parametrize(
@@ -225,29 +240,6 @@ def test_short_sequences_for_which_pytorchs_kernel_is_faster_are_declined(
         assert counted() == {who: 1}
 
 
-@pytest.mark.parametrize(
-    ("shape", "who"), [((2, 2), "pytorch"), ((1, 2), "fused"), ((2, 1), "fused"), ((0, 2), "fused")]
-)
-def test_biases_that_no_two_scores_share_are_declined(
-    shape: tuple[int, int], who: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, (batch, heads) = randn(2, 2, 8, 16, dtype=HALF), shape
-    bias = randn(batch or 1, heads, 8, 8, dtype=HALF)
-    with originals.served(monkeypatch, originals.POLICY._replace(least_products=1)):
-        sdpa(q, q, q, attn_mask=bias if batch else bias.expand(2, -1, -1, -1))
-        assert counted() == {who: 1}
-        sdpa(q, q, q, attn_mask=torch.ones(2, 2, 8, 8, dtype=torch.bool))
-        assert counted()["fused"] == 1 + (who == "fused")
-
-
-def test_one_row_is_served_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**30, least_keys=64)):
-        for keys, wanted in ((50, "pytorch"), (80, "fused")):
-            reset_backend_counts()
-            sdpa(*leaves_of(Case(lengths=(1, keys))))
-            assert counted() == {wanted: 1}
-
-
 # ---- who looks on
 
 
@@ -262,17 +254,15 @@ def test_explain_names_the_backend_and_the_reasons(served: LaunchRecord) -> None
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any, served: LaunchRecord) -> None:
-    q, k, v = leaves_of(Case())
+def test_calls_without_gradients_are_served(mode: Any, recorded: LaunchRecord) -> None:
     with mode():
-        out = sdpa(q, k, v)
+        out = sdpa(*leaves_of(Case()))
     assert counted() == {"fused": 1} and not out.requires_grad
 
 
-def test_autocast_casts_before_the_fused_kernel(served: LaunchRecord) -> None:
-    q, k, v = (x.float() for x in leaves_of(Case()))
+def test_autocast_casts_before_the_fused_kernel(recorded: LaunchRecord) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        out = sdpa(q, k, v)
+        out = sdpa(*leaves_of(Case(torch.float32)))
     assert out.dtype == torch.bfloat16 and counted() == {"fused": 1}
 
 
@@ -308,7 +298,7 @@ def test_many_gradients_at_once(options: dict[str, Any], served: LaunchRecord) -
 
 
 @pytest.mark.parametrize("order", ["MATH EFFICIENT_ATTENTION", "CUDNN_ATTENTION MATH FLASH_ATTENTION"])
-def test_the_formula_first_is_the_formula(order: str, served: LaunchRecord) -> None:
+def test_the_formula_first_is_the_formula(order: str, recorded: LaunchRecord) -> None:
     if "set_priority" not in inspect.signature(sdpa_kernel).parameters:
         pytest.skip("PyTorch 2.6 brought it")
     backends, inputs = [getattr(SDPBackend, name) for name in order.split()], leaves_of(Case())
@@ -352,21 +342,11 @@ def test_batches_and_heads_of_one_are_broadcast(name: str, options: dict[str, An
     check(found, plain, inputs)
 
 
-@pytest.mark.parametrize("empty", ["batch", "heads"])
-def test_queries_of_one_over_keys_of_none_are_left_to_pytorch(empty: str, served: LaunchRecord) -> None:
-    q, keys = randn(1, 1, 33, 32, dtype=HALF), randn(*((0, 4) if empty == "batch" else (2, 0)), 40, 32, dtype=HALF)
-    assert sdpa(q, keys, keys).shape == sdpa(*(x.float() for x in (q, keys, keys))).shape
-    assert counted() == {"pytorch": 2}
-
-
-def test_broadcast_calls_are_served_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = randn(2, 4, 8, 16, dtype=HALF)
-    with originals.served(monkeypatch, originals.POLICY._replace(least_products=2**40)):
-        for keys in (q[:1], q[:, :1]):
-            sdpa(q, keys, keys)
-        assert counted() == {"fused": 2}
-        sdpa(q, q, q)
-        assert counted() == {"fused": 2, "pytorch": 1}
+def test_queries_of_one_over_keys_of_none_are_left_to_pytorch(recorded: LaunchRecord) -> None:
+    for batch, heads in ((0, 4), (2, 0)):
+        q, keys = randn(1, 1, 33, 32, dtype=HALF), randn(batch, heads, 40, 32, dtype=HALF)
+        assert sdpa(q, keys, keys).shape == sdpa(*(x.float() for x in (q, keys, keys))).shape
+    assert counted() == {"pytorch": 4}
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
@@ -402,3 +382,63 @@ def test_multi_head_attention_without_weights(served: LaunchRecord) -> None:
     x = randn(2, 20, 64, dtype=HALF)
     out, weights = layer(x, x, x, need_weights=False)
     assert weights is None and counted() == {"fused": 1} and out.shape == x.shape
+
+
+# ---------------------------------------------------------------- the fuzz on the emulator, and its planted mistakes
+
+
+def test_problems_are_drawn_alike_everywhere_and_of_every_kind() -> None:
+    problems = [fuzz.draw(seed) for seed in range(300)]
+    assert problems == [fuzz.draw(seed) for seed in range(300)]
+    assert {p.operator for p in problems} == {"sdpa", "efficient", "packed"}
+    assert any(keys == 0 for p in problems for _, keys in p.lengths) and any(p.window for p in problems)
+
+
+def test_parts_are_solved_and_failures_told(served: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = fuzz.NAMED["head_dim 512"]._replace(dims=(32, 32))
+    monkeypatch.setattr(fuzz, "draw", lambda seed, dtype, mixes: small._replace(seed=seed))
+    assert fuzz.solve(range(0, 8, 4), "float16", "cpu", math.inf)[:2] == (2, [])
+    assert fuzz.solve(range(4), None, "cpu", -math.inf).problems == 0
+    monkeypatch.setattr(fuzz, "examine", lambda problem, device: [f"{problem.seed} is off"])
+    assert fuzz.solve(range(3), None, "cpu", math.inf).failures[2].endswith("\n  2 is off")
+
+
+@pytest.mark.parametrize("seed", some(range(24), 12))
+def test_random_problems_are_solved_within_the_bound(seed: int, served: LaunchRecord) -> None:
+    problem = fuzz.draw(seed, longest=fuzz.SMALL)
+    assert not fuzz.examine(problem, "cpu"), problem
+    assert counted() == {"fused": 1}
+
+
+# tests/sdpa/test_answers.py has causal calls of more rows than keys, too.
+@pytest.mark.parametrize("name", all_but_thorough(fuzz.NAMED, ["causal, more rows than keys"]))
+def test_named_problems_are_solved_within_the_bound(name: str, served: LaunchRecord) -> None:
+    assert not fuzz.examine(fuzz.NAMED[name], "cpu") and counted() == {"fused": 1}
+
+
+MISTAKES: dict[str, Any] = {
+    "the window stands at the first key": (efficient, "_as_flash", lambda found, p: (
+        found[0], found[1]._replace(window_size_left=-1, window_size_right=-1))),
+    "bottom right for top left": (attention, "_as_flash", lambda found, call: (
+        found[0]._replace(k=call.key.transpose(1, 2), v=call.value.transpose(1, 2)),
+        found[1]._replace(causal=call.is_causal))),
+    "the scale is lost": (attention, "_as_flash", lambda found, call: (
+        found[0], found[1]._replace(softmax_scale=None))),
+    "a wrong LSE": (efficient, "_pad_lse", lambda found, p, lse: found + 1e-2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_found(mistake: str, served: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, change = MISTAKES[mistake]
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *arguments: change(original(*arguments), *arguments))
+    problems = (fuzz.draw(seed, longest=fuzz.SMALL)._replace(backward=False) for seed in (5, 6, 1))
+    assert any(fuzz.examine(problem, "cpu") for problem in problems)
+
+
+def test_the_stand_ins_agree_with_the_plain_formula() -> None:
+    with originals.cpu_stand_ins():
+        for seed in range(40):
+            problem = fuzz.draw(seed, longest=20)._replace(backward=False)
+            assert not fuzz.examine(problem, "cpu"), problem
