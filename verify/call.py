@@ -133,7 +133,7 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def accepted(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments; unknown to the function, defaults and requests for extra results are left out."""
+    """Return the arguments, less the defaults and requests for extra results that the function does not know."""
     known = parameters(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return dict(args)

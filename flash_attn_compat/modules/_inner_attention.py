@@ -65,7 +65,7 @@ class _FlashAttention(_Attention):
         self.deterministic = deterministic
 
     def _options(self, causal: bool | None) -> dict[str, Any]:
-        """Keyword arguments of the attention functions."""
+        """Return the keyword arguments for the attention functions."""
         return {
             "dropout_p": self.drop.p if self.training else 0.0,
             "softmax_scale": self.softmax_scale,

@@ -49,7 +49,7 @@ class _WithMixer(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
-        """The mixer's cache; see `MHA.allocate_inference_cache`."""
+        """Return the mixer's cache; see `MHA.allocate_inference_cache`."""
         mixer: Any = self.mixer
         return mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 

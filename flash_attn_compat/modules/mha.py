@@ -155,7 +155,7 @@ class MHA(CachedAttention):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, **where)
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised cache (batch_size, max_seqlen, 2, num_heads_kv, headdim)."""
+        """Return an uninitialised cache (batch_size, max_seqlen, 2, num_heads_kv, headdim)."""
         weight = self.out_proj.weight
         dtype = weight.dtype if dtype is None else dtype
         shape = (batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim)
@@ -217,7 +217,7 @@ class MHA(CachedAttention):
         return (out, x) if self.return_residual else out
 
     def _query_and_kv(self, x: Tensor, x_kv: Tensor | None, mixer_subset: Tensor | None) -> tuple[Tensor, Tensor]:
-        """q (..., nheads, headdim) and kv (..., 2, nheads_k, headdim)."""
+        """Return q (..., nheads, headdim) and kv (..., 2, nheads_k, headdim)."""
         if self.cross_attn:
             q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
             kv = _first_output(self.Wkv(x if x_kv is None else x_kv))
@@ -309,7 +309,7 @@ class ParallelMHA(CachedAttention):
         )
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised cache (batch_size, max_seqlen, 2, num_heads_kv_per_rank, headdim)."""
+        """Return an uninitialised cache (batch_size, max_seqlen, 2, num_heads_kv_per_rank, headdim)."""
         weight = self.out_proj.weight
         shape = (batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim)
         return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
@@ -352,7 +352,7 @@ def _inner_options(
     use_flash_attn: bool,
     device: torch.device | str | None,
 ) -> dict[str, Any]:
-    """ALiBi slopes of these heads and the window, which only the flash modules take."""
+    """Return the ALiBi slopes of these heads and the window, which only the flash modules take."""
     assert use_flash_attn or not use_alibi, "ALiBi code path requires flash_attn"
     assert use_flash_attn or tuple(window_size) == (-1, -1), (
         "Local (sliding window) attention code path requires flash_attn"

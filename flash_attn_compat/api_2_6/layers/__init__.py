@@ -1,4 +1,4 @@
-"""layers of flash-attn 2.6."""
+"""The package layers as flash-attn 2.6 has it: only rotary differs from 2.8's."""
 
 import functools
 

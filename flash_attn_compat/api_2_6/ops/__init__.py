@@ -1,4 +1,4 @@
-"""ops of flash-attn 2.6."""
+"""The package ops as flash-attn 2.6 has it: only ops.triton differs from 2.8's."""
 
 import functools
 
