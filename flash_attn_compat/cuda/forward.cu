@@ -287,10 +287,10 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     if (active) exponentiate();
     const u32 next_v = v_stage == (STAGES - 1) * V_BYTES ? 0 : v_stage + V_BYTES;
     if (more) copy_v.store(staged[0], v_tile + next_v, v_scale);
-    if (lags) __syncthreads();
+    if (lags) wait_anywhere(THREADS);
     if (active) accumulate(O, S, v_at + v_stage, Nothing());
     v_stage = next_v;
-    if (!lags) __syncthreads();
+    if (!lags) wait_anywhere(THREADS);
 #else
     if (active) {
       exponentiate();
@@ -302,7 +302,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     group.meet();
 #endif
   }
-  if (STAGES) __syncthreads();
+  if (STAGES) wait_anywhere(THREADS);
 #if KEY_GROUPS
   group.even_out(last_tile - first_tile);
 #endif

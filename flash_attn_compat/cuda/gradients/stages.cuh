@@ -138,7 +138,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT + next_vo_slot * VO_TILE_BYTES, block.vo_scale);
     block.store_row_value(p, streamed, value, tile, this_head, position_slope(p, b, head + this_head), thread,
                           next_slot);
-    if (lags) __syncthreads();
+    if (lags) wait_anywhere(THREADS);
     if (active && ROLES) {
       if (side) {
         if (!LAGS) wait_at(barrier, 64);
@@ -165,7 +165,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
       }
     }
     slot = next_slot, vo_slot = next_vo_slot;
-    if (!lags) __syncthreads();
+    if (!lags) wait_anywhere(THREADS);
   }
   if (LAGS) __syncthreads();
 }
