@@ -89,7 +89,7 @@ def mixed(index: int, dtypes: tuple[torch.dtype, ...], calls: list[str]) -> tupl
 
 @pytest.mark.parametrize(("backend", "which"), [
     *itertools.product([name for name in EVERY if name != "fused"], WHICH),
-    *some_of((("fused", which) for which in ("dout", "q", "v", "k", "all four")), 2),  # the emulator takes seconds
+    *some_of((("fused", which) for which in ("v", "q", "k", "all four", "dout")), 3),  # the emulator takes seconds
 ])  # fmt: skip
 def test_overlapping_inputs_give_the_answers_of_their_contiguous_copies(backend: str, which: str, serve: Serve) -> None:
     shapes = Q_SHAPE, K_SHAPE, K_SHAPE, Q_SHAPE

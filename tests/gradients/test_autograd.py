@@ -346,8 +346,8 @@ COMPILED: list[Any] = [  # the checkpoint, the backend, whether the checkpoint i
     ("saves nothing", "aot_eager", True, THIRD),
     ("saves attention and no generator", "aot_eager", True, ONE),
     ("around a break", "aot_eager", True, ONE),
-    ("reentrant", "aot_eager", False, ONE),
     ("saves attention", "aot_eager", False, ONE),
+    pytest.param("reentrant", "aot_eager", False, ONE, marks=pytest.mark.thorough),
     *[
         pytest.param(kind, backend, True, names, marks=pytest.mark.thorough)
         for kind in ("plain", "reentrant", "saves attention", "saves nothing")

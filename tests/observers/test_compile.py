@@ -139,7 +139,8 @@ def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longe
 
 
 @pytest.mark.parametrize(("mode", "needs_grad"), [
-    (torch.enable_grad, True), (torch.enable_grad, False), (torch.no_grad, True),
+    (torch.enable_grad, True), (torch.no_grad, True),
+    pytest.param(torch.enable_grad, False, marks=pytest.mark.thorough),
     pytest.param(torch.inference_mode, True, marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_a_compiled_call_needs_gradients_if_its_eager_one_does(
@@ -323,8 +324,13 @@ def test_fused_kernels_receive_only_tensors_with_memory(kind: str, name: str, mo
     assert launches.seen
 
 
-@cells(LOOKING)
-@pytest.mark.parametrize("backend", GENERAL)
+@pytest.mark.parametrize(
+    ("backend", "kind", "name"),
+    [
+        pytest.param(backend, kind, name, marks=[pytest.mark.thorough] if (i + j + k) % 3 else [])
+        for (i, backend), (j, kind), (k, name) in itertools.product(*map(enumerate, (GENERAL, LOOKING, CALLS)))
+    ],
+)
 def test_every_backend_is_right_or_gives_one_clear_error(backend: str, kind: str, name: str) -> None:
     with use_backend(backend):
         check(kind, name, torch.device("cpu"))
