@@ -51,9 +51,7 @@ def test_the_result_never_requires_grad() -> None:
 
 
 @pytest.mark.parametrize("appends", [False, True])
-def test_an_int_length_is_a_dense_slice_of_the_cache_and_needs_no_tensor(
-    asked: RecordingReference, appends: bool
-) -> None:
+def test_an_int_length_makes_a_dense_slice_and_needs_no_tensor(asked: RecordingReference, appends: bool) -> None:
     args = {**PLAIN, "cache_seqlens": 4, **({} if appends else {"k": None, "v": None})}
     flash_attn_with_kvcache(**args)
     (call,) = asked.computed
@@ -201,9 +199,7 @@ def test_packed_calls_over_pages_read_pages_of_8_bits(backend: str) -> None:
 @both_dtypes
 @pytest.mark.parametrize("given", DESCALES)
 @pytest.mark.parametrize("paged", [False, True])
-def test_new_keys_are_divided_by_the_descale_rounded_to_the_nearest_and_read(
-    paged: bool, given: str, dtype: torch.dtype
-) -> None:
+def test_new_keys_are_divided_by_the_descale_rounded_and_read(paged: bool, given: str, dtype: torch.dtype) -> None:
     q, new_k, new_v = randn(2, 1, 4, 16).half(), 20 * randn(2, 3, 2, 16).half(), 20 * randn(2, 3, 2, 16).half()
     k, v, lengths = cache(2, 16, 2, 16, dtype=dtype), cache(2, 16, 2, 16, dtype=dtype), ints(4, 11)
     k_descale, v_descale = DESCALES[given]
@@ -313,9 +309,7 @@ def expected() -> Tensor:
 
 @no_emulator
 @pytest.mark.parametrize("options", [OPTIONS, WITH_LSE], ids=["out", "out and LSE"])
-def test_the_kernel_writes_to_the_given_out_and_returns_the_lse_if_asked(
-    turing: LaunchRecord, options: Options
-) -> None:
+def test_the_kernel_writes_to_the_given_out_and_returns_an_lse_if_asked(turing: LaunchRecord, options: Options) -> None:
     out = torch.full((40, 2, 32), torch.nan, dtype=torch.half)
     lse = raw.forward_into(out, packed_tensors(), options)
     assert turing.last.fields["out"] == out.data_ptr()

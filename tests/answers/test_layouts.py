@@ -235,9 +235,7 @@ def test_a_private_backward_reads_an_overlapping_out_dout_and_lse(backend: str, 
 
 @originals.needs_grouped_heads
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout", "all four", "attn_mask"])
-def test_pytorchs_attention_on_our_kernels_reads_overlapping_memory(
-    which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pytorchs_attention_on_our_kernels_reads_overlapping_views(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads lie first; relative biases are sliding windows over one vector."""
     biases = randn(12, seed=6).unfold(0, 8, 1).flip(0)
     with originals.cpu_stand_ins(), originals.served(monkeypatch):
@@ -315,9 +313,7 @@ def test_negated_views_give_the_answers_and_gradients_of_their_values(
 
 
 @pytest.mark.parametrize("backend", ["fused", "official", "chunked"])
-def test_a_private_backward_reads_and_writes_negated_views(
-    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_private_backward_takes_negated_views(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if backend == "official":
         others_kernels.install(monkeypatch, backend, tmp_path)
     else:

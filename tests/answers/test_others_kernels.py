@@ -242,9 +242,7 @@ USELESS: list[tuple[str | None, str, str]] = [
 
 
 @pytest.mark.parametrize(("extension", "version", "words"), USELESS)
-def test_a_flash_attn_that_is_of_no_use_is_a_reason(
-    install: Any, extension: str | None, version: str, words: str
-) -> None:
+def test_a_useless_flash_attn_is_a_reason(install: Any, extension: str | None, version: str, words: str) -> None:
     install(extension, version)
     with pytest.raises(flash_attn_compat.BackendNotSupported, match=words), use_backend("official"):
         flash_attn_func(*qkv(**HALF))

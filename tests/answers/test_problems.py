@@ -212,9 +212,7 @@ def test_the_mask_is_that_of_the_seed_whether_it_is_asked_for_or_not(backend: st
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_a_call_that_is_not_recorded_goes_to_the_backend_of_its_recorded_one(
-    is_packed: bool, deterministic: bool
-) -> None:
+def test_an_unrecorded_call_goes_to_the_backend_of_its_recorded_one(is_packed: bool, deterministic: bool) -> None:
     """A reentrant checkpoint records its recomputation only, and two backends may draw two masks."""
     tensors, options = DenseInputs(*qkv()), Options(dropout_p=0.1, deterministic=deterministic)
     if is_packed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -114,10 +114,6 @@ def _fake(device: str) -> Callable[[Call], Tensors]:
     return run
 
 
-def _fake_outside_of_its_mode(call: Call) -> Tensors:
-    return call.function(*map(FakeTensorMode().from_tensor, call.make()))
-
-
 # ---------------------------------------------------------------- transforms, traces and graphs
 
 
@@ -164,14 +160,6 @@ def _jit_trace(call: Call) -> Tensors:
     return tuple(traced(*call.make()))
 
 
-def _jit_script(call: Call) -> Tensors:
-    return torch.jit.script(getattr(flash_attn_interface, call.fn))(1)
-
-
-def _make_fx(call: Call) -> Tensors:
-    return tuple(make_fx(call.function)(*_others(call))(*call.make()))
-
-
 class _Module(torch.nn.Module):
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -206,9 +194,11 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _under(mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[Call], Tensors]:
+def _under(*modes: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[Call], Tensors]:
     def run(call: Call) -> Tensors:
-        with mode():
+        with contextlib.ExitStack() as entered:
+            for mode in modes:
+                entered.enter_context(mode())
             return call.function(*call.make())
 
     return run
@@ -286,7 +276,7 @@ KINDS: dict[str, Callable[[Call], Tensors]] = {
     "pending": _of(Pending, _held),
     "fake": _fake("cpu"),
     "fake, on a GPU": _fake("cuda"),
-    "fake outside of its mode": _fake_outside_of_its_mode,
+    "fake outside of its mode": lambda call: call.function(*map(FakeTensorMode().from_tensor, call.make())),
     "meta": _of(lambda x: x.to("meta")),
     "vmap": _vmap,
     "grad": _derivative,
@@ -294,13 +284,13 @@ KINDS: dict[str, Callable[[Call], Tensors]] = {
     "dual": _dual,
     "functionalize": lambda call: torch.func.functionalize(call.function)(*call.make()),
     "jit.trace": _jit_trace,
-    "jit.script": _jit_script,
-    "make_fx": _make_fx,
+    "jit.script": lambda call: torch.jit.script(getattr(flash_attn_interface, call.fn))(1),
+    "make_fx": lambda call: tuple(make_fx(call.function)(*_others(call))(*call.make())),
     "export": _export(strict=False),
     "strict export": _export(strict=True),
     "compile": _compiled,
     "dispatch mode": _under(Operators),
-    "two dispatch modes": _under(lambda: _both(Operators(), Operators())),
+    "two dispatch modes": _under(Operators, Operators),
     "FlopCounterMode": _under(lambda: FlopCounterMode(display=False)),
     "function mode": _under(Functions),
     "selective checkpointing": _checkpointed,
@@ -309,12 +299,6 @@ KINDS: dict[str, Callable[[Call], Tensors]] = {
     "pickle": _copied(lambda x: pickle.loads(pickle.dumps(x))),
     "use_mem_pool": _in_a_pool,
 }
-
-
-@contextlib.contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 # What is an error: of ours where nothing else says it, else PyTorch's own.

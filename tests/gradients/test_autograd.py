@@ -53,9 +53,7 @@ def leaves(*shape_args: Any, **kwargs: Any) -> list[Tensor]:
 
 @on_general_backends
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_graph_keeps_nothing_larger_than_its_inputs_and_gives_the_same_gradients_again(
-    backend: str, feature: str
-) -> None:
+def test_a_graph_keeps_nothing_larger_than_its_inputs_and_repeats_its_gradients(backend: str, feature: str) -> None:
     """No probabilities, no keep mask: the backward recomputes them; gradients into S_dmask are dropped."""
     inputs, saved = leaves(b=1, sq=300, sk=300, h=4, hk=2, d=8), []
     with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):

@@ -160,9 +160,7 @@ def test_gradients_of_out_and_lse_match_the_formula(
 
 @pytest.mark.parametrize("backend", [*GENERAL, "fused"])
 @pytest.mark.parametrize("poison", [0.0, torch.nan])
-def test_rows_without_keys_have_no_gradient_under_any_loss_of_their_lse(
-    backend: str, poison: float, serve: Serve
-) -> None:
+def test_rows_without_keys_have_no_gradient_of_any_loss_of_their_lse(backend: str, poison: float, serve: Serve) -> None:
     """Of 11 rows over 7 keys, under a causal mask."""
     q, k, v = (x.half().requires_grad_() for x in qkv(sq=11, sk=7, h=4, hk=2))
     with serve(backend):

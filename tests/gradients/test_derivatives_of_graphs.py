@@ -45,43 +45,22 @@ def doubles(*shape: int, seed: int = 0) -> Tensor:
 
 
 SLOPES = torch.tensor([0.3, 0.1, 0.2, 0.4])
-STARTS_Q, STARTS_K = cumulative(3, 0, 5), cumulative(4, 2, 8)
 K, V = doubles(1, 7, 2, 8, seed=1), doubles(1, 7, 2, 8, seed=2)
 PACKED_Q, PACKED_K, PACKED_V = doubles(8, 4, 8), doubles(14, 2, 8, seed=1), doubles(14, 2, 8, seed=2)
+PACKED = cumulative(3, 0, 5), cumulative(4, 2, 8), 5, 8  # one sequence has no rows
 PAGES_K, PAGES_V, TABLE = doubles(6, 4, 2, 8, seed=1), doubles(6, 4, 2, 8, seed=2), ints(2, 0, 5, 1, 3, 4).view(2, 3)
-PAGED_Q, LENGTHS_K = cumulative(3, 5), cumulative(9, 6)
+PAGED = cumulative(3, 5), cumulative(9, 6), 5, 9
 
 
-def dense(q: Tensor) -> Any:
-    return flash_attn_func(q, K, V, causal=True)
+def flat(name: str) -> Function:
+    """The call of one tensor, with all results in one tensor."""
 
+    def one(x: Tensor) -> Tensor:
+        found = call(x)
+        return torch.cat([y.flatten() for y in (found if isinstance(found, tuple) else (found,))])
 
-def sinks(q: Tensor) -> Any:
-    return flash_attn_func(q, K, V, window_size=(2, 1), s_aux=SLOPES.double())
-
-
-def qkv(x: Tensor) -> Any:
-    return flash_attn_qkvpacked_func(x, causal=True)
-
-
-def attend_packed(q: Tensor) -> Any:
-    """One sequence has no rows, one token belongs to none."""
-    options: dict[str, Any] = dict(causal=True, alibi_slopes=SLOPES, return_attn_probs=True)
-    return flash_attn_varlen_func(q, PACKED_K, PACKED_V, STARTS_Q, STARTS_K, 5, 8, **options)[:2]
-
-
-def packed_keys(k: Tensor) -> Any:
-    return flash_attn_varlen_func(PACKED_Q, k, k.cos(), STARTS_Q, STARTS_K, 5, 8, window_size=(1, 2), softcap=1.5)
-
-
-def paged(q: Tensor) -> Any:
-    return flash_attn_varlen_func(q, PAGES_K, PAGES_V, PAGED_Q, LENGTHS_K, 5, 9, causal=True, block_table=TABLE)
-
-
-def slopes(x: Tensor) -> Any:
-    """The slopes are differentiated, too, and the scale is a tensor."""
-    q, trained, scale = x[..., :8], x[0, 0, :, 8].float(), x[0, 0, 0, 9]
-    return flash_attn_func(q, K, V, softmax_scale=scale, causal=True, alibi_slopes=trained)
+    call = CALLS[name][1]
+    return one
 
 
 def dropped(q: Tensor) -> Any:
@@ -90,30 +69,43 @@ def dropped(q: Tensor) -> Any:
 
 
 DENSE = 1, 5, 4, 8
-SHAPES = {dense: DENSE, slopes: (1, 5, 4, 10), sinks: DENSE, qkv: (1, 5, 3, 2, 8)}
-SHAPES |= {attend_packed: (9, 4, 8), packed_keys: (14, 2, 8), paged: (8, 4, 8)}
+# The shape of what is differentiated, and the call.
+SERVED: dict[str, tuple[tuple[int, ...], Function]] = {
+    "dense": (DENSE, lambda q: flash_attn_func(q, K, V, causal=True)),
+    "slopes and scale": ((1, 5, 4, 10), lambda x: flash_attn_func(
+        x[..., :8], K, V, softmax_scale=x[0, 0, 0, 9], causal=True, alibi_slopes=x[0, 0, :, 8].float()
+    )),
+    "sinks": (DENSE, lambda q: flash_attn_func(q, K, V, window_size=(2, 1), s_aux=SLOPES.double())),
+    "qkv": ((1, 5, 3, 2, 8), lambda x: flash_attn_qkvpacked_func(x, causal=True)),
+    "packed": ((9, 4, 8), lambda q: flash_attn_varlen_func(  # one token belongs to no sequence
+        q, PACKED_K, PACKED_V, *PACKED, causal=True, alibi_slopes=SLOPES, return_attn_probs=True
+    )[:2]),
+    "packed keys": ((14, 2, 8), lambda k: flash_attn_varlen_func(
+        PACKED_Q, k, k.cos(), *PACKED, window_size=(1, 2), softcap=1.5
+    )),
+    "pages": ((8, 4, 8), lambda q: flash_attn_varlen_func(q, PAGES_K, PAGES_V, *PAGED, causal=True, block_table=TABLE)),
+}  # fmt: skip
+CALLS: dict[str, tuple[tuple[int, ...], Function]] = SERVED | {
+    "dropout": (DENSE, dropped),
+    "cache": ((1, 2, 4, 8), lambda q: flash_attn_with_kvcache(
+        q, q.repeat(1, 3, 1, 1), q.repeat(1, 3, 1, 1).cos(), cache_seqlens=3, causal=True
+    )),
+    "private": (DENSE, lambda q: _flash_attn_forward(q, K, V, 0.0, 8**-0.5, True, -1, -1, 0.0, None, False)[0]),
+    # A graph of it holds the forward's output detached, so that a part of the second derivative would be missing.
+    "gradient": (DENSE, lambda q: torch.autograd.grad(flat("dense")(q).sin().sum(), q)[0]),
+}  # fmt: skip
 
 
-def flat(call: Function) -> Function:
-    """All results in one tensor."""
-
-    def one(x: Tensor) -> Tensor:
-        found = call(x)
-        return torch.cat([y.flatten() for y in (found if isinstance(found, tuple) else (found,))])
-
-    return one
+def drawn(name: str) -> tuple[Tensor, Tensor]:
+    """What is differentiated, and a tangent."""
+    return doubles(*CALLS[name][0]), doubles(*CALLS[name][0], seed=5)
 
 
 # ---------------------------------------------------------------- every way to differentiate
 
 
-def vmap(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
-    found: Tensor = torch.func.vmap(function)(torch.stack([x, tangent]))
-    return found
-
-
-def jvp(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
-    return torch.func.jvp(function, (x,), (tangent,))[1]
+def total(function: Function) -> Function:
+    return lambda x: function(x).sin().sum()
 
 
 def dual(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
@@ -122,58 +114,43 @@ def dual(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
         return found
 
 
-def recorded_dual(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
-    return dual(function, x.detach().requires_grad_(), tangent).detach()
-
-
-def grad(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
-    found: Tensor = torch.func.grad(lambda y: function(y).sin().sum())(x)
-    return found
-
-
-def jacrev(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
-    found: Tensor = torch.func.jacrev(lambda y: function(y)[:3].sin())(x)
-    return found
-
-
-def jvp_of_grad(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
-    return jvp(torch.func.grad(lambda y: function(y).sin().sum()), x, tangent)
-
-
-def backward_of_vmap(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
-    both = torch.stack([x, tangent]).requires_grad_()
-    return torch.autograd.grad(torch.func.vmap(function)(both).sin().sum(), both)[0]
-
-
-def once(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
+def once(function: Function, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
-    return torch.autograd.grad(function(x).sin().sum(), x)[0]
+    return torch.autograd.grad(total(function)(x), x)[0]
 
 
 def twice(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
-    (first,) = torch.autograd.grad(function(x).sin().sum(), x, create_graph=True)
+    (first,) = torch.autograd.grad(total(function)(x), x, create_graph=True)
     return torch.autograd.grad((first * tangent).sum(), x)[0]
 
 
-def batched_gradients(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
-    x = x.detach().requires_grad_()
-    out = function(x)
-    return torch.autograd.grad(out, x, torch.stack([out.detach().sin(), out.detach().cos()]), is_grads_batched=True)[0]
-
-
-def mapped_gradients(function: Function, x: Tensor, tangent: Tensor) -> Tensor:
-    x = x.detach().requires_grad_()
-    out = function(x)
-
-    def gradient(upstream: Tensor) -> Tensor:
-        return torch.autograd.grad(out, x, upstream, retain_graph=True)[0]
-
-    found: Tensor = torch.func.vmap(gradient)(torch.stack([out.detach().sin(), out.detach().cos()]))
+def batched(function: Function, x: Tensor, by_vmap: bool = False) -> Tensor:
+    out = function(x := x.detach().requires_grad_())
+    both = torch.stack([out.detach().sin(), out.detach().cos()])
+    if not by_vmap:
+        return torch.autograd.grad(out, x, both, is_grads_batched=True)[0]
+    found: Tensor = torch.func.vmap(lambda one: torch.autograd.grad(out, x, one, retain_graph=True)[0])(both)
     return found
 
 
-AUTOGRAD = once, twice, batched_gradients, mapped_gradients
+TRANSFORMS: dict[str, Function] = {
+    "vmap": lambda f, x, tangent: torch.func.vmap(f)(torch.stack([x, tangent])),
+    "jvp": lambda f, x, tangent: torch.func.jvp(f, (x,), (tangent,))[1],
+    "dual": dual,
+    "recorded dual": lambda f, x, tangent: dual(f, x.detach().requires_grad_(), tangent).detach(),
+    "grad": lambda f, x, tangent: torch.func.grad(total(f))(x),
+    "jacrev": lambda f, x, tangent: torch.func.jacrev(lambda y: f(y)[:3].sin())(x),
+    "jvp of grad": lambda f, x, tangent: torch.func.jvp(torch.func.grad(total(f)), (x,), (tangent,))[1],
+    "backward of vmap": lambda f, x, tangent: once(torch.func.vmap(f), torch.stack([x, tangent])),
+}
+AUTOGRAD: dict[str, Function] = {
+    "once": lambda f, x, tangent: once(f, x),
+    "twice": twice,
+    "batched gradients": lambda f, x, tangent: batched(f, x),
+    "mapped gradients": lambda f, x, tangent: batched(f, x, by_vmap=True),
+}
+WAYS = TRANSFORMS | AUTOGRAD
 
 # ---------------------------------------------------------------- every way to become an operator
 
@@ -206,12 +183,6 @@ def exported(function: Function, *x: Tensor) -> Function:
 COMPILERS: dict[str, Function] = {"compiled": compiled("aot_eager"), "compiled, run by Python": compiled("eager")}
 BREAKING = "compiled, may break"
 TRACERS: dict[str, Function] = {"jit.trace": traced, "make_fx": recorded, "export": exported}
-TRANSFORMS = vmap, jvp, dual, recorded_dual, grad, jacrev, jvp_of_grad, backward_of_vmap
-REFUSED = r"attention in a compiled, traced or exported graph.* cannot be combined with torch\.func transforms"
-
-
-def name_of(value: Any) -> str:
-    return str(getattr(value, "__name__", value))
 
 
 def make(graph: str, function: Function, *x: Tensor) -> Function:
@@ -227,140 +198,117 @@ def under_a_mode(derive: Function, function: Function, x: Tensor, tangent: Tenso
     return found
 
 
-def check_same(found: Tensor, right: Tensor, call: Function) -> None:
-    bound = 1e-5 if call is slopes else 1e-9  # slopes are fp32
+def check_same(found: Tensor, right: Tensor, call: str) -> None:
+    bound = 1e-5 if call == "slopes and scale" else 1e-9  # slopes are fp32
     torch.testing.assert_close(found, right, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize(("graph", "derive", "call"), [
-    *some_of(pairwise(TRACERS, AUTOGRAD, SHAPES), 3),
-    *(("compiled, run by Python", *row) for row in zip(itertools.cycle(AUTOGRAD), SHAPES)),
-    *(pytest.param(*row, marks=pytest.mark.thorough) for row in pairwise(["compiled"], AUTOGRAD, SHAPES)),
-    *some_of(pairwise([BREAKING], (once, batched_gradients), SHAPES), 14),
-], ids=name_of)  # fmt: skip
-def test_autograd_of_a_graph_gives_the_eager_gradients(graph: str, derive: Function, call: Function) -> None:
-    if graph == "export" and call in (qkv, slopes) and TorchVersion(torch.__version__) < "2.5":
+@pytest.mark.parametrize(("graph", "way", "call"), [
+    *some_of(pairwise(TRACERS, AUTOGRAD, SERVED), 3),
+    *(("compiled, run by Python", *row) for row in zip(itertools.cycle(AUTOGRAD), SERVED)),
+    *(pytest.param(*row, marks=pytest.mark.thorough) for row in pairwise(["compiled"], AUTOGRAD, SERVED)),
+    *some_of(pairwise([BREAKING], ("once", "batched gradients"), SERVED), 14),
+])  # fmt: skip
+def test_autograd_of_a_graph_gives_the_eager_gradients(graph: str, way: str, call: str) -> None:
+    if graph == "export" and call in ("qkv", "slopes and scale") and TorchVersion(torch.__version__) < "2.5":
         pytest.skip("export of PyTorch 2.4 records no gradients of views, and the operator's backward raises")
-    x, tangent = doubles(*SHAPES[call]), doubles(*SHAPES[call], seed=5)
-    function = flat(call)
-    check_same(derive(make(graph, function, x), x, tangent), derive(function, x, tangent), call)
+    (x, tangent), function = drawn(call), flat(call)
+    check_same(WAYS[way](make(graph, function, x), x, tangent), WAYS[way](function, x, tangent), call)
 
 
 @pytest.mark.parametrize("graph", ["jit.trace", "mode"])
 def test_a_graph_of_a_named_backend_can_be_differentiated_twice(graph: str) -> None:
-    x, tangent = doubles(*DENSE), doubles(*DENSE, seed=5)
+    (x, tangent), function = drawn("sinks"), flat("sinks")
     with use_backend("chunked"):
         if graph == "mode":
-            found = under_a_mode(twice, flat(sinks), x, tangent)
+            found = under_a_mode(twice, function, x, tangent)
         else:
-            found = twice(make(graph, flat(sinks), x), x, tangent)
-    torch.testing.assert_close(found, twice(flat(sinks), x, tangent), rtol=1e-6, atol=1e-6)
+            found = twice(make(graph, function, x), x, tangent)
+    torch.testing.assert_close(found, twice(function, x, tangent), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("derive", "call"), some_of(pairwise((*TRANSFORMS, *AUTOGRAD), SHAPES), 3), ids=name_of)
-def test_under_a_mode_every_derivative_is_the_eager_one(derive: Function, call: Function) -> None:
-    x, tangent = doubles(*SHAPES[call]), doubles(*SHAPES[call], seed=5)
-    check_same(under_a_mode(derive, flat(call), x, tangent), derive(flat(call), x, tangent), call)
-
-
-@pytest.mark.parametrize("derive", [jvp, recorded_dual, grad, twice], ids=name_of)
-def test_derivatives_under_a_mode_use_the_forwards_dropout_mask(derive: Function) -> None:
-    x, tangent = doubles(*DENSE), doubles(*DENSE, seed=5)
-    found = under_a_mode(derive, flat(dropped), x, tangent)
-    torch.testing.assert_close(found, derive(flat(dropped), x, tangent), rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize(("way", "call"), [
+    *some_of(pairwise(WAYS, SERVED), 3),
+    *((way, "dropout") for way in ("jvp", "recorded dual", "grad", "twice")),  # whose mask is the forward's
+])  # fmt: skip
+def test_under_a_mode_every_derivative_is_the_eager_one(way: str, call: str) -> None:
+    (x, tangent), function = drawn(call), flat(call)
+    check_same(under_a_mode(WAYS[way], function, x, tangent), WAYS[way](function, x, tangent), call)
 
 
 # ---------------------------------------------------------------- transforms and tangents, none of which may vanish
 
 
-@pytest.mark.parametrize(("graph", "derive"), some_of(pairwise((*COMPILERS, BREAKING), TRANSFORMS), 8), ids=name_of)
+@pytest.mark.parametrize(("graph", "way"), some_of(pairwise((*COMPILERS, BREAKING), TRANSFORMS), 8))
 @pytest.mark.parametrize("is_within", [False, True], ids=["around", "within"])
-def test_a_transform_that_meets_a_compiler_is_right_or_raises(graph: str, derive: Function, is_within: bool) -> None:
+def test_a_transform_that_meets_a_compiler_is_right_or_raises(graph: str, way: str, is_within: bool) -> None:
     """Dynamo leaves some of them to Python, and refuses others in words of its own."""
-    x, tangent = doubles(*DENSE), doubles(*DENSE, seed=5)
+    (x, tangent), function, derive = drawn("dense"), flat("dense"), WAYS[way]
     try:
         if is_within:
-            found = make(graph, lambda x, t: derive(flat(dense), x, t), x, tangent)(x, tangent)
+            found = make(graph, lambda x, t: derive(function, x, t), x, tangent)(x, tangent)
         else:
-            found = derive(make(graph, flat(dense), x), x, tangent)
+            found = derive(make(graph, function, x), x, tangent)
     except Exception:  # noqa: BLE001  any error is loud
         return
-    torch.testing.assert_close(found, derive(flat(dense), x, tangent), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, derive(function, x, tangent), rtol=1e-9, atol=1e-9)
 
 
-def cached(q: Tensor) -> Any:
-    cache = q.repeat(1, 3, 1, 1)
-    return flash_attn_with_kvcache(q, cache, cache.cos(), cache_seqlens=3, causal=True)
-
-
-def private(q: Tensor) -> Tensor:
-    return _flash_attn_forward(q, K, V, 0.0, 8**-0.5, True, -1, -1, 0.0, None, False)[0]
-
-
-def gradient(q: Tensor) -> Tensor:
-    """A graph of it holds the forward's output detached, so that a part of the second derivative would be missing."""
-    return torch.autograd.grad(flat(dense)(q).sin().sum(), q)[0]
-
-
-SHAPES_TOO: dict[Function, tuple[int, ...]] = SHAPES | {cached: (1, 2, 4, 8), private: DENSE, gradient: DENSE}
-SOME = jvp, dual, grad, vmap
-# Where the derivative is taken, the graph, the derivative, of what, and the error.
+SOME = "jvp", "dual", "grad", "vmap"
 ERRORS = {
-    "graph": REFUSED,
+    "graph": r"attention in a compiled, traced or exported graph.* cannot be combined with torch\.func transforms",
     "private": r"cannot be combined with forward-mode derivatives or torch\.func transforms",
     "gradients": r"a traced graph that computes gradients .* differentiated again",
 }
+# Where the derivative is taken, the graph, the derivative, of what, and the error.
 REFUSALS: list[Any] = [
-    *some_of((("around", *row, dense, "graph") for row in pairwise(TRACERS, TRANSFORMS)), 2),
-    *some_of((("within", *row, "graph") for row in pairwise(TRACERS, TRANSFORMS, (dense, attend_packed))), 2),
-    *some_of((("within", *row, "graph") for row in pairwise(COMPILERS, TRANSFORMS, (dense, attend_packed))), 4),
-    *some_of((("around", *row, cached, "private") for row in pairwise(["make_fx", "export"], SOME)), 2),
-    *some_of((("within", "compiled", derive, cached, "private") for derive in SOME), 2),  # around it, PyTorch refuses
-    *(("eager", "none", derive, private, "private") for derive in SOME),
-    ("within", "compiled", grad, private, "graph"),
-    ("around", "make_fx", twice, gradient, "gradients"),
-    *(("around", "make_fx", derive, gradient, "graph") for derive in SOME),
+    *some_of((("around", *row, "dense", "graph") for row in pairwise(TRACERS, TRANSFORMS)), 2),
+    *some_of((("within", *row, "graph") for row in pairwise(TRACERS, TRANSFORMS, ("dense", "packed"))), 2),
+    *some_of((("within", *row, "graph") for row in pairwise(COMPILERS, TRANSFORMS, ("dense", "packed"))), 4),
+    *some_of((("around", *row, "cache", "private") for row in pairwise(["make_fx", "export"], SOME)), 2),
+    *some_of((("within", "compiled", way, "cache", "private") for way in SOME), 2),  # around it, PyTorch refuses
+    *(("eager", "none", way, "private", "private") for way in SOME),
+    ("within", "compiled", "grad", "private", "graph"),
+    ("around", "make_fx", "twice", "gradient", "gradients"),
+    *(("around", "make_fx", way, "gradient", "graph") for way in SOME),
 ]
 
 
-@pytest.mark.parametrize(("where", "graph", "derive", "call", "error"), REFUSALS, ids=name_of)
+@pytest.mark.parametrize(("where", "graph", "way", "call", "error"), REFUSALS)
 def test_derivatives_that_a_graph_cannot_have_are_refused_by_name(
-    where: str, graph: str, derive: Function, call: Function, error: str
+    where: str, graph: str, way: str, call: str, error: str
 ) -> None:
     version = TorchVersion(torch.__version__)
-    is_untraceable = (derive is recorded_dual and version < "2.13") or (derive is jacrev and version < "2.5")
-    if graph in COMPILERS and is_untraceable:
+    if graph in COMPILERS and version < {"recorded dual": "2.13", "jacrev": "2.5"}.get(way, "0"):
         pytest.skip("Dynamo of PyTorch 2.11 traces no requires_grad_(), that of 2.4 no torch.func.jacrev")
-    if graph == "export" and call is cached and version < "2.5":
+    if graph == "export" and call == "cache" and version < "2.5":
         pytest.skip("PyTorch 2.4 wraps operators that write, and transforms nothing that is wrapped")
-    x, tangent = doubles(*SHAPES_TOO[call]), doubles(*SHAPES_TOO[call], seed=5)
-    if where == "within" and call in SHAPES:
-        derive(flat(call), x, tangent)  # prepared calls do not open another way
+    (x, tangent), function, derive = drawn(call), flat(call), WAYS[way]
+    if where == "within" and call in SERVED:
+        derive(function, x, tangent)  # prepared calls do not open another way
     with pytest.raises(Exception, match=ERRORS[error]):
         if where == "within":
-            make(graph, lambda x, t: derive(flat(call), x, t), x, tangent)(x, tangent)
+            make(graph, lambda x, t: derive(function, x, t), x, tangent)(x, tangent)
         else:
-            derive(flat(call) if where == "eager" else make(graph, flat(call), x), x, tangent)
+            derive(function if where == "eager" else make(graph, function, x), x, tangent)
 
 
-@pytest.mark.parametrize(
-    "derive",
-    all_but_thorough((*TRANSFORMS, once, twice), (dual, recorded_dual, jacrev, jvp_of_grad, backward_of_vmap)),
-    ids=name_of,
-)
-def test_fake_tensors_have_derivatives_of_dense_calls(derive: Function) -> None:
-    x, tangent = doubles(*DENSE), doubles(*DENSE, seed=5)
+@pytest.mark.parametrize("way", all_but_thorough(
+    (*TRANSFORMS, "once", "twice"), ("dual", "recorded dual", "jacrev", "jvp of grad", "backward of vmap")
+))  # fmt: skip
+def test_fake_tensors_have_derivatives_of_dense_calls(way: str) -> None:
+    (x, tangent), function = drawn("dense"), flat("dense")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        found = derive(flat(dense), mode.from_tensor(x), mode.from_tensor(tangent))
-    assert found.shape == derive(flat(dense), x, tangent).shape
+        found = WAYS[way](function, mode.from_tensor(x), mode.from_tensor(tangent))
+    assert found.shape == WAYS[way](function, x, tangent).shape
 
 
-@pytest.mark.parametrize("derive", [*TRANSFORMS, twice], ids=name_of)
-def test_fake_lengths_are_named_where_derivatives_need_them(derive: Function) -> None:
-    x, tangent = doubles(*SHAPES[attend_packed]), doubles(*SHAPES[attend_packed], seed=5)
-    derive(flat(attend_packed), x, tangent)
+@pytest.mark.parametrize("way", [*TRANSFORMS, "twice"])
+def test_fake_lengths_are_named_where_derivatives_need_them(way: str) -> None:
+    (x, tangent), function = drawn("packed"), flat("packed")
+    WAYS[way](function, x, tangent)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(RuntimeError, match=HIDDEN):
-        derive(flat(attend_packed), mode.from_tensor(x), mode.from_tensor(tangent))
+        WAYS[way](function, mode.from_tensor(x), mode.from_tensor(tangent))
 
 
 # ---------------------------------------------------------------- lengths that nobody can read

@@ -149,7 +149,7 @@ def test_a_forward_is_the_private_one_and_writes_the_out_it_is_given(case: str) 
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("name", "values"), [("bwd", DENSE), ("varlen_bwd", PACKED)])
-def test_a_backward_is_the_private_one_and_writes_the_gradients_it_is_given(
+def test_a_backward_is_the_private_one_and_writes_given_gradients(
     name: str, values: dict[str, Any], given: bool
 ) -> None:
     forward = values | ({"return_softmax": False} if name == "bwd" else {})

@@ -377,9 +377,7 @@ def plain_patches(params: Parameters, x: Tensor, norm: bool = False, flatten: bo
 
 
 @pytest.mark.parametrize(("dtype", "flatten", "bias", "norm", "fused"), pairwise(DTYPES, *[(False, True)] * 4))
-def test_patch_embedding_is_a_convolution(
-    dtype: torch.dtype, flatten: bool, bias: bool, norm: bool, fused: bool
-) -> None:
+def test_a_patch_embedding_convolves(dtype: torch.dtype, flatten: bool, bias: bool, norm: bool, fused: bool) -> None:
     module = PatchEmbed((4, 8), (2, 4), 3, WIDTH, nn.LayerNorm if norm else None, flatten, bias, fused).to(dtype)
     assert isinstance(module.proj, FusedDense) == (fused and bias)
     assert module.grid_size == (2, 2) and module.num_patches == 4 and module.proj.weight.shape == (WIDTH, 24)

@@ -194,9 +194,7 @@ STATE = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5, -2.0]
 @pytest.mark.parametrize(
     ("kind", "sharded", "dtype"), pairwise(("bin", "safetensors"), (False, True), (None, torch.float32, torch.float16))
 )
-def test_a_state_dict_is_read_from_a_directory(
-    kind: str, sharded: bool, dtype: torch.dtype | None, tmp_path: Path
-) -> None:
+def test_a_state_dict_is_read_from_disk(kind: str, sharded: bool, dtype: torch.dtype | None, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     save = torch.save if kind == "bin" else pytest.importorskip("safetensors.torch").save_file
     whole = tmp_path / {"bin": "pytorch_model.bin", "safetensors": "model.safetensors"}[kind]
@@ -317,9 +315,7 @@ def test_draws_follow_the_probabilities(options: dict[str, Any]) -> None:
         (generation.modify_logits_for_top_k_filtering, 2, [{1, 3}, {0, 1}]),
     ],
 )
-def test_top_p_keeps_the_smallest_set_that_exceeds_it_and_top_k_the_largest(
-    keep: Any, limit: Any, kept: list[set[int]]
-) -> None:
+def test_top_p_keeps_the_smallest_set_beyond_it_top_k_the_largest(keep: Any, limit: Any, kept: list[set[int]]) -> None:
     logits = torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.9, 0.05, 0.03, 0.02]]).log()
     keep(logits, limit)
     assert [set(row.isfinite().nonzero().flatten().tolist()) for row in logits] == kept

@@ -73,9 +73,7 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("backend", some(reversed(CHOSEN), 2))
-def test_no_backends_answer_depends_on_the_callers_state(
-    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_backends_answer_depends_on_the_state(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if backend in others_kernels.BACKENDS:
         others_kernels.install(monkeypatch, backend, tmp_path)
     elif backend == "fused":

@@ -31,7 +31,7 @@ from flash_attn_compat.core.inputs import Options, PackedInputs
 from flash_attn_compat.dispatch import call_cache
 from tests import warm
 from tests.answers import others_kernels
-from tests.forms.inputs import PACKED, STEP, cumulative, ints, qkv, randn
+from tests.forms.inputs import PACKED, cumulative, ints, qkv, randn
 from tests.forms.support import on_backend
 from tests.kernels import fused_on_cpu
 from tests.warm import FIRST, Answer, Tally, WarmCall
@@ -168,13 +168,22 @@ def test_an_option_of_a_wrong_type_is_refused_by_name_after_a_call_with_a_right_
         getattr(flash_attn_interface, function)(**arguments | {name: wrong})
 
 
+class Float64(float):
+    """A float's subclass, as NumPy's is."""
+
+
 @functions
-def test_a_scale_that_equals_a_float_finds_its_prepared_call(function: str) -> None:
-    arguments = FIRST[function].build().args
+def test_a_scale_of_any_type_finds_its_prepared_call(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, variants = fused_on_cpu.record(monkeypatch), []
+    arguments = replace(FIRST[function], dtype="float16").build().args
     call_cache.forget()
-    for scale in (1.0, 1, torch.tensor(1.0), True):
-        getattr(flash_attn_interface, function)(**arguments | {"softmax_scale": scale})
-        assert len(call_cache.current().calls) == 1
+    with use_backend("fused"):
+        for scale in (1.0, 1, Float64(1.0), torch.tensor(1.0), True):
+            getattr(flash_attn_interface, function)(**arguments | {"softmax_scale": scale})
+            assert len(call_cache.current().calls) == 1
+            variants.append(len(launches.variants))
+    assert len(set(variants)) == 1, "plans are made once"
+    assert {launch.fields["softmax_scale"] for launch in launches.seen} == {1.0}
 
 
 def test_packed_lengths_are_compared_at_every_call() -> None:
@@ -197,21 +206,6 @@ def test_nothing_of_a_capture_is_kept(function: str, monkeypatch: pytest.MonkeyP
             getattr(flash_attn_interface, function)(**arguments)
         kept = call_cache.current()
         assert bool(kept.calls) == bool(kept.choices) == (not captures)
-
-
-class Float64(float):
-    """A float's subclass, as NumPy's is."""
-
-
-@pytest.mark.parametrize("scale", [Float64(0.5), torch.tensor(0.5), 1])
-def test_a_scale_of_any_type_finds_the_step_of_the_call_before(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = fused_on_cpu.record(monkeypatch)
-    arguments = replace(STEP, dtype="float16").build().args | {"softmax_scale": scale}
-    with use_backend("fused"):
-        for _ in range(3):
-            flash_attn_with_kvcache(**arguments)
-    assert [launch.fields["softmax_scale"] for launch in launches.seen] == [float(scale)] * 3
-    assert len(launches.variants) == 1, "one plan is made"
 
 
 @pytest.mark.parametrize("head_dim", [32, 12])  # as it lies, and by copies
@@ -254,9 +248,7 @@ def test_subclasses_of_tensors_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_random_calls_are_answered_alike_with_and_without_memory(
-    by_kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_calls_are_answered_alike_without_memory(by_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m tests.warm` asks for as many as one has time for."""
     tally = random_calls(monkeypatch, by_kernels)
     assert not tally.differing and tally.found > 30 and 3 * tally.errors < 60

@@ -313,9 +313,7 @@ NOT_DENSE: dict[str, tuple[Callable[[], Tensor], str]] = {
 @pytest.mark.parametrize("kind", NOT_DENSE)
 @pytest.mark.parametrize("label", CALLS)
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, Operators])
-def test_sparse_and_nested_tensors_are_named_by_way_of_an_operator_too(
-    mode: Callable[[], Any], label: str, kind: str
-) -> None:
+def test_sparse_and_nested_tensors_are_named_under_a_mode_too(mode: Callable[[], Any], label: str, kind: str) -> None:
     make, words = NOT_DENSE[kind]
     for name, value in CALLS[label].args.items():
         if isinstance(value, Tensor):
@@ -351,30 +349,18 @@ def dense(**changes: Any) -> Call:
     return Call(DENSE_FN, {**{name: half(1, 8, 2, 32) for name in "qkv"}, **changes})
 
 
-def varlen(**tensors: Any) -> Call:
-    given = {
-        **{name: half(12, 2, 32) for name in "qkv"},
-        "cu_seqlens_q": ints(0, 5, 12),
-        "cu_seqlens_k": ints(0, 5, 12),
-        **tensors,
-    }
-    return Call(VARLEN_FN, given | {"max_seqlen_q": 7, "max_seqlen_k": 7})
+def varlen(**changes: Any) -> Call:
+    starts = {name: ints(0, 5, 12) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    given = {name: half(12, 2, 32) for name in "qkv"} | starts | {"max_seqlen_q": 7, "max_seqlen_k": 7}
+    return Call(VARLEN_FN, given | changes)
 
 
-def cache(paged: int = 0, **tensors: Any) -> Call:
+def cache(paged: int = 0, **changes: Any) -> Call:
     """A decode call over a cache of 64 rows, or over four pages of `paged` rows; None takes an argument away."""
-    shape = (4, paged, 2, 32) if paged else (2, 64, 2, 32)
-    given = {
-        "q": half(2, 1, 2, 32),
-        "k_cache": half(*shape),
-        "v_cache": half(*shape),
-        "k": half(2, 1, 2, 32),
-        "v": half(2, 1, 2, 32),
-        "cache_seqlens": ints(7, 30),
-        **({"block_table": ints(3, 1, 0, 2).view(2, 2)} if paged else {}),
-        **tensors,
-    }
-    return Call(CACHE_FN, {name: tensor for name, tensor in given.items() if tensor is not None})
+    caches = {name: half(4, paged, 2, 32) if paged else half(2, 64, 2, 32) for name in ("k_cache", "v_cache")}
+    pages = {"block_table": ints(3, 1, 0, 2).view(2, 2)} if paged else {}
+    given = {name: half(2, 1, 2, 32) for name in "qkv"} | caches | {"cache_seqlens": ints(7, 30)} | pages | changes
+    return Call(CACHE_FN, {name: value for name, value in given.items() if value is not None})
 
 
 def table(rows: int, columns: int = 16) -> torch.Tensor:
