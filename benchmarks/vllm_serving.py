@@ -52,7 +52,7 @@ QWEN3_0_6B = dict(
     torch_dtype="float16", hidden_act="silu", attention_bias=False, bos_token_id=1, eos_token_id=2,
     use_sliding_window=False, max_window_layers=28, initializer_range=0.02,
 )  # fmt: skip
-# Eager or with graphs, prefix caching or not, prompts in chunks or whole: each pair of choices occurs.
+# Three settings with two values each. For any two settings, all four combinations of their values occur.
 OURS = {
     "graphs, prefix caching, chunks": dict(eager=False, prefix_caching=True, chunk=256),
     "eager, no prefix caching, chunks": dict(eager=True, prefix_caching=False, chunk=256),

@@ -268,7 +268,9 @@ def load(path: Path) -> Saved:
 
 
 def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:
-    """Compare with a saved run. Returns a table of time ratios, lines below it, and whether ours became too slow."""
+    """Compare with a saved run. Returns a table of time ratios, lines below it, and whether a backend of the package
+    became slower by more than ``tolerance``.
+    """
     cells, slower = [], []
     found: dict[str, list[float]] = {what: [] for what in MODES.values()}
     for row in rows:

@@ -261,5 +261,5 @@ def _random(number: int) -> Case:
 
 
 def generated(quick: bool) -> list[Case]:
-    """Return the named cases, or these and the random cases."""
+    """Return the named cases, and unless ``quick`` the random cases too."""
     return [*feature_cases(), *([] if quick else map(_random, range(RANDOM)))]

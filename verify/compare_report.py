@@ -137,7 +137,8 @@ def report(
 ) -> Report:
     """Return the report.
 
-    is_own: the rows are of a user's kernel, whose author gets a table of features; advice: commands to run
+    is_own: the rows are of a user's kernel, whose author gets a table of features
+    is_narrowed: the user chose the cases; advice: commands to run
     """
     idle = idle_backends(rows)
     shown = [row for row in rows if (row.implementation, row.device) not in idle]

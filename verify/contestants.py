@@ -1,7 +1,7 @@
-"""The contestants on a workload: the package's backends, flash-attn, and PyTorch code as people write it without them.
+"""What `verify bench` times on a workload: the package's backends, flash-attn, and common PyTorch code without either.
 
-A contestant prepares masks and indices before it is timed, since users prepare them once. The rivals are common code in
-its best form: without a mask where none is needed, and masks cost no time.
+Masks and indices are made before the timing, since users make them once. The common code gets its best form: it uses a
+mask only where one is needed.
 """
 
 from __future__ import annotations

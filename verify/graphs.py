@@ -22,9 +22,9 @@ WARM_UP_CALLS = 3
 
 
 def graphed(plan: Plan) -> Plan:
-    """Return a plan that times the same contestants in CUDA graphs, on the workloads without gradients and dropout.
+    """Return a plan that times the contestants of ``plan`` in CUDA graphs, on its workloads without backward and dropout.
 
-    Run it after the plan itself: a failed capture leaves traces in PyTorch's generator and allocator.
+    Run it after ``plan``: a failed capture leaves traces in PyTorch's generator and allocator.
     """
     workloads = [
         replace(each, name=each.name + IN_GRAPH)

@@ -73,7 +73,7 @@ box.oninput = () => {{
 
 
 class Verdict(NamedTuple):
-    """The verdict on ``subject``. ok: whether nothing is wrong; beside: lines to show with it"""
+    """The verdict on ``subject``, in ``words``. ok: whether nothing is wrong; beside: lines to show next to it"""
 
     subject: str
     words: str
@@ -159,7 +159,7 @@ def _is_narrow(table: Table) -> bool:
 def _table(table: Table, is_open: bool) -> str:
     below = {
         index for index in range(1, len(table.columns)) if any(len(row[index]) > LONG for row in table.rows)
-    }  # only whole columns go below rows, or the rest would look like all of the column
+    }  # a column with a long cell goes below the rows as a whole, or its other cells would look like all
     head = "".join(f"<th>{_text(column)}</th>" for index, column in enumerate(table.columns) if index not in below)
     rows = "\n".join(_row(row, table.columns, below) for row in table.rows)
     wrong = sum(any(cell == "FAIL" for cell in row) for row in table.rows)

@@ -348,7 +348,7 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "sliced": lambda x: torch.stack([torch.full_like(x, torch.nan), x], -3)[
         ..., 1, :, :
-    ],  # as one of several tensors in a packed one
+    ],  # a view into a packed tensor, whose other part is NaN
     "heads_first": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
     "wide_rows": lambda x: _padded(x, 0, 3)[..., :-3],
     "offset": lambda x: _padded(x.flatten(), 1, 0)[1:].view(x.shape),  # an unaligned pointer

@@ -45,6 +45,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def devices(runs: Iterable[Report]) -> list[str]:
-    """Return each device once, accelerators first: environments name them last."""
+    """Return each device of the runs once, accelerators first. Each environment names them last; hence the reversal."""
     facts = [fact for run in runs for label, fact in run.environment.items() if label.startswith("device ")]
     return [*reversed(dict.fromkeys(facts))]

@@ -220,7 +220,10 @@ def _halved(workload: Workload) -> Workload:
 
 
 def of_lengths(lengths: Sequence[int], small: bool = False) -> list[Workload]:
-    """Return workloads for a curve over lengths: all have the same number of tokens, or one longer sequence."""
+    """Return a workload for each length, for a curve of time over length.
+
+    Each has as many sequences as make up the same number of tokens, at least one.
+    """
     tokens, heads, head_dim = (1024, (4, 2), 64) if small else (16384, (32, 8), 128)
     return [workload(f"causal_{n}", (n,) * max(1, tokens // n), heads, head_dim, causal=True) for n in lengths]
 

@@ -97,7 +97,7 @@ def cost(name: str, machine: Machine) -> Cost:
 
 
 def _words(base: str, modifiers: list[str]) -> int:
-    """Return the words of 32 bits that each lane moves."""
+    """Return how many 32-bit words each lane moves in a load or store."""
     if base == "LDSM":
         return int(modifiers[-1])
     return 4 if "128" in modifiers else 2 if "64" in modifiers else 1
@@ -281,7 +281,7 @@ class Simulation:
 
 
 class InstructionCache:
-    """The instruction cache of one scheduler: the lines used last, and lines that are being fetched."""
+    """The instruction cache of one scheduler. It holds the lines used last and the lines that are being fetched."""
 
     def __init__(self, machine: Machine, latency: int) -> None:
         self.machine, self.latency = machine, latency
@@ -289,7 +289,7 @@ class InstructionCache:
         self.free = 0
 
     def ready(self, address: int, now: int) -> int:
-        """Return when an instruction is there, if it is asked for in cycle ``now``."""
+        """Return the cycle in which the instruction at ``address`` arrives, if it is requested in cycle ``now``."""
         line = address // LINE
         arrival = self.lines.pop(line, None)
         if arrival is None:

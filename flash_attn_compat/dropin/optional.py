@@ -111,7 +111,7 @@ def prepare(package: str) -> None:
 def redirect_fa3(undo: ExitStack) -> None:
     """Make FlashAttention-3's name import our functions: put its directory on sys.path and children's PYTHONPATH.
 
-    An importable module of that name stays. In a child process that module is ours already, by PYTHONPATH.
+    If a module of that name can be imported already, it stays. In a child process it is ours, by PYTHONPATH.
     """
     if importlib.util.find_spec(_FA3) is None:
         undo.callback(sys.modules.pop, _FA3, None)
@@ -121,7 +121,7 @@ def redirect_fa3(undo: ExitStack) -> None:
 def redirect_fa4(undo: ExitStack) -> None:
     """Make FlashAttention-4's name import our functions, and transformers accept flash_attention_4.
 
-    An installed distribution flash-attn-4 stays. In a child process that distribution is ours already, by PYTHONPATH.
+    If a distribution flash-attn-4 is installed, it stays. In a child process it is ours, by PYTHONPATH.
     """
     if any(True for _ in importlib.metadata.distributions(name="flash-attn-4")):
         return

@@ -52,7 +52,10 @@ _adding = threading.Lock()
 
 
 def find(call: FlexCall, backward: bool) -> Functions | str:
-    """Return an eager call's functions, or the reason to decline it. backward: include the gradient of score_mod"""
+    """Return score_mod and mask_mod of an eager call as C++ text, or the reason to decline the call.
+
+    backward: include the gradient of score_mod
+    """
     device = call.query.device
     signature = [
         (x.dtype, x.dim(), x.device == device, backward and x.requires_grad) if isinstance(x, Tensor) else type(x)

@@ -86,7 +86,7 @@ def _apply_policy() -> None:
         and (policy is None or policy.device != _active.policy.device)
     ):
         _remove(_active.policy)
-        _active.policy = None  # a call that has entered our kernel goes on to PyTorch
+        _active.policy = None  # a call that is in our kernel already reads None and calls PyTorch's
         _active = None
     if policy is not None:
         if _active is None:

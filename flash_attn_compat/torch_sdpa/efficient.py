@@ -94,7 +94,7 @@ def make_operator(override: Override, name: str) -> Callable[..., Any]:
 
     def attention(keys: Any, first: Tensor, *others: Any, **named: Any) -> Any:
         policy = override.policy
-        # Fake tensors and tensors on other devices come here too: all of them share the operator's key.
+        # Fake tensors and tensors on other devices come here too: the dispatch key of our registration covers them.
         if policy is not None and not DECIDED.yet and type(first) in PLAIN and first.device.type == policy.device:
             results = compute(policy, first, *others, **named)
             if results is not None:

@@ -40,7 +40,7 @@ def trace(query: Any, *others: Any, **named: Any) -> Any:
 
 
 def follow(policy: Policy | None) -> None:
-    """Make later traces depend on this active policy; None for no override."""
+    """Let graphs that torch.compile traces from now on hold only for this policy's device type. None: sdpa is off"""
     _State.switch = None if policy is None else policy.device
     if policy is not None:
         _watch_traces()

@@ -96,7 +96,7 @@ def generate_qkv(
 
 
 class _Packing:
-    """Packs padded tensors, and pads packed ones again: all tokens, or with a mask only the mask's tokens."""
+    """Packs padded tensors, and pads packed ones. Keeps the tokens where ``mask`` is True; without a mask, all."""
 
     def __init__(self, padded: Tensor, mask: Tensor | None, unused: Tensor | None) -> None:
         self.batch, self.seqlen = padded.shape[:2]

@@ -79,7 +79,10 @@ def with_parts(batch: CompatMetadata, few: int) -> CompatMetadata:
 
 
 def split(of_sequences: Tensor, batch: CompatMetadata) -> tuple[Tensor, ...]:
-    """Split a tensor, a row for each sequence, into decode steps and prefills; unsplit if all are of one sort."""
+    """Split a tensor with a row for each sequence into the rows of decode steps and of prefills, which come last.
+
+    Returns the whole tensor if the batch has only one of the two.
+    """
     first = batch.num_decodes
     is_whole = first in (0, batch.seq_lens.shape[0])
     return (of_sequences,) if is_whole else (of_sequences[:first], of_sequences[first:])

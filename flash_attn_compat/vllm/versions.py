@@ -11,8 +11,8 @@ from torch import Tensor
 
 # The first and the last release of vLLM that the tests cover.
 FIRST, LAST = (0, 26), (0, 33)
-# Models that keep vLLM's TRITON_ATTN. Their layers need ALiBi over square roots, or chunks that look back, and vLLM
-# does not tell a backend so when it asks whether the backend serves a layer.
+# Models for which vLLM keeps TRITON_ATTN. Their layers need ALiBi over square roots, or chunks that look back. vLLM
+# mentions neither when it asks a backend whether it serves a layer, so our plugin goes by the model's name.
 NEED_TRITON = frozenset({"Step1ForCausalLM", "Rnj1ForCausalLM"})
 
 _IMPL = ("self", "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype")

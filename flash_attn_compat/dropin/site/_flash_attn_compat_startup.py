@@ -114,7 +114,7 @@ class _Wait:
         if fullname not in _awaited:
             return None
         _prepare(fullname)
-        # _prepare may have put finders before this one: this import would not call them otherwise.
+        # _prepare may have inserted finders before this one. The running import has passed their place: call them here.
         return cls._ask_others(fullname, path, target)
 
     @classmethod
