@@ -50,7 +50,7 @@ def make_call(entry: flex.Entry, head_dim: int, device: str = "cuda") -> Callabl
 
 
 def microseconds(call: Callable[[bool], Any]) -> float:
-    """Return the host's time of one forward."""
+    """Return the microseconds that the host takes to launch one forward."""
     torch.cuda.synchronize()
     torch.cuda._sleep(flex.SLEEP)
     begun = time.perf_counter()

@@ -22,9 +22,10 @@ WARM_UP_CALLS = 3
 
 
 def graphed(plan: Plan) -> Plan:
-    """Return a plan that times the contestants of ``plan`` in CUDA graphs, on its workloads without backward and dropout.
+    """Return a plan that times the contestants of ``plan`` in CUDA graphs.
 
-    Run it after ``plan``: a failed capture leaves traces in PyTorch's generator and allocator.
+    It has the workloads of ``plan`` with neither a backward nor dropout. Run it after
+    ``plan``: a failed capture leaves traces in PyTorch's generator and allocator.
     """
     workloads = [
         replace(each, name=each.name + IN_GRAPH)

@@ -48,7 +48,10 @@ class NormInputs(NamedTuple):
 
 
 def add_norm(inputs: NormInputs, options: NormOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (y, y1 or None, h in residual_dtype or None), differentiable in every floating input."""
+    """Return (y, y1, h), differentiable in every floating input, by the formula at the top of this module.
+
+    y1 is None without weight1, h is None without residual_dtype.
+    """
     _check(inputs)
     added_to_x = (inputs.residual, inputs.x1, inputs.rowscale, inputs.colscale, inputs.mask)
     if options.residual_dtype == inputs.x.dtype and all(t is None for t in added_to_x):
