@@ -1,11 +1,12 @@
-// Appends new keys and values to a cache, and rotates Q into q_rotated, if the rows are too many for the decode kernel.
-// Each thread takes pieces of 8 channels; any number of blocks will do.
-#define D 64   // unused here
+// Appends new keys and values to a cache, and writes the rotated Q to q_rotated, for calls with too many rows or new
+// keys for the decode kernel. Each thread takes pieces of 8 channels. grid: any number of blocks.
+#define D 64   // the headers need a value; this kernel does not
 #include "append.cuh"
 
 constexpr int THREADS = 128;
 
-// Deals the pieces of all tokens of a tensor to the threads of the grid; advances without a division.
+// The pieces of a tensor that one thread takes: every n-th piece of all tokens, for n threads. advance() moves to the
+// next one without a division.
 struct Walk {
   u32 token, piece, token_step, piece_step, pieces;
   DEVICE Walk(u32 thread, u32 pieces) : pieces(pieces) {
@@ -27,7 +28,7 @@ KERNEL(THREADS, 8) append(const Params p) {
                        walk.piece % pieces);
 
   if (!p.rotary_dim) return;
-  // From the other end, so that different threads take few rows of Q and few new keys.
+  // Count threads from the last one, so that if there is little work, other threads take Q than take the new keys.
   for (Walk walk(threads - 1 - thread, q_pieces * p.nheads); walk.token < (u32)p.batch * p.seqlen_q; walk.advance()) {
     const int b = walk.token / p.seqlen_q, row = walk.token % p.seqlen_q, head = walk.piece / q_pieces,
               piece = walk.piece % q_pieces;

@@ -1,14 +1,15 @@
-// Writes new keys and values into a cache, behind the keys in use, and rotates keys by their positions (RoFormer: Su et
-// al., 2021) if there are tables. The decode kernel appends few keys itself, append.cu many. A piece is 8 channels.
+// Writes new keys and values into a cache, behind the keys in use. With rotary tables it first rotates keys by their
+// positions (RoFormer: Su et al., 2021). The decode kernel calls it for a few new keys, append.cu for many. A piece is
+// 8 channels.
 #pragma once
 #include "base/sequences.cuh"
 
-// The slot behind sequence b's keys in use.
+// Returns the slot after sequence b's keys in use.
 DEVICE int first_new_slot(const Params &p, int b) {
   return p.seqused_k ? min(global_load(p.seqused_k + b), UNBOUNDED) : p.seqlen_k - p.seqlen_new;
 }
 
-// Address of a slot of sequence b's cache; null if the cache has no such slot: then nothing is written.
+// Returns the address of a slot of sequence b's cache; null if the cache has no such slot, and nothing may be written.
 DEVICE Cached *writable_slot(const Params &p, const u16 *cache, const Strides &s, int b, int slot) {
   if (!PAGED) return slot < 0 || slot >= p.seqlen_k ? nullptr : (Cached *)cache + b * s.batch + (i64)slot * s.row;
   const int page = slot / p.page_size;
@@ -25,14 +26,14 @@ DEVICE void numbers(const uint4 &x, int i, float *two) {
   two[1] = bits_to_float((u16)(pair >> 16));
 }
 
-// Loads for the rotation of a piece: the loads of several pieces overlap, since nothing waits before the use.
-// rotary_dim is a multiple of 16, so a piece has both numbers of a pair, or its partner piece lies in the other half,
-// and the tables come in whole pieces.
+// The rotation of one piece. load() only loads, and of() uses what was loaded, so that the loads of several pieces
+// overlap. rotary_dim is a multiple of 16. So a piece holds both numbers of a pair, if pairs are interleaved, or the
+// other numbers are in one piece of the other half.
 struct Rotation {
   uint4 cos, sin, other;   // other: the piece of the other half
   bool applies, is_second;
   DEVICE void load(const Params &p, const u16 *row, int piece,
-                   int position) {   // positions behind the tables are not rotated
+                   int position) {   // a position beyond the tables gets no rotation
     const int half = p.rotary_dim / 16;   // in pieces
     applies = piece * 8 < p.rotary_dim && position >= 0 && position < p.rotary_rows;
     is_second = p.rotary_interleaved ? piece & 1 : piece >= half;
@@ -51,7 +52,7 @@ struct Rotation {
       numbers(other, i, b + 2 * i);
     }
     if (p.rotary_interleaved) {
-      UNROLLED(i, 4) {   // a piece of the tables serves two pieces of the row
+      UNROLLED(i, 4) {   // a piece of cos or sin has the angles of two pieces of the row
         const float cosine = is_second ? c[4 + i] : c[i], sine = is_second ? s[4 + i] : s[i];
         y[2 * i] = a[2 * i] * cosine - a[2 * i + 1] * sine;
         y[2 * i + 1] = a[2 * i] * sine + a[2 * i + 1] * cosine;
@@ -65,7 +66,7 @@ struct Rotation {
 };
 
 #if CACHE
-// Stores numbers divided by `descale`, then by `factor`.
+// Stores a piece in the cache as 8-bit floats, divided by `descale`, then by `factor`.
 DEVICE void store_narrowed(Cached *to, const uint4 &x, int channels, float descale, float factor) {
   u32 y[2] = {0, 0};
   UNROLLED(i, 4) {
@@ -83,7 +84,7 @@ DEVICE void store_narrowed(Cached *to, const uint4 &x, int channels, float desca
 }
 #endif
 
-// Pieces of a head's new key and value; the key's come first.
+// Returns how many pieces a head's new key and value have together; those of the key come first.
 DEVICE int new_pieces(const Params &p) { return (p.head_dim + 7) / 8 + (p.head_dim_v + 7) / 8; }
 
 // MAY_ROTATE: false where p.rotary_dim is known to be 0.
@@ -112,7 +113,7 @@ template <bool MAY_ROTATE> DEVICE void append_piece(const Params &p, int b, int 
 #endif
 }
 
-// The position by which row `row` of Q is rotated.
+// Returns the position by which row `row` of Q is rotated.
 DEVICE int query_position(const Params &p, int b, int row) {
   return first_new_slot(p, b) + (p.rotate_rows_apart ? row : 0);
 }

@@ -1,13 +1,14 @@
-// Writes 0 to the tokens of packed results that a kernel has left unwritten: before the first sequence, behind the last
-// one, and in each sequence from the longest length on. Results: rows and LSE of queries (out: out or dq), dk and dv of
-// keys; a null address is no result. Channels come in pieces of 8, aligned to 16 bytes.
+// Writes 0 to the tokens of packed results that another kernel has left unwritten: before the first sequence, after the
+// last one, and in each sequence beyond the longest length. Results are `out` (out or dq) and LSE, of queries, and dk
+// and dv, of keys; a null address stands for no result. Channels come in pieces of 8, aligned to 16 bytes.
 //
 // grid: any number of blocks. All blocks share the tokens outside of all sequences; each takes some of the sequences.
 #include "base/ptx.cuh"
 
 constexpr int THREADS = 256;
 
-struct Turn {   // one of `threads` that share the tokens from `first` to before `end`
+// The tokens [first, end), which `threads` threads clear together; this is number `thread` of them.
+struct Turn {
   int first, end;
   i64 thread, threads;
 };
@@ -39,7 +40,7 @@ template <bool IS_KEYS> DEVICE void clear(const Params &p, const Turn &turn) {
   if (p.lse) clear_lse(p, turn);
 }
 
-// Start `b` of a sequence, within the tensor whatever cu_seqlens hold.
+// Returns where sequence b starts, clamped to the tensor, since cu_seqlens may be wrong.
 DEVICE int start_of(const int *starts, int b, int total) { return min(max(global_load(starts + b), 0), total); }
 
 template <bool IS_KEYS> DEVICE void clear_all(const Params &p, const int *starts, int total, int longest) {

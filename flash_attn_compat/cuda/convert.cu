@@ -1,13 +1,15 @@
-// Maxima and fp16 copies for bf16 on a GPU whose tensor cores take fp16. absmax finds the largest finite magnitude of
-// k, v (and q) for each sequence and key head, by `splits` blocks each; powers of two follow from it (scale_of in
-// common.cuh). COPIED: absmax also writes k and v as fp16, by the largest magnitude known so far, and to_half writes
-// again where the final power differs. In the backward all maxima are known, and to_half alone writes the copies.
+// Maxima and fp16 copies of bf16 tensors, for GPUs whose tensor cores take only fp16. absmax finds the largest finite
+// magnitude of k, v (and q) for each sequence and key head, by `splits` blocks each. It determines the power of two by
+// which numbers are scaled (scale_of in common.cuh). COPIED: absmax also writes k and v as fp16, scaled by the largest
+// magnitude known so far; to_half then rewrites the parts whose final power differs. In the backward all maxima are
+// known, and only to_half writes the copies.
 #include "base/sequences.cuh"
 
 constexpr int THREADS = 256, CHUNKS = D / 8, STEP = THREADS / CHUNKS, AT_ONCE = 4,
               ROWS = AT_ONCE * STEP;   // AT_ONCE: rows that a thread loads together
 
-// Grid: parts, key heads, sequences, tensors (k and v, then q; or q and dout). FINDS: find maxima; else they are known.
+// grid: parts * key heads * sequences * tensors (k, v and perhaps q; or q and dout). FINDS: whether to find the maxima,
+// or to read the known ones.
 template <bool FINDS> DEVICE void read(const Params &p) {
   const int part = blockIdx.x % p.splits, head_index = blockIdx.x / p.splits, head_k = head_index % p.nheads_k,
             b = head_index / p.nheads_k % p.batch;
@@ -25,7 +27,7 @@ template <bool FINDS> DEVICE void read(const Params &p) {
             end = min(rows, (part + 1) * share);
   const int chunk = threadIdx.x % CHUNKS, dim = is_first ? p.head_dim : p.head_dim_v, channels = dim - chunk * 8;
   int *maximum = tensor == ABSMAX_DOUT ? absmax_of_dout(p, b, head_k) : absmax_of(p, tensor, b, head_k);
-  // The copies are contiguous, one behind the other. A mark is the maximum by which a warp has converted its share of
+  // The two copies are contiguous, one after the other. A mark is the maximum by which a warp has scaled its part of
   // ROWS rows.
   const i64 packed = is_key ? p.total_k : p.total_q, longest = is_key ? p.seqlen_k : p.seqlen_q;
   const i64 total = packed ? packed : p.batch * longest, slot = first + (packed ? 0 : b * longest);

@@ -1,32 +1,32 @@
-// Attention of few query rows over many keys, as in decoding. Reading every key and value once takes the time: as many
-// blocks as the GPU holds read them. APPEND: new keys come with the call; the kernel rotates Q as it loads it, and
-// writes the new keys into the cache. Blocks read new keys of 16 bits that are not rotated from the caller's tensor, so
-// none waits for the cache.
+// Attention of few query rows over many keys, as in decoding. Most of the time goes into reading every key and value
+// once, so as many blocks as the GPU can run read them. APPEND: the call has new keys. The kernel rotates Q as it loads
+// it, and writes the new keys into the cache. It reads new keys from the caller's tensor if they have 16 bits and are
+// not rotated, so that no block has to wait for the cache.
 //
 // A row is one query of one head; the query heads that share a key head are rows of the same tile, of 16 rows. Several
 // blocks share a tile's keys (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023), and the warps of a block take KEYS keys
-// at a time. K and V bypass shared memory: mma takes them in the layout of a lane's 16-byte loads. In the end a block
-// merges the results of its warps, and the last block of a tile those of its splits.
+// at a time. K and V are not copied to shared memory: a lane's 16-byte loads already have the layout that mma needs. In
+// the end each block merges the results of its warps, and the last block of a tile merges those of its splits.
 #include "append.cuh"
 #include "decode.cuh"
 
-// Keys that a warp takes at once, of 8 bits two groups; blocks of 8 of them.
+// How many keys a warp takes at once: a group, or two groups of 8-bit keys; and the same in blocks of 8 keys.
 constexpr int GROUP = W == 256 ? 8 : 16, KEYS = CACHE ? 2 * GROUP : GROUP, MMA_N = KEYS / 8;
-constexpr int PIECES = W / 32;   // of 32 channels of K
-constexpr int LANE = CACHE ? 16 : 8, LOADS = W / 4 / LANE;   // channels of a lane's load of K, and such loads
+constexpr int PIECES = W / 32;   // a piece is 32 channels of K
+constexpr int LANE = CACHE ? 16 : 8, LOADS = W / 4 / LANE;   // channels that a lane loads of K at once; how many loads
 typedef float Scores[MMA_N][1][4], Result[CHUNKS][1][4];
-typedef Layout<W> LayoutQ;   // in shared memory
-constexpr bool CONVERTS = TYPE == 2 && !CACHE;   // K and V
+typedef Layout<W> LayoutQ;   // of Q in shared memory
+constexpr bool CONVERTS = TYPE == 2 && !CACHE;   // whether K and V are converted from bf16 to fp16
 constexpr bool Q_IN_REGISTERS = W == 64 || (W == 128 && !CONVERTS);
 
 // ---- Loads of keys and values
 
-// New keys are read where they come from, unless they are rotated or quantised: then from the cache, once written. So
-// are those of the widest heads, for which the kernel has no registers left.
+// New keys are read from the caller's tensor, unless they are rotated or quantised. Otherwise they are read from the
+// cache, after they were written; likewise for the widest heads, for which the kernel has no registers left.
 constexpr bool READS_NEW = APPEND && !CACHE && D <= 256;
 DEVICE bool reads_new(const Params &p) { return READS_NEW && !p.rotary_dim; }
 
-// The keys or the values of one head of a sequence: of its cache, and for new slots those that come with the call.
+// Where the keys (or the values) of one head of a sequence are: in its cache; new ones in the caller's tensor, `fresh`.
 struct Source {
   const Cached *cache, *fresh;
   const Strides &s;
@@ -37,17 +37,17 @@ struct Source {
           fresh_row(new_s.row) {}
 };
 
-// Addresses of the keys of one step. Paged: each lane looks up one key. If the keys of a group are neighbours in a
-// page, the first key's row gives all addresses; else lanes get the addresses by shuffles.
+// Finds the addresses of the keys of one step. With pages, each lane looks up one key. If all keys of a group are
+// neighbours in one page, the first key's address gives the others; if not, lanes exchange addresses by shuffles.
 struct KeySlots {
-  int start, first_new;   // the step's first slot, and the first that is read from Source::fresh
-  // The row of the step's key i, if its slot is not a new one.
+  int start, first_new;   // the step's first slot; the first slot that is read from Source::fresh
+  // Returns `row`, the address of the step's key i in the cache, or its address in `fresh` if the key is new.
   DEVICE const Cached *or_fresh(const Cached *row, const Source &x, int i) const {
     const int fresh = start + i - first_new;
     return READS_NEW && fresh >= 0 ? x.fresh + (i64)fresh * x.fresh_row : row;
   }
 #if PAGED
-  int page, within, first;   // page: unclamped, so that nothing waits for it before its use
+  int page, within, first;   // page: clamped only when it is used, so that nothing waits for its load before
   bool neighbours;
   DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) {
     const int lane = threadIdx.x & (KEYS - 1);
@@ -76,8 +76,9 @@ struct KeySlots {
 #endif
 };
 
-// Lane 4 g + t holds key 8 n + g, channels 32 c + 8 t to 32 c + 8 t + 7; of 8 bits 64 c + 16 t to 64 c + 16 t + 15.
-// Each mma step takes two channels of each lane; the sum over channels has any order, as long as Q has the same.
+// The K of a step. Lane 4 g + t holds of key 8 n + g the channels 32 c + 8 t to 32 c + 8 t + 7; of 8-bit keys the
+// channels 64 c + 16 t to 64 c + 16 t + 15. Each mma step takes two channels of each lane. Channels may be summed up in
+// any order, as long as Q has the same order.
 struct KeyTile {
   uint4 x[MMA_N][LOADS];
   template <bool WHOLE>
@@ -96,7 +97,7 @@ struct KeyTile {
       }
     }
   }
-#if CACHE   // of channels 0 to 7, in turn 0 and 2, 1 and 3, 4 and 6, 5 and 7
+#if CACHE   // the operands of channels 0 to 7 are the pairs 0 and 2, 1 and 3, 4 and 6, 5 and 7
   DEVICE u32 operand(int n, int c, int w) const {
     const u32 four = word(x[n][c / 2], c % 2 * 2 + w / 2);
     return loud(w % 2 ? odd_bytes(four) : even_bytes(four));
@@ -107,7 +108,7 @@ struct KeyTile {
 };
 
 #if CACHE
-// Lane 4 g + t holds keys 8 n + 2 t and 8 n + 2 t + 1, channels value_channel(h, g) to value_channel(h, g) + 7.
+// The V of a step. Lane 4 g + t holds of keys 8 n + 2 t and 8 n + 2 t + 1 the 8 channels from value_channel(h, g) on.
 struct ValueTile {
   uint2 x[MMA_N][SLABS][2];
   template <bool WHOLE>
@@ -133,14 +134,14 @@ struct ValueTile {
         }
       }
   }
-  DEVICE u32 operand(int n, int h, int i) const {   // of channel i
+  DEVICE u32 operand(int n, int h, int i) const {   // the lane's two keys of channel i
     const u32 a = i < 4 ? x[n][h][0].x : x[n][h][0].y, b = i < 4 ? x[n][h][1].x : x[n][h][1].y;
     const u32 two = __byte_perm(a, b, i % 4 / 2 ? 0x7632 : 0x5410);
     return loud(i % 2 ? odd_bytes(two) : even_bytes(two));
   }
 };
 #else
-// Lane 4 g + t holds keys 8 n + 2 t and 8 n + 2 t + 1, channels 64 h + 8 g to 64 h + 8 g + 7.
+// The V of a step. Lane 4 g + t holds of keys 8 n + 2 t and 8 n + 2 t + 1 the channels 64 h + 8 g to 64 h + 8 g + 7.
 struct ValueTile {
   uint4 x[MMA_N][SLABS][2];
   template <bool WHOLE>
@@ -164,17 +165,18 @@ struct ValueTile {
 };
 #endif
 
-// Loads a tile of which `left` keys exist; the others read as 0.
+// Loads a tile of which `left` keys exist; the others become 0.
 template <class T>
 DEVICE void load(const Params &p, T &tile, const Source &from, const KeySlots &slots, int left, int head_dim) {
   if (left >= KEYS && head_dim >= W && slots.neighbours) tile.template load<true>(p, from, slots, left, head_dim);
   else tile.template load<false>(p, from, slots, left, head_dim);
 }
 
-// Converted bf16: the keys of a step, its values and each row of Q have a power of two of their own, so that nothing
-// overflows and small values keep their bits. The accumulators are fp32 and hold true values.
+// Converts bf16 to fp16, scaled by a power of two so that nothing overflows and small numbers keep their bits. The keys
+// of a step, its values, and each row of Q are scaled separately; LANES lanes share a scale. Returns the inverse of the
+// scale. The accumulators are fp32 and unscaled.
 template <int LANES, int N>
-DEVICE float convert_all(uint4 (&x)[N]) {   // returns the inverse of the scale that LANES share
+DEVICE float convert_all(uint4 (&x)[N]) {
   if (TYPE != 2) return 1.f;
   const float scale = scale_for(max_of<LANES>(finite_magnitude(x)));
   UNROLLED(i, N) x[i] = convert(x[i], scale);
@@ -198,12 +200,12 @@ DEVICE void compute_scores(Scores &S, const uint4 (*q)[PIECES], u32 q_at, const 
       UNROLLED(e, 4) S[n][0][e] = real_or_nan(S[n][0][e]);
 }
 
-// A lane's two rows, for change_scores() and hide_scores().
+// Describes a lane's two rows to change_scores() and hide_scores().
 struct QueryRows {
-  MaskRange<ROWS, KEYS> range;   // over the block's keys
-  int at[2];   // positions
-  float scale[2];
-  ScoreRule rules[2];   // of scores times scale
+  MaskRange<ROWS, KEYS> range;   // of the block's keys
+  int at[2];   // the rows' positions
+  float scale[2];   // by which the products q k are multiplied first
+  ScoreRule rules[2];   // for the scaled scores
   DEVICE int row(int m, int r) const { return 0; }
   DEVICE int position(int m, int r) const { return at[r]; }
   DEVICE const ScoreRule &rule(int m, int r) const { return rules[r]; }
@@ -231,14 +233,15 @@ DEVICE void accumulate(Result &O, const Scores &P, const ValueTile &v, float val
     }
 }
 
-// ---- Rows of Q: lane 4 g + t holds channels 32 c + 8 t to 32 c + 8 t + 7 of rows g and g + 8; of 8 bits as K.
+// ---- Rows of Q: lane 4 g + t holds the channels 32 c + 8 t to 32 c + 8 t + 7 of rows g and g + 8. Over an 8-bit cache
+// it holds those channels that it holds of K.
 DEVICE constexpr int piece_at(int c) { return CACHE ? c / 2 * 64 + c % 2 * 8 : c * 32; }
 DEVICE uint4 apart(const uint4 &x) {
   return make_uint4(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x5410),
                     __byte_perm(x.z, x.w, 0x7632));
 }
 DEVICE void load_rows(const Params &p, const RowTile &tile, uint4 (&q)[2][PIECES], QueryRows &rows, float scale,
-                      int first) {   // first: of the warp's channels
+                      int first) {   // first: the warp's first channel
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, mine = first + t * LANE;
   UNROLLED(r, 2) {
     const int query = tile.query(p, g + r * 8), head = tile.head(p, g + r * 8);
@@ -268,7 +271,7 @@ template <bool MAY_ROTATE> DEVICE void append_new(const Params &p, const RowTile
 KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
-  // First the first split of every tile: where keys are few, blocks with no share of them are the last to start.
+  // The first splits of all tiles start first. If keys are few, the blocks that get none of them then start last.
   const int tile_count = gridDim.x / p.splits, tile_index = blockIdx.x % tile_count, split = blockIdx.x / tile_count,
             head_index = tile_index / p.tiles;
   RowTile tile;
@@ -295,8 +298,9 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   const int splits = share.splits, first = share.keys.first, end = share.keys.end;
   if (split >= splits) return;
 
-  // A block that sees a new key, and has to read it from the cache, writes it before. So does the last block of every
-  // tile, since no row may see the new keys; several blocks may write the same.
+  // A block that sees a new key, and has to read it from the cache, first writes it there. The last split of every tile
+  // always writes the new keys, because otherwise nobody might: perhaps no row sees them. Several blocks may write the
+  // same numbers.
   const bool is_last_share = split == splits - 1;
   const int first_new = APPEND ? first_new_slot(p, tile.sequence) : UNBOUNDED;
   if (APPEND && !reads_new(p) && (is_last_share || seq.first_k + end > first_new)) {
@@ -320,11 +324,11 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
         UNROLLED(r, 2) shared_store(LayoutQ::along(q_at, c * 4) + r * 8 * LayoutQ::ROW_BYTES, q[r][c]);
     __syncthreads();
   }
-  // Where nothing else changes scores, they are compared unscaled, and exp2 scales them.
+  // If only softmax_scale changes scores, their maximum is found unscaled, and exp2's multiply-add scales them.
   const bool modified = CHANGES || TYPE == 2 || !(scale > 0.f);
   const float unit = modified ? 1.f : scale * LOG2E;
 
-  const DenseMask mask(p, tile.sequence, 0);   // none: nothing is read
+  const DenseMask mask(p, tile.sequence, 0);   // unused, since this kernel takes no dense mask
   Result O;
   set_zero(O);
   float m[1][2] = {{NEG_INF, NEG_INF}}, l[1][2] = {{0.f, 0.f}};
@@ -333,10 +337,10 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
   KeyTile key_tile;
   ValueTile value_tile;
   const int last_slot = seq.first_k + end - 1;
-  // The first step only loads, so that the loads' instructions exist once.
+  // The first step only loads and computes nothing, so that the code of the loads exists only once.
   const int begin = first + group * KEYS;
   int key = begin - unit_keys, buffer = 0;
-  const int stop = SPLIT_K ? end + group * KEYS : end;   // warps that exchange sums take as many steps
+  const int stop = SPLIT_K ? end + group * KEYS : end;   // SPLIT_K: all warps must take equally many steps
   const int k_channels = p.head_dim - side * W, v_channels = p.head_dim_v - side * W;
   if (begin < stop) slots.find(p, pages, seq.first_k + begin, last_slot);
 #pragma unroll 1
@@ -370,7 +374,7 @@ KERNEL(THREADS, MIN_BLOCKS) decode(const Params p) {
       accumulate(O, S, value_tile, v_unit);
     }
     if (next < stop) load(p, value_tile, v, slots, end - next, v_channels);
-    // Nobody reads these from the cache, and the loads above are under way.
+    // Here no block reads the new keys from the cache, so they are written now, while the loads above are on their way.
     if (!computes && reads_new(p) && is_last_share && tile.first == 0) append_new<false>(p, tile);
     slots = next_slots;
   }

@@ -1,25 +1,29 @@
-// How the decode kernel merges results: of a block's warps in shared memory, of a tile's splits in global memory.
+// How the decode kernel merges results: those of a block's warps through shared memory, those of a tile's splits
+// through global memory.
 #pragma once
 #include "splits.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * 32, ROWS = 16, MAX_SPLITS = 256;
-// SPLIT_K: two warps have the same keys and half of the channels each; they add up their scores.
+// SPLIT_K: two warps take the same keys and half of the channels each, and add up their partial scores.
 constexpr int SPLIT_WARPS = 1 << SPLIT_K, WARP_GROUPS = WARPS / SPLIT_WARPS, W = D / SPLIT_WARPS, CHUNKS = W / 8;
-constexpr int LOADED_TOGETHER = 8;   // splits, when they are merged
-constexpr int PART = ROWS * (D + 2);   // a split's result, then for each row its maximum in units of log2 and its sum
-constexpr int SLABS = W / 64;   // of 64 channels, in a warp's V and result
-// A slab's first channel of the lanes 4 g to 4 g + 3. Of 8 bits a lane loads 16 channels, of two slabs, if it can.
+constexpr int LOADED_TOGETHER = 8;   // how many splits are loaded together when they are merged
+// Floats that a split stores: its result, then for each row the maximum in units of log2, and the sum.
+constexpr int PART = ROWS * (D + 2);
+constexpr int SLABS = W / 64;   // a slab is 64 channels of V and of the result
+// value_channel(h, g): the first channel of slab h that the lanes 4 g to 4 g + 3 hold. From an 8-bit cache a lane loads
+// 16 neighbouring channels at once, for two slabs, if there are two (TOGETHER).
 constexpr int TOGETHER = CACHE && SLABS % 2 == 0 ? 2 : 1;
 DEVICE constexpr int value_channel(int h, int g) {
   return h / TOGETHER * TOGETHER * 64 + g * TOGETHER * 8 + h % TOGETHER * 8;
 }
-// Shared memory: the warps' shares of a slab of the result (before: Q; after: weights of the splits), then their maxima
-// and sums, then 1 / sum of each row. SPLIT_K, before: partial scores, twice.
+// Shared memory holds the warps' results of one slab, then their maxima and sums, then 1 / sum of each row. Before
+// that, the first part holds Q, and with SPLIT_K the rest holds partial scores, twice. Afterwards the first part holds
+// the weights of the splits.
 constexpr u32 SHARES = WARPS * ROWS * 64 * 4, STATISTICS_AT = SHARES, FACTORS_AT = STATISTICS_AT + WARPS * ROWS * 8;
 
 // The rows of a block: row i is query i / group of head i % group.
 struct RowTile {
-  int sequence, head_k, first, rows;   // rows: of all tiles of this sequence and key head
+  int sequence, head_k, first, rows;   // rows: how many all tiles of this sequence and key head have together
   Sequence seq;
   DEVICE int count() const { return min(ROWS, rows - first); }
   DEVICE int row(int i) const { return min(first + i, rows - 1); }
@@ -55,12 +59,13 @@ DEVICE void add_weighted(float4 &sum, float weight, const float4 &x) {
   sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
 }
 
-// Place of four channels of a row that one warp stored; spread over the banks.
+// Returns where in shared memory a warp stores four channels of a row. The XOR avoids bank conflicts.
 DEVICE u32 share_at(u32 shared, int warp, int row, int quad) {
   return shared + ((warp * ROWS + row) * 16 + (quad ^ row)) * 16;
 }
 
-// Merges the warps' results: writes them if the tile has one split, else stores them for the last block.
+// Merges the results of the block's warps. If the tile has one split it writes them, else it stores them for the block
+// that finishes last.
 DEVICE void combine_warps(const Params &p, const RowTile &tile, float (&O)[CHUNKS][1][4], float (&m)[2], float (&l)[2],
                           float unit, u32 shared, int splits, i64 part) {
   const int thread = threadIdx.x, warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
@@ -110,14 +115,14 @@ DEVICE void combine_warps(const Params &p, const RowTile &tile, float (&O)[CHUNK
   }
 }
 
-// The last block of a tile merges the results of its splits.
+// Merges the results of a tile's splits and writes them. Only the block that finishes last calls it.
 DEVICE void combine_splits(const Params &p, const RowTile &tile, u32 shared, int splits, i64 first_part) {
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-#pragma unroll 1   // here and below: this code runs once, and the instructions of more copies would have to be fetched
+#pragma unroll 1   // here and below: this code runs once, so unrolled copies would only be more instructions to fetch
   for (int row = warp; row < tile.count(); row += WARPS) {
     const float2 *statistics = (const float2 *)(p.parts + first_part * PART + ROWS * D + row * 2);
     float highest = NEG_INF, sum = 0.f;
-    float2 x = make_float2(NEG_INF, 0.f);   // of the lane's last split, usually its only one
+    float2 x = make_float2(NEG_INF, 0.f);   // maximum and sum of the lane's last split, usually its only one
 #pragma unroll 1
     for (int s = lane; s < splits; s += 32) {
       x = global_load_fresh(statistics + s * (PART / 2));
@@ -150,7 +155,7 @@ DEVICE void combine_splits(const Params &p, const RowTile &tile, u32 shared, int
 #pragma unroll 1
     for (int first = 0; first < whole; first += LOADED_TOGETHER)
       UNROLLED(s, LOADED_TOGETHER) add_weighted(total, weight_of(first + s), part_of(first + s));
-    float4 x[LOADED_TOGETHER - 1];   // the rest
+    float4 x[LOADED_TOGETHER - 1];   // of the remaining splits
     UNROLLED(s, LOADED_TOGETHER - 1)
       if (whole + s < splits) x[s] = part_of(whole + s);
     UNROLLED(s, LOADED_TOGETHER - 1)

@@ -1,14 +1,14 @@
-// FlashAttention-2, Algorithm 2, line 4: delta = rowsum(out * dout) in fp32, minus the gradient of the LSE; 0 for rows
-// that see no key.
+// FlashAttention-2, Algorithm 2, line 4: computes delta = rowsum(out * dout) in fp32, minus the gradient of the LSE. It
+// is 0 for rows that see no key.
 //
 // grid: tiles * nheads * batch blocks of 256 threads; D / 8 threads (at most 32) share a row; tiles = ceil(rows of the
 // longest sequence / ROWS). SHARED_GRID: p.varlen_tiles * nheads blocks.
 #include "base/sequences.cuh"
 
 constexpr int THREADS = 256, LANES = D > 256 ? 32 : D / 8, SHARES = D / 8 / LANES, PASSES = 4 / SHARES,
-              ROWS = PASSES * THREADS / LANES;   // SHARES: chunks of a row for each lane
+              ROWS = PASSES * THREADS / LANES;   // SHARES: how many chunks of a row each lane takes
 
-// Maxima over all rows of a lane.
+// The largest |dout| (as bits of a float) and |delta| of all rows that a lane has read.
 struct Largest {
   int of_dout;
   float of_delta;
@@ -38,7 +38,7 @@ DEVICE void find(const Params &p, const Sequence &seq, int b, int head, int tile
       largest.of_dout = finite_magnitude(largest.of_dout, b);
     }
     float of_lse = p.dlse && row < seq.seqlen_q ? global_load(p.dlse + values + row) : 0.f;
-    if (FLEX) of_lse *= LOG2E;   // of an LSE in units of log2
+    if (FLEX) of_lse *= LOG2E;   // flex_attention's LSE is of base 2
     const float sum = sum_of<LANES>(share) - of_lse, delta = fabsf(lse[i]) == POS_INF ? 0.f : sum;
     if (chunk == 0 && row < seq.seqlen_q) global_store(p.delta + values + row, delta);
     if (fabsf(delta) < POS_INF) largest.of_delta = max(largest.of_delta, fabsf(delta));
@@ -54,7 +54,7 @@ KERNEL(THREADS, 4) delta(const Params p) {
   const Sequence seq = find_sequence(p, b);
   if (varlen.tile * ROWS >= seq.seqlen_q) return;
   Largest largest = {0, 0.f};
-  // A sequence longer than max_seqlen_q has more tiles than blocks.
+  // A loop, since a sequence that is longer than the caller's max_seqlen_q has more tiles than blocks.
 #pragma unroll 1
   for (int tile = varlen.tile; tile * ROWS < seq.seqlen_q; tile += p.tiles) find(p, seq, b, head, tile, largest);
   if (TYPE != 2) return;

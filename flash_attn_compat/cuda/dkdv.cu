@@ -1,7 +1,9 @@
-// dk and dv of one tile of keys, summed over the query heads of its group: Algorithm 2, whose outer loop over keys is
-// the grid. FEW_KEYS: the tile has all keys of its sequence, and the kernel finds delta and dq, too.
+// Computes dk and dv of one tile of keys, summed over the query heads of its group, by Algorithm 2 of FlashAttention-2.
+// The grid is the algorithm's outer loop, over keys. FEW_KEYS: the tile has all keys of its sequence, and the kernel
+// also computes delta and dq.
 //
-// Where key heads are few, p.splits blocks share the heads of a group; the last block adds up their gradients in order.
+// If there are too few key heads to fill the GPU, p.splits blocks share the heads of a group, and the block that
+// finishes last adds up their gradients in a fixed order.
 //
 // grid: tiles * nheads_k * batch * splits blocks; with cu_seqlens_k tiles * nheads_k * splits more, which clear tokens
 // outside of all sequences. tiles = ceil(keys (or slots) of the longest sequence / STATIONARY_ROWS). SHARED_GRID:
@@ -9,7 +11,7 @@
 #define KEYS_STATIONARY 1
 #include "base/sequences.cuh"
 
-// The rows and operands of dkdv, by the names of backward.cuh.
+// Tells backward.cuh which rows and operands of dkdv are stationary, and which are streamed.
 struct Operands {
   // Stationary: keys and values, one head of them.
   static DEVICE const int *stationary_starts(const Params &p) { return p.cu_seqlens_k; }
@@ -42,7 +44,7 @@ DEVICE void write_dv(const Params &p, Block &block, GradientVO &dv) {
   block.write(dv, -(P_SHIFT + e.dout), scale, keys.of(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
 }
 
-// Stores a thread's part of a gradient; adds another block's part.
+// store_part() stores a thread's part of a gradient in global memory; add_part() adds another block's part to it.
 template <int C> DEVICE void store_part(float4 *part, const float (&c)[C][MMA_M][4]) {
   UNROLLED(n, C)
     UNROLLED(m, MMA_M) global_store(part + (n * MMA_M + m) * THREADS, together(c[n][m]));
@@ -51,8 +53,8 @@ template <int C> DEVICE void add_part(float (&c)[C][MMA_M][4], const float4 *par
   UNROLLED(n, C)
     UNROLLED(m, MMA_M) add(c[n][m], global_load_fresh(part + (n * MMA_M + m) * THREADS));
 }
-// Adds up the gradients of a tile's splits, in order. Returns true for the last block to arrive, which holds the sums
-// then.
+// Adds up the gradients of a tile's splits, in order. Returns true in the block that arrives last, which then holds the
+// sums, and false in the others.
 DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   if (p.splits == 1) return true;
   const StationaryTile keys(p, blockIdx.x + p.zero);
@@ -68,7 +70,7 @@ DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
   return true;
 }
 
-// ROLES: a warp has one of the two.
+// The same for ROLES, where a warp holds only dk or only dv.
 DEVICE bool add_splits(const Params &p, GradientQK &grad) {
   if (p.splits == 1) return true;
   const StationaryTile keys(p, blockIdx.x + p.zero);
@@ -83,8 +85,8 @@ DEVICE bool add_splits(const Params &p, GradientQK &grad) {
   return true;
 }
 
-// FEW_KEYS: the rows of dq that no tile of keys writes become 0: tokens outside of all sequences (b = batch), and the
-// queries of a sequence without keys, whose delta is 0.
+// FEW_KEYS: writes 0 to the rows of dq that no tile of keys writes: tokens outside of all sequences (b = batch), and
+// the queries of a sequence without keys, whose delta becomes 0, too.
 DEVICE void clear_dq(const Params &p, const StationaryTile &keys) {
   int first = keys.seq.first_q, end = first + keys.seq.seqlen_q, behind = 0, last = 0;
   if (keys.b == p.batch) {

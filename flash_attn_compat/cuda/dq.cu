@@ -1,11 +1,11 @@
-// dq of one tile of queries and one head: Algorithm 2 with an outer loop over queries, which is the grid.
+// Computes dq of one tile of queries of one head, by Algorithm 2 of FlashAttention-2. The grid loops over the queries.
 //
 // grid: tiles * nheads * batch blocks; with cu_seqlens_q tiles * nheads more, which clear tokens outside of all
 // sequences. tiles = ceil(rows of the longest sequence / STATIONARY_ROWS). SHARED_GRID: p.varlen_tiles * nheads blocks.
 #define KEYS_STATIONARY 0
 #include "base/sequences.cuh"
 
-// The rows and operands of dq, by the names of backward.cuh.
+// Tells backward.cuh which rows and operands of dq are stationary, and which are streamed.
 struct Operands {
   // Stationary: queries, one head of them.
   static DEVICE const int *stationary_starts(const Params &p) { return p.cu_seqlens_q; }
@@ -24,10 +24,10 @@ struct Operands {
 };
 #include "gradients/stages.cuh"
 
-// The largest |dout| (scaled) of each stationary row: with a bound of its own a row keeps its digits, however small it
-// is beside other rows.
+// Finds the largest |dout| (scaled) of each stationary row. Each row's dS is then scaled by its own bound, so that a
+// row keeps its digits even if it is much smaller than other rows.
 DEVICE void largest_of_rows(float (&largest)[MMA_M][2], const Block &block) {
-  // With SPLIT_K a warp holds some of the channels; the tile they came from has all.
+  // With SPLIT_K a warp holds only some of the channels, so all are read from the tile in shared memory.
   const u32 stationary_at = block.shared + (SPLIT_K && VO_IN_REGS ? QK_TILES_AT : STATIONARY_VO_AT) +
                             LayoutVO::a_operand_at(threadIdx.x) +
                             group_of(threadIdx.x) * WARP_ROWS * LayoutVO::ROW_BYTES;

@@ -1,12 +1,12 @@
 // FlashAttention-2, Algorithm 1 (Dao, 2023): attention of one tile of rows over all keys that it sees.
 //
 // A block holds STATIONARY_ROWS = WARPS * MMA_M * 16 rows of one head (the paper's Q_i): WARPS warps with MMA_M tiles
-// of 16 rows each. With SPLIT_K, SPLIT_WARPS = 2^SPLIT_K warps share their rows, and each takes every SPLIT_WARPS-th
-// 16 channels. With KEY_GROUPS, both halves of the warps have the same rows (groups.cuh). The block walks over tiles of
-// STREAMED_ROWS keys (the paper's K_j and V_j). K and V have one tile of shared memory each; while the kernel
-// multiplies one tile, the next is on its way from global memory. Q passes through the same shared memory to registers
-// (QK_IN_REGS), or has a place of its own. Scores and probabilities stay in registers: mma returns S in the layout in
-// which it takes P.
+// of 16 rows each. With SPLIT_K, SPLIT_WARPS = 2^SPLIT_K warps have the same rows, and each takes every SPLIT_WARPS-th
+// group of 16 channels. With KEY_GROUPS, both halves of the warps have the same rows (groups.cuh). In its main loop the
+// block reads tiles of STREAMED_ROWS keys (the paper's K_j and V_j), which are loaded to one tile of shared memory for
+// K and one for V; while the kernel multiplies one tile, the next is on its way from global memory. Q passes through
+// the same shared memory to registers (QK_IN_REGS), or has its own. Scores and probabilities stay in registers: mma
+// returns S in the layout in which it takes P.
 //
 // grid: tiles * splits * nheads * batch blocks; with cu_seqlens_q as many as for one more sequence, which clear tokens
 // outside of all sequences.
@@ -16,12 +16,12 @@
 constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_K,
               STATIONARY_ROWS = WARPS / SPLIT_WARPS / GROUP_COUNT * MMA_M * 16,
               MMA_N = STREAMED_ROWS / 8, WARP_ROWS = MMA_M * 16;
-// P times 2^15 uses fp16's range below 1 as well: dropout may drop the largest probabilities, and bf16 would keep the
-// others' bits.
+// P is multiplied by 2^15, so that small probabilities keep their bits in fp16, as they would in bf16. They matter:
+// dropout may drop the largest ones.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
-constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
+constexpr int SPLIT_UNIT = 128;   // a split has a multiple of so many keys; with fewer it would not pay
 constexpr int AHEAD = CACHE && !MMA_K16 && !PAGED;   // 8-bit tiles are converted while tensor cores multiply
-constexpr int BOTH = AHEAD || LOAD_V_WITH_K;   // loads of K and of V are on their way at once
+constexpr int BOTH = AHEAD || LOAD_V_WITH_K;   // K and V are loaded at the same time, to separate registers
 static_assert(!KEY_GROUPS || (MMA_M == 2 && !QK_IN_REGS && !SPLIT_K && !STAGES && !LOAD_V_WITH_K && !CP_ASYNC),
               "each group writes one of a warp's two row tiles");
 static_assert(!KEY_GROUPS || !(BIAS || FLEX || CACHE), "each group takes every second tile");
@@ -35,13 +35,14 @@ typedef KeyGroup<THREADS> Group;
 typedef TileCopy<Group::SIZE, STREAMED_ROWS, D> CopyK;
 typedef TileCopy<Group::SIZE, STREAMED_ROWS, DV> CopyV;
 
-// Tiles of K and V in shared memory. STAGES: as in stages.cuh; V is read once more by warps that lag.
+// How many tiles of K and of V shared memory holds. STAGES: as in stages.cuh. There are more of V, since warps that lag
+// half a turn behind still read it.
 constexpr int K_SLOTS = STAGES ? 2 : 1, V_SLOTS = larger(STAGES, 1);
-// Of a tile.
+// Bytes of one tile of K, and of V.
 constexpr u32 K_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, V_BYTES = STREAMED_ROWS * LayoutV::ROW_BYTES;
 typedef MaskRange<WARP_ROWS, STREAMED_ROWS> WarpRange;
 
-// A warp's rows, for change_scores() and hide_scores().
+// Describes a warp's rows to change_scores() and hide_scores().
 struct TileRows {
   const WarpRange &range;
   const ScoreRule &score_rule;
@@ -65,7 +66,7 @@ DEVICE void apply_dropout(float (&P)[MMA_N][MMA_M][4], const DropoutWords &words
     }
 }
 
-// O += P V. meanwhile(k): as in product(), for each 16 keys.
+// O += P V. meanwhile(k): other work to do after each 16 keys.
 template <class F> DEVICE void accumulate(float (&O)[OUT_BLOCKS][MMA_M][4], const float (&P)[MMA_N][MMA_M][4], u32 v_at,
                                           const F &meanwhile) {
 #pragma unroll
@@ -90,11 +91,11 @@ template <class F> DEVICE void accumulate(float (&O)[OUT_BLOCKS][MMA_M][4], cons
 KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  // `warp` counts warps with different rows; `side` those with the same rows.
+  // `warp` numbers the warps that have different rows, `side` those that have the same rows.
   const Group group(thread);
   const int warp = (KEY_GROUPS ? group.warp() : thread >> 5) / SPLIT_WARPS,
             side = SPLIT_K ? thread >> 5 & SPLIT_WARPS - 1 : 0;
-  // Under a causal mask the last rows see most keys.
+  // Blocks start with the last tiles (VarlenTile with LAST_FIRST): under a causal mask these see most keys.
   const TileScheduler scheduled(p, blockIdx.x, p.tiles * p.splits);
   const int head = scheduled.batch_head % p.nheads, head_k = head / p.group, split = scheduled.tile % p.splits;
   const VarlenTile<STATIONARY_ROWS, true> varlen(p, p.cu_seqlens_q, p.total_q, scheduled.batch_head / p.nheads,
@@ -113,7 +114,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const Cached *v = (const Cached *)p.v + (PAGED ? 0 : b * p.v_s.batch) + (i64)head_k * p.v_s.head;
   const int *pages = PAGED ? p.block_table + (i64)b * p.table_stride : nullptr;
   const WarpRange range = WarpRange::of(p, first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, seq.seqlen_k);
-#if FLEX == 2   // places in the block's list of tiles, times STREAMED_ROWS
+#if FLEX == 2   // `keys` then holds places in the block's list of tiles, times STREAMED_ROWS
   static_assert(FLEX_BLOCK_Q % STATIONARY_ROWS == 0, "a block's rows lie in one block of the BlockMask");
   const int all_tiles = (seq.seqlen_k + STREAMED_ROWS - 1) / STREAMED_ROWS;
   const FlexTiles<FLEX_BLOCK_Q, FLEX_BLOCK_K, STREAMED_ROWS> listed(p.flex, KV_LISTS, b, head, first_row, all_tiles);
@@ -141,7 +142,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const bool some = first_tile < last_tile;
 #endif
 
-  // The loads that the block has to wait for come first.
+  // Start the first loads as early as possible, since the block has to wait for them.
   const CopyQ copy_q(thread);
   const CopyK copy_k(group.thread);
   const CopyV copy_v(group.thread);
@@ -151,21 +152,22 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
             v_tile = k_tile + K_SLOTS * K_BYTES;
   const float k_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED),
               v_scale = CACHE ? 1.f : scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
-  // K and V take turns in `staged`. Small tiles, whose loads take longer than their products, have a place for both
-  // there (LOAD_V_WITH_K), and so have 8-bit tiles, which are loaded one half of the loop before they are converted.
+  // `staged` holds the loaded chunks of K and of V in turn. It holds both at once for small tiles, whose loads take
+  // longer than their products (LOAD_V_WITH_K), and for 8-bit tiles, which are loaded half a turn before they are
+  // converted.
   uint4 q_staged[CopyQ::N], staged[1 + BOTH][larger(CopyK::N, CopyV::N)];
 #define LOAD(mover, place, base, strides, j, there, dim, target) \
   mover.load(staged[place], p, base, strides, pages, seq.first_k + (j) * STREAMED_ROWS, \
              there ? seq.seqlen_k - (j) * STREAMED_ROWS : 0, dim, target)
 #define LOAD_KEYS(j, there) LOAD(copy_k, 0, k, p.k_s, j, there, p.head_dim, k_tile)
 #define LOAD_VALUES(j, there) LOAD(copy_v, BOTH, v, p.v_s, j, there, p.head_dim_v, v_tile)
-  // cp.async may write K only once Q has left.
+  // With cp.async and QK_IN_REGS, K may be loaded only once Q has left the shared memory that it will use.
   const bool at_once = !(CP_ASYNC && QK_IN_REGS);
   copy_q.load_stationary(q_staged, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
   if (at_once && some) LOAD_KEYS(first_tile, true);
   if (LOAD_V_WITH_K && some) LOAD_VALUES(first_tile, true);
   float q_scale = 1.f;
-#if TYPE == 2   // the block's rows have a power of their own; the backward gets the head's maximum
+#if TYPE == 2   // scale Q by the maximum of this block's rows; raise the head's maximum for the backward
   int largest = max_of<32>(finite_magnitude(q_staged));
   if (!CACHE) raise(absmax_of(p, ABSMAX_Q, b, head_k), largest);
   if (lane == 0) shared_store(shared + (thread >> 5) * 4, (u32)largest);
@@ -177,12 +179,12 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 
   const float scale =
       p.softmax_scale * inverse_of_power(q_scale) * inverse_of_power(k_scale) * key_unit(p, b, head_k, WIDENED_UNIT);
-  // Where nothing else changes scores, they are compared unscaled, and exp2 scales them.
+  // If only softmax_scale changes scores, their maximum is found unscaled, and exp2's multiply-add scales them.
   const bool modified = CHANGES || !(scale > 0.f);
   const float unit = NATURAL ? LOG2E : modified ? 1.f : scale * LOG2E;
   ScoreRule rule;
   rule.set_scale(p, scale, scale * LOG2E), rule.set_head(p, b, head);
-  const float slope = ALIBI ? alibi_slope(p, b, head) : 0.f;   // of the LSE's position
+  const float slope = ALIBI ? alibi_slope(p, b, head) : 0.f;   // for the position in the LSE
   const TileRows rows = {range, rule, g};
 #if DROPOUT
   const DropoutWords words(p, b, head);
@@ -239,9 +241,9 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
 #else
     const bool is_seen = true, has_hidden = false;
 #endif
-    // Whether this warp's rows see a key of the tile. With STAGES and KEY_GROUPS masks hide all scores of a tile that
-    // they do not see: a branch here costs more. Compiler steering: at 256 channels always true without a mask, but the
-    // compiler then moves fewer operands across the loop.
+    // Whether this warp computes the tile: whether its rows may see a key of it. With STAGES and KEY_GROUPS it computes
+    // also tiles that a causal mask or window hides, since a branch costs more. `p.zero == 0` is always true. At 256
+    // channels the compiler does not know that, and so moves fewer operands across the loop.
     const bool active = BIAS        ? mask.has<WARP_ROWS, STREAMED_ROWS>(p, 0, range.first, key)
                         : LOCAL     ? STAGES || KEY_GROUPS || range.sees_some(key)
                         : FLEX_MASK ? STAGES || is_seen
@@ -307,14 +309,14 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   group.even_out(last_tile - first_tile);
 #endif
 
-  // out = O / l, LSE = m + ln(l); for rows that see no key 0 and +inf.
+  // out = O / l, LSE = m + ln(l). For rows that see no key, out is 0 and the LSE +inf.
   UNROLLED(i, MMA_M)
     UNROLLED(r, 2)
       m[i][r] = (m[i][r] - (BIAS > 1 ? mask.top(p, range.first + i * 16 + g + r * 8) : 0.f)) * unit,
       l[i][r] = sum_of<4>(l[i][r]);
 #if KEY_GROUPS   // each group writes one of its warps' two row tiles
   constexpr int WRITTEN_M = 1;
-  // Compiler steering: the loop leaves no registers for what a thread's number gives.
+  // Read the thread's number again, since the loop leaves no registers to keep what was computed from it.
   const int again = thread_again(), written_g = again >> 2 & 7, written_t = again & 3;
   const Group writer(again);
   const int written_row = writer.warp() * WARP_ROWS + writer.index * 16, written_first = first_row + written_row;

@@ -1,7 +1,9 @@
-// Reads a dense mask: finds tiles that hide every key, and tiles that neither hide nor add anything; packs booleans
-// into bits; finds each row's largest bias. grid: parts * bands for each head's mask (one if heads share it); a part is
-// PART_KEYS keys. A block reads BIAS_WORDS * 32 keys of a band: 16 words, or 8 or 2 for masks of at most 256 or 64
-// keys. A warp reads at most 256 keys of a quarter of the band's rows.
+// Reads a dense mask once, before the other kernels. It finds the tiles in which the mask hides every key, and those in
+// which it neither hides nor adds anything; it packs booleans into bits, and finds each row's largest bias.
+//
+// grid: parts * bands blocks for each head's mask (one mask if heads share it). A part is PART_KEYS keys, a band BAND
+// rows. A block reads BIAS_WORDS * 32 keys of a band: 16 words, or 8 or 2 for masks of at most 256 or 64 keys. A warp
+// reads at most 256 keys of a quarter of the band's rows.
 #include "scores/mask.cuh"
 
 constexpr int QUARTERS = 4, AT_ONCE = 4, N = BIAS_WORDS > 8 ? 8 : BIAS_WORDS,
@@ -16,9 +18,9 @@ KERNEL(WARPS * 32, (N > 2 ? 16 : 32) / WARPS) mask(const Params p) {
   const int first_key = part * PART_KEYS + warp / QUARTERS * 256,
             first = band * BAND + warp % QUARTERS * (BAND / QUARTERS);
   const int end =
-      first_key < p.seqlen_k ? min(first + BAND / QUARTERS, p.bias_rows) : first;   // no tile lies behind the last key
+      first_key < p.seqlen_k ? min(first + BAND / QUARTERS, p.bias_rows) : first;   // nothing to read after the keys
   const DenseMask mask(p, batch_head / heads, batch_head % heads);
-  u32 some = 0, mixed = 0;   // of N times 32 keys
+  u32 some = 0, mixed = 0;   // a bit for each 32 keys: whether one is visible; whether the mask changes anything
 #pragma unroll 1
   for (int i = first; i < end; i += AT_ONCE) {
     float x[AT_ONCE][N];
@@ -43,7 +45,7 @@ KERNEL(WARPS * 32, (N > 2 ? 16 : 32) / WARPS) mask(const Params p) {
   if (lane == 0) shared_store(SHARED_BASE + warp * 4, some | mixed << 8);
   __syncthreads();
   if (threadIdx.x >= 2) return;
-  u32 found = 0;   // of all rows: half of a word of the map
+  u32 found = 0;   // the bits of all warps: half of a word of the map
   UNROLLED(i, WARPS)
     found |= ((u32)__float_as_int(shared_load_float(SHARED_BASE + i * 4)) >> threadIdx.x * 8 & 0xff)
              << i / QUARTERS * 8;

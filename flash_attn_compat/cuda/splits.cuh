@@ -3,8 +3,8 @@
 #pragma once
 #include "scores/softmax.cuh"
 
-// The keys of one split, in whole units: every split but the last has as many. Where few keys are visible, there are
-// fewer than p.splits.
+// The keys of one split, a multiple of `unit`; all splits but the last have equally many. If few keys are visible,
+// `splits` is less than p.splits.
 struct SplitRange {
   Range keys;
   int splits;
@@ -27,10 +27,10 @@ DEVICE bool is_last(const Params &p, i64 tile, int splits) {
   return found;
 }
 
-// Stores a split's results. The last block of a tile to arrive gets all splits' results, merged in order of splits, and
-// true; other blocks get false. O: elements 0 and 1 of one row, 2 and 3 of another, not yet divided by l; m: maxima in
-// units of log2; l: whole sums. is_used: whether this thread holds rows of the sequence; other rows are left as they
-// are. AT_ONCE: splits loaded together.
+// Stores a split's results in global memory. In the block that arrives last it then merges the results of all splits,
+// in order of splits, and returns true; in other blocks it returns false. O: not yet divided by l; elements 0 and 1 are
+// of one row, 2 and 3 of another; m: maxima in units of log2; l: sums over all lanes of a row. is_used: whether this
+// thread holds rows of the sequence; if not, nothing is stored. AT_ONCE: how many splits are loaded together.
 template <int AT_ONCE, int N, int M> DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2],
                                                               float (&l)[M][2], bool is_used, i64 tile, int split,
                                                               int splits) {

@@ -10,7 +10,7 @@
 
 DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 DEVICE int clamp(int x, int low, int high) { return max(low, min(x, high)); }
-// The maximum over LANES neighbouring lanes; all of them get it. Four lanes share a row of an mma result.
+// Returns to each of LANES neighbouring lanes their maximum. Four lanes share a row of an mma result.
 template <int LANES, class T> DEVICE T max_of(T x) {
 #pragma unroll
   for (int i = LANES / 2; i; i >>= 1) x = max(x, __shfl_xor_sync(ALL_LANES, x, i));
@@ -26,7 +26,7 @@ template <int LANES> DEVICE float sum_of(float x) {
 DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 DEVICE float bits_to_float(u16 x) {
   return TYPE == 0 ? half_to_float(x) : __int_as_float((u32)x << 16);
-}   // of the caller's dtype
+}   // x has the bits of the caller's dtype
 
 // out * dout, summed over 8 channels.
 DEVICE float product_of_pairs(u32 a, u32 b) {
@@ -47,26 +47,27 @@ DEVICE u32 pack_out(float a, float b) {
   return (x >> 16) | (y & 0xffff0000u);
 }
 
-// ---- Converted bf16 (TYPE 2): each (sequence, key head) has powers of two of its own, which bring its largest finite
-// magnitude to [2^14, 2^15). So nothing overflows, magnitudes 29 binades below the largest keep all bits, and an inf or
-// NaN affects no other head. absmax finds the maxima of k and v, forward that of q, delta those of dout and |delta|. A
-// maximum is kept as the bits of a float, which compare as the floats do. The forward's copies use every other power,
-// to [2^14, 2^16): then the power is mostly right before all values are read.
+// ---- bf16 converted to fp16 (TYPE 2). Each tensor is scaled by a power of two for each (sequence, key head), which
+// brings the largest finite magnitude to [2^14, 2^15). So nothing overflows, numbers down to 2^-29 of the largest keep
+// all bits, and an inf or NaN affects no other head. The absmax kernel finds the maxima of k and v, forward that of q,
+// delta those of dout and |delta|. A maximum is stored as the bits of a float; as integers they compare alike. For the
+// copies of the forward only every other power is used, which brings the maximum to [2^14, 2^16): so the power seldom
+// changes while the maximum still rises.
 enum { ABSMAX_K, ABSMAX_V, ABSMAX_Q, ABSMAX_DOUT };
 DEVICE int *absmax_of(const Params &p, int tensor, int b, int head_k) {
   return p.absmax + (i64)(tensor * p.batch + b) * p.nheads_k + head_k;
 }
 DEVICE int *absmax_of_dout(const Params &p, int b, int head_k) { return p.absmax_dout + b * p.nheads_k + head_k; }
 DEVICE int *absmax_of_delta(const Params &p, int b, int head_k) { return absmax_of_dout(p, b + p.batch, head_k); }
-// Raises a maximum to the largest x of all lanes; the order of warps does not matter. Returns the maximum known
-// afterwards.
+// Raises a maximum in global memory to the largest x of a warp's lanes; returns the maximum known afterwards.
 DEVICE int raise(int *maximum, int x) {
   const int known = threadIdx.x % 32 == 0 ? global_load_fresh(maximum) : 0;
   x = max_of<32>(x);
   if (threadIdx.x % 32 == 0 && x > known) atomicMax(maximum, x);
   return __shfl_sync(ALL_LANES, max(x, known), 0);
 }
-DEVICE int finite_magnitude(int largest, u32 pair) {   // two bf16 numbers; bits of floats >= 0 compare as the floats do
+// The larger of `largest` and the finite magnitudes of two bf16 numbers, as bits of floats, which compare as integers.
+DEVICE int finite_magnitude(int largest, u32 pair) {
   const int low = pair << 16 & 0x7fff0000, high = pair & 0x7fff0000;
   return max(largest, max(low < 0x7f800000 ? low : 0, high < 0x7f800000 ? high : 0));
 }
@@ -95,7 +96,7 @@ DEVICE uint4 convert(uint4 x, float scale) {
   return TYPE == 2 ? make_uint4(convert(x.x, scale), convert(x.y, scale), convert(x.z, scale), convert(x.w, scale)) : x;
 }
 
-// Eight channels of a row, of which `channels` exist.
+// Loads 8 channels of a row, of which `channels` exist; the others become 0.
 DEVICE uint4 load_chunk(const u16 *from, int channels) {
   if (VEC == 8) return global_load16(from);
   u32 x[8];

@@ -1,6 +1,6 @@
-// The machine instructions that the kernels use. Turing (sm_75) has all of them but those under MMA_K16 (mma.m16n8k16)
-// and CP_ASYNC (cp.async), which start with sm_80. docs/kernels.md lists all macros. The CPU emulator of the tests
-// defines EMULATED and functions of the same names.
+// The machine instructions that the kernels use. Turing (sm_75) has all of them except those for MMA_K16
+// (mma.m16n8k16) and CP_ASYNC (cp.async), which need sm_80. docs/kernels.md lists all macros. The tests' CPU emulator
+// defines EMULATED, and functions of the same names.
 #pragma once
 #include "base/params.cuh"
 
@@ -19,7 +19,7 @@
 #define NEG_INF __int_as_float(0xff800000)
 #define POS_INF __int_as_float(0x7f800000)
 
-// Packs two floats into a register as 16-bit operands of the tensor cores, the first one in the low half.
+// Packs two floats into a register as 16-bit operands of the tensor cores, `a` in the low half.
 DEVICE u32 pack(float a, float b) {
   u32 r;
 #if TYPE == 1
@@ -40,8 +40,8 @@ DEVICE u32 pack(float a, float b) {
 FUNCTION(half_to_float, "cvt.f32.f16", u16, "h")
 FUNCTION(exp2_approx, "ex2.approx.ftz.f32", float, "f")   // special function unit, within 2 ulp
 FUNCTION(reciprocal_approx, "rcp.approx.ftz.f32", float, "f")   // within 1 ulp
-// Accesses to shared memory clobber "memory": no compiler moves one past another or past a barrier. Loads from global
-// memory need no clobber: other blocks write none of it, and a block's own writes lie before a __syncthreads().
+// Accesses to shared memory clobber "memory", so that the compiler moves none past another one or past a barrier. Loads
+// from global memory need no clobber: no other block writes to it, and a block's own writes precede a __syncthreads().
 // Loads four 8 x 8 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void ldmatrix(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -73,7 +73,8 @@ DEVICE void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// A barrier of its own for `threads` of the block. They all wait: racecheck took stores before a bar.arrive for races.
+// A barrier number `barrier` for `threads` of the block. All of them wait (bar.sync): with bar.arrive, NVIDIA's
+// racecheck reported races.
 DEVICE void wait_at(u32 barrier, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -86,7 +87,7 @@ DEVICE void wait_cycles(u32 cycles) {
   do asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
   while (now - began < cycles);
 }
-// Compiler steering: threadIdx.x, read once more instead of kept in a register.
+// Returns threadIdx.x, read again. So the compiler need not keep it in a register until here.
 DEVICE int thread_again() {
   int r;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
@@ -131,7 +132,7 @@ DEVICE void shared_load_floats(float (&x)[2], u32 address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
 }
 // Loads from global memory that no other block writes during the launch, of 16 bytes or of one element.
-#if APPEND   // sees what the block itself has written
+#if APPEND   // not .nc, so that a block sees what it has written itself
 #define READ "ld.global."
 #else
 #define READ "ld.global.nc."
@@ -172,7 +173,8 @@ DEVICE u32 multiply_add_pairs(u32 a, u32 b, u32 c) {   // a b + c
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
-// Four bytes of x (0 to 3) and 0 (4 to 7), the lowest first; 8 more: eight times the byte's sign.
+// Returns four bytes by the digits of SELECTOR, the lowest first: 0 to 3 selects a byte of x, 4 to 7 a zero. 8 more
+// selects the byte's sign, repeated eight times.
 template <u32 SELECTOR> DEVICE u32 bytes(u32 x) {
   u32 r;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "n"(SELECTOR));
@@ -184,7 +186,7 @@ DEVICE u16 global_load2(const u16 *from) {
   asm volatile(READ "u16 %0, [%1];" : "=h"(v) : "l"(from));
   return v;
 }
-// Returns x if not `there`; without a branch, at which a warp would wait for each load alone.
+// Loads a number, or returns x if not `there`. It has no branch: with branches a warp would wait for each load in turn.
 #define LOAD_IF(type, instruction, constraint) \
   DEVICE type global_load_if(bool there, const type *from, type x) { \
     asm volatile("{.reg .pred there; setp.ne.s32 there, %2, 0; @there " READ instruction " %0, [%1];}" \
@@ -201,7 +203,7 @@ DEVICE float2 global_load_if(bool there, const float2 *from, float2 x) {
                : "l"(from), "r"((int)there));
   return x;
 }
-// Compiler steering: the compilers may make four stores of 4 bytes of a plain store of 16.
+// Stores 16 bytes in one instruction. The compiler may split a plain store of 16 bytes into four.
 DEVICE void global_store16(void *to, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -210,10 +212,10 @@ DEVICE void global_store16(float *to, float4 v) {
   global_store16(to, __float_as_int(v.x), __float_as_int(v.y), __float_as_int(v.z), __float_as_int(v.w));
 }
 DEVICE void global_store2(u16 *to, u16 v) { *to = v; }
-// Lengths, page numbers, statistics: plain accesses, which the emulator checks.
+// Loads and stores of lengths, page numbers, maxima and sums: functions, so that the emulator can check the addresses.
 template <class T> DEVICE T global_load(const T *from) { return *from; }
 template <class T> DEVICE void global_store(T *to, T v) { *to = v; }
-// Loads past L1, which may hold older values: sees what other blocks of this launch have written.
+// Loads what other blocks of this launch have written: from L2, since L1 may hold older values.
 template <class T> DEVICE T global_load_fresh(const T *from) { return __ldcg(from); }
 DEVICE void copy_async(u32 address, const u16 *from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0)

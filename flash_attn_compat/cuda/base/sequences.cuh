@@ -1,11 +1,11 @@
-// Which sequence, rows and keys a block works on, and where they lie. Wrong lengths never lead to addresses outside of
-// the tensors.
+// Which sequence, rows and keys a block works on, and where they lie. Lengths are clamped, so that wrong lengths never
+// lead to addresses outside of the tensors.
 #pragma once
 #include "base/eight_bit.cuh"
 
 // Lengths and positions of one sequence.
 struct Sequence {
-  int first_q, seqlen_q;   // first token of packed rows, else 0
+  int first_q, seqlen_q;   // first_q: the sequence's first token if rows are packed, else 0
   int first_k, seqlen_k;   // slot of the first key, and the number of keys
 };
 
@@ -30,9 +30,9 @@ DEVICE Sequence find_sequence(const Params &p, int b) {
 
 #define UNBOUNDED (1 << 29)   // of a length or a window
 
-// The tile and the batch_head (a head of a sequence) of a block. Under a mask some tiles take longer than others: the
-// longest tiles of several heads start first, so that the last blocks to start are short. No more heads than the GPU
-// holds blocks for: their keys must fit the L2 cache.
+// The tile and the batch_head (a head of a sequence) of a block. Under a mask some tiles take longer than others. The
+// longest tiles of several heads start first, so that the blocks that start last are short. Only as many heads are
+// mixed as the GPU runs blocks for at once, since their keys should stay in the L2 cache.
 struct TileScheduler {
   int tile, batch_head;   // tile: 0 is the longest
   DEVICE TileScheduler(const Params &p, int index, int tiles) : tile(index % tiles), batch_head(index / tiles) {
@@ -47,8 +47,8 @@ struct TileScheduler {
 
 // The sequence and the tile of a block, from the batch_head and the tile of its TileScheduler. Usually each sequence
 // has as many blocks as the longest sequence needs. With SHARED_GRID all sequences share p.varlen_tiles blocks:
-// sequence i has those from starts[i] / ROWS + i on, which are enough for its tiles wherever it starts. Blocks behind
-// the last sequence's belong to sequence p.batch. p.tiles neighbouring tiles of one head are a batch_head.
+// sequence i has the blocks from number starts[i] / ROWS + i on, which are enough wherever it starts. Blocks after
+// those of the last sequence get b = p.batch. A batch_head then is p.tiles neighbouring tiles of one head.
 template <int ROWS, bool LAST_FIRST> struct VarlenTile {
   int b, tile, tiles;   // tiles: blocks of the sequence
   DEVICE VarlenTile(const Params &p, const int *starts, int total, int batch_head, int index_in_head)
@@ -75,7 +75,7 @@ DEVICE float alibi_slope(const Params &p, int b, int head) {
   return global_load(p.alibi_slopes + b * p.slopes_batch + head);
 }
 
-// Address of a slot of a sequence's cache, contiguous or paged.
+// Address of a slot of a sequence's cache, contiguous or paged. Page numbers out of range are clamped.
 DEVICE const Cached *key_row(const Params &p, const Cached *base, const Strides &s, const int *pages, int slot) {
   if (!PAGED) return base + (i64)slot * s.row;
   const u32 page = (u32)slot / (u32)p.page_size, within = slot - page * p.page_size;
@@ -83,8 +83,8 @@ DEVICE const Cached *key_row(const Params &p, const Cached *base, const Strides 
   return base + (i64)index * s.batch + (i64)within * s.row;
 }
 
-// Packed tokens before the first and behind the last sequence get out = 0 and LSE = 0. This block clears part `part` of
-// `parts`.
+// Writes out = 0 and LSE = 0 for packed tokens before the first and after the last sequence. This block takes part
+// number `part` of `parts`.
 DEVICE void clear_outside(const Params &p, int head, int part, int parts) {
   const int first = clamp(global_load(p.cu_seqlens_q), 0, p.total_q),
             end = clamp(global_load(p.cu_seqlens_q + p.batch), first, p.total_q);
@@ -100,15 +100,15 @@ DEVICE void clear_outside(const Params &p, int head, int part, int parts) {
   }
 }
 
-// ---- A packed sequence longer than the caller's max_seqlen has rows without a block: these rows become NaN. Blocks
-// without a sequence look for them, so that other blocks pay nothing.
+// ---- If a packed sequence is longer than the caller's max_seqlen, no block computes its further rows: they become
+// NaN. Blocks without a sequence look for such rows, so that it costs the other blocks no time.
 
-// Whether a causal sequence has several rows although max_seqlen_q was 1, for which the kernel was built without a
-// mask: then no row has a block.
+// Whether a causal sequence has several rows although max_seqlen_q was 1. For 1 row the kernel was compiled without a
+// mask, so it must compute none of these rows.
 DEVICE bool lacks_mask(const Params &p, int rows) { return !LOCAL && p.window_right >= 0 && rows > 1; }
 
-// Calls write(b, first, rows) for the missing rows of each sequence: those from `covered` on. This block looks at part
-// `part` of `parts` of the sequences.
+// Calls write(b, first, rows) for the rows of each sequence that no block computes: those from `covered` on. This block
+// looks at part number `part` of `parts` of the sequences.
 template <class Write> DEVICE void for_missing_rows(const Params &p, const int *starts, int total, int covered,
                                                     int part, int parts, const Write &write) {
   if (SHARED_GRID) return;
@@ -134,7 +134,7 @@ DEVICE void write_nan(u16 *row, int row_stride, int rows, int channels) {
       global_store2(row + c, 0x7fff);   // NaN as fp16 and as bf16
 }
 
-// The missing rows of out and LSE, of one head.
+// Writes NaN to the rows of out and LSE that no block computes, for one head.
 DEVICE void mark_missing_rows(const Params &p, int head, int covered, int part, int parts) {
   for_missing_rows(p, p.cu_seqlens_q, p.total_q, covered, part, parts, [&](int, int first, int rows) {
     write_nan(p.out + (i64)first * p.out_s.row + (i64)head * p.out_s.head, p.out_s.row, rows, p.head_dim_v);

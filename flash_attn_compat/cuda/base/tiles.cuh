@@ -1,35 +1,36 @@
-// Tiles of rows and channels: from global memory to shared memory, to the operands of the tensor cores, and back.
+// Tiles of rows and channels: copies from global to shared memory, loads as operands of the tensor cores, and stores.
 #pragma once
 #include "base/sequences.cuh"
 
 // ---- A tile in shared memory: rows of W channels, a multiple of 16, in chunks of 16 bytes. An ldmatrix reads one
-// chunk of each of 8 rows, which must lie in all 8 places of 128 bytes. Rows begin in 8 / SPREAD of these places;
-// within groups of SPREAD chunks, XOR with bits of the row's number swaps places.
+// chunk of each of 8 rows. To avoid bank conflicts, these 8 chunks must lie at 8 different places of 128 bytes (at
+// different addresses / 16 modulo 8). Rows begin at only 8 / SPREAD of these places. So an XOR with bits of the row's
+// number swaps the chunks within groups of SPREAD.
 template <int W> struct Layout {
   static constexpr int CHUNKS = W / 8, ROW_BYTES = W * 2, SPREAD = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
   static DEVICE u32 at(int row, int chunk) {
-    // Rows that begin in the same place differ in the bits that the XOR takes: it sends the same chunk of these rows to
-    // different places.
+    // Rows that begin at the same place differ in the bits of this XOR, which puts their chunks at different places.
     return row * ROW_BYTES + ((chunk ^ (row >> (SPREAD == 8 ? 0 : SPREAD == 4 ? 1 : 2) & (SPREAD - 1))) << 4);
   }
-  // From the address of a row's first or second chunk to that of the chunk an even number `chunks` further.
-  // (c ^ r) ^ n = (c ^ n) ^ r, so for any row XOR with n leads from chunk c to chunk c ^ n. This is c + n where c and n
+  // From the address of a row's first or second chunk, returns that of the chunk an even number `chunks` further.
+  // (c ^ r) ^ n = (c ^ n) ^ r, so for any row XOR with n leads from chunk c to chunk c ^ n. This is c + n if c and n
   // share no bits: for c = 0 or 1 and even n.
   static DEVICE u32 along(u32 at, int chunks) {
-    // Compiler steering: the widest rows leave no registers for partial addresses.
+    // One XOR for the widest rows, for which there are no registers to keep parts of addresses in.
     if (W % 256 == 0) return at ^ chunks << 4;
     return (at ^ (chunks & (SPREAD - 1)) << 4) + ((chunks & -SPREAD) << 4);
   }
-  // Addresses for ldmatrix, by lane. A operand (and B operand that is read transposed): rows 0-7, rows 8-15, then the
-  // next chunk of both. B operand: rows 0-7, the next chunk of these, then rows 8-15 likewise.
+  // The address that a lane gives to ldmatrix. For an A operand, or a B operand that is read transposed, the four
+  // matrices are rows 0-7, rows 8-15, then the next chunk of both. For a B operand they are rows 0-7, the next chunk of
+  // these, then the same of rows 8-15.
   static DEVICE u32 a_operand_at(int thread) { return at(thread & 15, thread >> 4 & 1); }
   static DEVICE u32 b_operand_at(int thread) { return at((thread & 7) + (thread >> 4 & 1) * 8, thread >> 3 & 1); }
 };
 
-// How THREADS copy a tile of ROWS rows from global to shared memory: LANES neighbouring threads take LANES neighbouring
-// chunks, so that what 8 threads store fills all 128 bytes. A thread takes every ROW_STEP-th row, and every
-// (SIDES * LANES)-th chunk of it: N chunks in all. They wait in registers while the tensor cores work (with cp.async:
-// in flight).
+// How THREADS copy a tile of ROWS rows from global to shared memory. LANES neighbouring threads take LANES neighbouring
+// chunks, so that 8 threads store 128 bytes without a bank conflict. A thread takes every ROW_STEP-th row, and of it
+// every (SIDES * LANES)-th chunk: N chunks in all. While the tensor cores work, the loaded chunks wait in registers;
+// with cp.async they are on their way.
 template <int THREADS, int ROWS, int W> struct TileCopy {
   typedef Layout<W> L;
   static constexpr int LANES = L::SPREAD, ROW_STEP = THREADS / LANES < ROWS ? THREADS / LANES : ROWS,
@@ -39,16 +40,17 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
                 "a thread's rows are swizzled alike");
   int row, chunk;   // this thread's first row and chunk
   u32 at;   // byte offset of this chunk in a tile
-  template <class T> DEVICE TileCopy(T thread)   // u32 or int: they divide by different instructions
+  template <class T> DEVICE TileCopy(T thread)   // T: u32 or int, which divide by different instructions
         : row(SIDES == 1 ? thread / LANES : thread / LANES % ROW_STEP),
           chunk(thread % LANES + (SIDES == 1 ? 0 : thread / (LANES * ROW_STEP) * LANES)), at(L::at(row, chunk)) {}
-  // Rows and chunks from the thread's first chunk to its i-th; whether the i-th lies in the row.
+  // How many rows and chunks the thread's i-th chunk is after its first; has(i): whether it lies inside the row.
   static DEVICE constexpr int row_step(int i) { return i / PASSES * ROW_STEP; }
   static DEVICE constexpr int chunk_step(int i) { return i % PASSES * SIDES * LANES; }
   DEVICE bool has(int i) const { return (i % PASSES + 1) * SIDES <= SHARES || chunk + chunk_step(i) < L::CHUNKS; }
   DEVICE u32 offset(int i) const { return at + row_step(i) * L::ROW_BYTES + chunk_step(i) * 16; }
 
-  // Loads rows from first_slot on, of which `left` exist; channels past head_dim and rows past the end are 0.
+  // Loads the tile's rows from first_slot on, of which `left` exist. Channels beyond head_dim and rows beyond the last
+  // become 0.
   DEVICE void load(uint4 *x, const Params &p, const Cached *base, const Strides &s, const int *pages, int first_slot,
                    int left, int head_dim, u32 tile) const {
     const int rows = left - row;
@@ -77,7 +79,7 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
     else if (has(i))
       copy_async(tile + offset(i), (const u16 *)(there && channels > 0 ? from : readable), there && channels > 0);
   }
-  // Converts and stores 8-bit chunks: those of one of STEPS steps.
+  // Converts 8-bit chunks to fp16 and stores them. STEPS calls divide the work; this is number `step` of them.
   template <int STEPS> DEVICE void store_widened(const uint4 *x, u32 tile, int step) const {
     UNROLLED(i, N)
       if (i * STEPS / N == step && has(i)) shared_store(tile + offset(i), widened(x[i]));
@@ -87,7 +89,7 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
     CP_ASYNC ? copy_async_wait() : COPIED ? store_converted<false>(x, tile, scale) : store_converted(x, tile, scale);
   }
 
-  // Loads stationary rows, of which `left` exist.
+  // Loads the rows that a block keeps, of which `left` exist; the others become 0.
   DEVICE void load_stationary(uint4 *x, const u16 *rows, int row_stride, int left, int head_dim) const {
     UNROLLED(i, N)
       x[i] = load_chunk_if(row + row_step(i) < left,
@@ -100,8 +102,8 @@ template <int THREADS, int ROWS, int W> struct TileCopy {
   }
 };
 
-// Loads a warp's stationary rows of W channels from a tile into registers; then the tile is free again. SPLIT_K: as in
-// product().
+// Loads the rows that a warp keeps, of W channels, from a tile in shared memory into registers. Afterwards the tile may
+// be overwritten. SPLIT_K: as in product().
 template <int W, int N, int M> DEVICE void load_operand(u32 (&operand)[N][M][4], u32 stationary_at) {
   UNROLLED(k, N)
     UNROLLED(m, M)
@@ -109,9 +111,9 @@ template <int W, int N, int M> DEVICE void load_operand(u32 (&operand)[N][M][4],
   __syncthreads();
 }
 
-// Two steps of 8 along the inner dimension, for two neighbouring blocks of 8 columns: b[0], b[1] are the steps of the
-// first block, b[2], b[3] those of the second. a[m]: the 16 x 16 operand of row tile m (step 0: a0, a1; step 1: a2,
-// a3).
+// c0 += a b and c1 += a b for two neighbouring blocks of 8 columns, in two steps of 8 along the inner dimension: b[0]
+// and b[1] are the steps of the first block, b[2] and b[3] those of the second. a[m]: the 16 x 16 operand of row tile m
+// (step 0: a0, a1; step 1: a2, a3).
 template <int M> DEVICE void multiply(float (&c0)[M][4], float (&c1)[M][4], const u32 (&a)[M][4], const u32 (&b)[4]) {
   if (MMA_K16) {
     UNROLLED(m, M) mma_k16(c0[m], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
@@ -134,9 +136,10 @@ struct Nothing {
   DEVICE void operator()(int) const {}
 };
 
-// c += stationary rows times a tile's rows, along their W channels; the stationary operand lies in registers (REG) or
-// in shared memory. With SPLIT_K, 2^SPLIT_K warps have the same rows; each multiplies every 2^SPLIT_K-th 16 channels,
-// from both addresses on, and they add up the partial products. meanwhile(k): other work, for each 16 channels.
+// c += the products of a warp's stationary rows and a tile's rows, over their W channels. The stationary operand is in
+// registers (REG) or in shared memory. With SPLIT_K, 2^SPLIT_K warps have the same rows. Each multiplies every
+// 2^SPLIT_K-th group of 16 channels, from both addresses on, and later the partial products are added up.
+// meanwhile(k): other work to do after each 16 channels.
 template <bool REG, int W, int N, int M, class F = Nothing>
 DEVICE void product(float (*c)[M][4], const u32 (*stationary)[M][4], u32 stationary_at, u32 tile_at, int first = 0,
                     const F &meanwhile = F()) {
@@ -160,7 +163,7 @@ DEVICE void product(float (*c)[M][4], const u32 (*stationary)[M][4], u32 station
 
 DEVICE float4 together(const float (&c)[4]) { return make_float4(c[0], c[1], c[2], c[3]); }
 DEVICE void add(float (&c)[4], const float4 &x) { c[0] += x.x, c[1] += x.y, c[2] += x.z, c[3] += x.w; }
-// SPLIT_K: stores a lane's partial sums to shared memory; adds another warp's from there.
+// SPLIT_K: store a lane's partial sums to shared memory; load, or add, those of another warp from there.
 DEVICE void store_partial(const float (&c)[4], u32 at) { shared_store_float4(at, together(c)); }
 DEVICE void load_partial(float (&c)[4], u32 at) {
   const float4 x = shared_load_float4(at);
@@ -168,9 +171,9 @@ DEVICE void load_partial(float (&c)[4], u32 at) {
 }
 DEVICE void add_partial(float (&c)[4], u32 at) { add(c, shared_load_float4(at)); }
 
-// Writes the 16 * M rows of a warp (from first_row of its block's tile on) times `factor`: through the warp's part of
-// shared memory (from `place` on) to 16-byte stores. SPLIT warps have the same rows, and every SPLIT-th 16 channels of
-// them; each writes its share of the rows.
+// Writes the 16 * M rows of a warp, from first_row of its block's tile on, times `factor`. They pass through the warp's
+// part of shared memory, from `place` on, so that global stores have 16 bytes. SPLIT warps hold the same rows, each
+// with every SPLIT-th group of 16 channels; each writes a part of the rows.
 template <int SPLIT, int N, int M> DEVICE void write_rows(float (&c)[N][M][4], const float (&factor)[M][2], u32 place,
                                                           int first_row, u16 *out, int row_stride, int rows,
                                                           int head_dim, int side = 0) {

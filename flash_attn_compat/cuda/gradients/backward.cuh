@@ -2,11 +2,11 @@
 //
 // With P = exp(S - LSE), dP = dout V^T and delta = rowsum(out * dout):
 //   dS = P (dP - delta),  dv = P^T dout,  dk = scale dS^T q,  dq = scale dS k.
-// Each kernel computes S and dP anew, so that every sum belongs to one block: no atomics, no fp32 buffer, the same bits
-// each time.
+// Both kernels compute S and dP, so that each gradient is summed by one block. So there are no atomics and no fp32
+// buffers, and results have the same bits every time.
 //
-// A block holds a tile of *stationary* rows and walks over tiles of *streamed* rows. Q and K are the QK operands (head
-// dim D), dout and V the VO operands (head dim DV):
+// A block keeps a tile of *stationary* rows, and reads tiles of *streamed* rows one after the other. Q and K are the QK
+// operands (head dim D), dout and V the VO operands (head dim DV):
 //
 //          stationary    streamed      S             dP                grad_qk        grad_vo
 //          QK, VO        QK, VO
@@ -21,10 +21,11 @@
 // (QK_IN_REGS, VO_IN_REGS) or in shared memory.
 //
 // SPLIT_N: two warps share their stationary rows. Each computes P and dS of half of a tile's streamed rows, gets the
-// other half through shared memory, and adds up every other 16 channels of the gradients: half as many accumulators.
+// other half through shared memory, and sums up every other group of 16 channels of the gradients. So each needs half
+// as many registers for sums.
 //
-// SPLIT_K: 2^SPLIT_K warps share their stationary rows. Each holds every 2^SPLIT_K-th 16 channels of the operands too,
-// and the warps add up their partial sums of S and dP.
+// SPLIT_K: as SPLIT_N, but 2^SPLIT_K warps share their stationary rows. Each also holds only every 2^SPLIT_K-th group
+// of 16 channels of the operands, and the warps add up their partial sums of S and dP.
 //
 // Bytes of shared memory (without exchanges):
 //   STATIONARY_ROWS * 2 ([not QK_IN_REGS] D + [not VO_IN_REGS] DV)
@@ -36,12 +37,12 @@
 
 // ---- The tiles of a block
 
-// A block's stationary tile. Compiler steering: computed again after the main loop, from an `index` with p.zero in it,
-// so that no registers hold it during the loop.
+// A block's stationary tile. It is computed again after the main loop, so that it takes no registers during the loop.
+// p.zero is added to its `index` there, or the compiler would keep the first result.
 struct StationaryTile {
   int tile, tiles, head, b;   // head: of keys in dkdv
-  int first, rows, left;   // the tile's first row; rows of the sequence, and those from `first` on
-  int split;   // dkdv: part of the group's heads
+  int first, rows, left;   // the tile's first row; the sequence's number of rows, and how many remain from `first` on
+  int split;   // dkdv: which part of the group's heads
   Sequence seq;
   DEVICE StationaryTile(const Params &p, int index) {
     const TileScheduler scheduled(p, index, p.tiles);
@@ -58,7 +59,7 @@ struct StationaryTile {
     left = rows - first;
   }
   DEVICE int head_k(const Params &p) const { return KEYS_STATIONARY ? head : head / p.group; }
-  // Query heads of a split: as many for each split but the last.
+  // How many query heads a split has; the last one may have fewer.
   DEVICE int heads_each(const Params &p) const { return (p.group + p.splits - 1) / p.splits; }
   DEVICE int first_head(const Params &p) const {
     return KEYS_STATIONARY ? head * p.group + split * heads_each(p) : head;
@@ -74,7 +75,7 @@ struct StationaryTile {
   DEVICE i64 row_values(const Params &p) const { return b * p.lse_batch + first_head(p) * p.lse_head + seq.first_q; }
 };
 
-// Tiles that a dense mask or a BlockMask hides are skipped, unless (FEW_KEYS) they need a dq of 0.
+// Tiles that a dense mask or a BlockMask hides are skipped. Not with FEW_KEYS, where their rows of dq must be written.
 constexpr bool SKIPS = (BIAS && !FEW_KEYS) || FLEX == 2;
 
 // The streamed tiles [first, end) of a sequence, for each of `heads` heads.
@@ -91,7 +92,7 @@ struct StreamedTiles {
     const Range seen = range.seen_by(tile.first, min(tile.first + STATIONARY_ROWS, tile.rows));
     first = seen.first / STREAMED_ROWS;
     end = (seen.end + STREAMED_ROWS - 1) / STREAMED_ROWS;
-    if (FEW_KEYS) first = 0, end = (rows + STREAMED_ROWS - 1) / STREAMED_ROWS;   // each row has a dq
+    if (FEW_KEYS) first = 0, end = (rows + STREAMED_ROWS - 1) / STREAMED_ROWS;   // write dq of every row
   }
   // Address of a head's streamed rows; offset of their LSE and delta.
   DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const {
@@ -102,10 +103,10 @@ struct StreamedTiles {
   }
 };
 
-// The walk of a block over streamed tiles: it stands at tile `tile` of head `head`, counted from the block's first.
+// A block's place in its loop over streamed tiles: tile `tile` of head `head`, counted from the block's first head.
 struct Walk {
   int tile, head = 0;
-  bool is_full = false;   // FLEX: no mask_mod hides scores of the tile
+  bool is_full = false;   // FLEX: a full block of the BlockMask, in which mask_mod hides nothing
   DEVICE Walk(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed) : tile(streamed.first) {
     skip_hidden(p, stationary, streamed);
   }
@@ -127,8 +128,8 @@ struct Walk {
   typedef FlexTiles<STATIONARY, STREAMED, STREAMED_ROWS> Tiles;
   int place = 0, of_head = -1;   // in the list of `of_head`
   Tiles listed;
-  const int *entry;   // of the next place in its list,
-  u32 loaded;   // and what it holds, loaded a tile ahead
+  const int *entry;   // address of the next place's entry in its list
+  u32 loaded;   // the entry itself, loaded one tile ahead
   DEVICE void skip_hidden(const Params &p, const StationaryTile &stationary, const StreamedTiles &streamed) {
     const int b = stationary.b, first = stationary.first;
     for (; goes_on(streamed); head++, place = 0) {
@@ -161,14 +162,14 @@ struct Block {
       stationary_vo[VO_IN_REGS ? DV / 16 >> SPLIT_K : 1][MMA_M][4];
   StationaryRows stationary;
   ScoreParams score_params;
-  float qk_scale, vo_scale;   // scales of the streamed operands
-  int ds_exponent[MMA_M][2];   // of each stationary row; in dkdv the same for all
-  int delta_exponent;   // of streamed queries
+  float qk_scale, vo_scale;   // by which the streamed operands are multiplied
+  int ds_exponent[MMA_M][2];   // dS is multiplied by 2 to this power, for each stationary row; in dkdv all are equal
+  int delta_exponent;   // the delta of streamed queries is multiplied by 2 to this power
   u32 shared;
   Given given;
 #if FLEX_GRADIENTS && !KEYS_STATIONARY
   FlexSum sums[FLEX_SUMS];
-  int first_exponent;   // what dS is scaled by besides ds_exponent
+  int first_exponent;   // dS is also multiplied by 2 to this power
 #endif
 
   DEVICE Block(const Params &p, u32 shared, const Exponents &e) : shared(shared) {
@@ -198,15 +199,15 @@ struct Block {
     copy.load(staged, p, streamed.of(x, s, head, zero), s, nullptr, tile * STREAMED_ROWS,
               streamed.rows - tile * STREAMED_ROWS, head_dim, target);
   }
-  // Loads this thread's element of a streamed tile's LSE and delta, as it lies in global memory.
+  // Loads this thread's element of a streamed tile's LSE and delta, unchanged.
   DEVICE float load_row_value(const Params &p, const StreamedTiles &streamed, int tile, int head, int thread,
                               int zero) const {
     const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
     if (!KEYS_STATIONARY || thread >= LOADED_ROW_VALUES || row >= streamed.rows) return 0.f;
     return global_load((thread < STREAMED_ROWS ? p.lse : p.delta) + streamed.row_values(p, head, zero) + row);
   }
-  // Stores the loaded element in the units of the scores. What follows from the load stands here, where the load has
-  // arrived.
+  // Converts the loaded element to the units of the scores, and stores it in shared memory. Nothing is computed right
+  // after the load, so that no thread waits for it there.
   DEVICE void store_row_value(const Params &p, const StreamedTiles &streamed, float x, int tile, int head, float slope,
                               int thread, int buffer) const {
     const int row = tile * STREAMED_ROWS + thread % STREAMED_ROWS;
@@ -219,7 +220,7 @@ struct Block {
     shared_store(shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + thread * 4, __float_as_int(x));
   }
 
-  // P of a tile of streamed rows from `seen` on, with or without masked scores.
+  // Computes P of a tile of streamed rows from `seen` on, by faster code if no score of the tile is masked.
   DEVICE void recompute(Scores &S, Packed &P, const Params &p, const DenseMask &mask, const WarpRange &range,
                         bool is_full, u32 rows_at, int seen, int g, int t) {
     if (BIAS ? !(KEYS_STATIONARY ? mask.has<SCORED_ROWS, WARP_ROWS>(p, 1, seen, range.first)
@@ -263,10 +264,10 @@ struct Block {
     __syncthreads();
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-      // Compiler steering: a 0 unknown to the compiler, so that it keeps nothing that follows from the thread's number
-      // across the loop.
+      // `zero` is 0, but the compiler does not know. So it computes everything that depends on the thread's number
+      // again in each turn, and keeps none of it in registers.
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
-      // Compiler steering: streamed addresses are recomputed where they would take too many registers.
+      // Likewise for the addresses of streamed rows, if they would take too many registers.
       const int anew = D > 64 && D < 128 ? zero : 0;
       const int buffer = step & 1, next_buffer = buffer ^ 1;
       const int side = side_of(thread), half = EXCHANGES ? side & 1 : 0, first = tile * STREAMED_ROWS,
@@ -274,7 +275,7 @@ struct Block {
       const u32 qk_tile = shared + QK_TILES_AT + buffer * QK_TILE_BYTES +
                           half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutQK::ROW_BYTES,
                 vo_tile = shared + VO_TILE_AT + half * (SPLIT_N ? SCORED_ROWS : 0) * LayoutVO::ROW_BYTES;
-      // This warp's half of the streamed rows comes first.
+      // Addresses such that this warp's half of the streamed rows comes first.
       const int row_thread = SPLIT_K ? thread ^ half << 4 : thread,
                 transposed_thread = SPLIT_K ? thread ^ half << 3 : thread;
       const u32 qk_at = LayoutQK::along(qk_tile + LayoutQK::b_operand_at(row_thread), SPLIT_K ? side * 2 : 0),
@@ -289,8 +290,8 @@ struct Block {
       const u32 rows_at = shared + ROW_VALUES_AT + buffer * STREAMED_ROWS * 8 + half * SCORED_ROWS * 4 + t * 8;
       const WarpRange range =
           warp_range(p, stationary_tile.first + group_of(thread) * WARP_ROWS, streamed.shift, streamed.rows, zero);
-      // Compiler steering: without a mask always true, but it keeps the compiler from moving operands between the two
-      // halves of this loop, where registers are short.
+      // Whether this warp computes the tile. Without a mask it is always true, as `zero == 0` is. The compiler does not
+      // know that, and so does not move operands between the two halves of this loop, which lack registers.
       const bool sees = !LOCAL || range.sees_some(first) || (EXCHANGES && range.sees_some(first + SCORED_ROWS));
       const DenseMask mask(p, b, head + this_head);
 #if FLEX
@@ -370,8 +371,8 @@ struct Block {
     }
   }
 
-  // Writes a gradient times `scale` and 2^exponent to its rows, through shared memory. In two factors, since 2^exponent
-  // may exceed a float.
+  // Writes a gradient times `scale` and 2^exponent to its rows, through shared memory. The power is applied in two
+  // factors, since 2^exponent may be no float.
   template <int C> DEVICE void write(float (&c)[C][MMA_M][4], int exponent, float scale, u16 *out, int row_stride,
                                      int rows, int head_dim, bool of_dS) const {
     float factor[MMA_M][2];
@@ -390,7 +391,8 @@ struct Block {
   }
 };
 
-// Gradients of rows without a block become NaN, written by blocks without a sequence.
+// Writes NaN to the gradients of rows for which there is no block, since the caller's max_seqlen was too small. Blocks
+// without a sequence do that.
 DEVICE void mark_missing(const Params &p, u16 *x, const Strides &s, int head_dim, const StationaryTile &tile) {
   const int splits = Operands::splits(p);
   for_missing_rows(p, Operands::stationary_starts(p), Operands::stationary_total(p), p.tiles * STATIONARY_ROWS,
@@ -399,8 +401,8 @@ DEVICE void mark_missing(const Params &p, u16 *x, const Strides &s, int head_dim
                    });
 }
 
-// Tokens outside of all sequences (b = batch), and this sequence's slots without a key, get gradients of 0: rows
-// [first, end) and [behind, last). The blocks of a head share these rows.
+// Writes gradients of 0 to tokens outside of all sequences (b = batch), and to this sequence's slots without a key: the
+// rows [first, end) and [behind, last). The blocks of a head share these rows.
 DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim, const StationaryTile &tile) {
   const int b = tile.b, *starts = Operands::stationary_starts(p), total = Operands::stationary_total(p);
   int first = 0, end = tile.seq.first_k, behind = end + tile.seq.seqlen_k, last = p.seqlen_k;

@@ -1,21 +1,21 @@
-// From a tile of scores to P and dS in the backward: lines 11 and 13 of Algorithm 2. KEYS_STATIONARY is 1 in dkdv and 0
-// in dq.
+// Computes P and dS of a tile from its scores, in the backward: lines 11 and 13 of Algorithm 2. KEYS_STATIONARY is 1 in
+// dkdv and 0 in dq.
 #pragma once
 #include "splits.cuh"
 
 constexpr int THREADS = WARPS * 32, SPLIT_WARPS = 1 << SPLIT_N + SPLIT_K + ROLES, GROUPS = WARPS / SPLIT_WARPS,
               STATIONARY_ROWS = GROUPS * MMA_M * 16, WARP_ROWS = MMA_M * 16;
 constexpr bool EXCHANGES = SPLIT_N || SPLIT_K;
-// Warps that share out the channels of a gradient.
+// How many warps divide the channels of a gradient among them.
 constexpr int CHANNEL_WARPS = ROLES ? 1 : SPLIT_WARPS;
-// Streamed rows of a tile for which a warp computes P and dS, and blocks of 8 of them.
+// For how many streamed rows of a tile a warp computes P and dS; and the same in blocks of 8 rows.
 constexpr int SCORED_ROWS = EXCHANGES ? STREAMED_ROWS / 2 : STREAMED_ROWS, MMA_N = SCORED_ROWS / 8;
-// Blocks of 8 streamed rows whose products a warp sums up; the warp's own half comes first.
+// For how many blocks of 8 streamed rows a warp computes (partial) products; those of its own half come first.
 constexpr int PARTIAL_BLOCKS = SPLIT_K ? STREAMED_ROWS / 8 : MMA_N;
 static_assert(D % (16 * SPLIT_WARPS) == 0 && DV % (16 * SPLIT_WARPS) == 0 && SCORED_ROWS % (SPLIT_K ? 8 : 16) == 0,
               "warps share out channels in 16s");
 static_assert(!SPLIT_K || (!SPLIT_N && STREAMED_ROWS == 16), "warps share out 16 streamed rows");
-DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // of warps with the same stationary rows
+DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // warps of a group have the same stationary rows
 DEVICE int side_of(int thread) { return SPLIT_WARPS > 1 ? (thread >> 5) / GROUPS : 0; }
 static_assert(!KEYS_STATIONARY || 2 * STREAMED_ROWS <= THREADS, "a thread loads at most one LSE or delta of a tile");
 // Q and K have D channels, dout and V have DV.
@@ -25,11 +25,13 @@ typedef TileCopy<THREADS, STATIONARY_ROWS, D> CopyStationaryQK;
 typedef TileCopy<THREADS, STATIONARY_ROWS, DV> CopyStationaryVO;
 typedef TileCopy<THREADS, STREAMED_ROWS, D> CopyStreamedQK;
 typedef TileCopy<THREADS, STREAMED_ROWS, DV> CopyStreamedVO;
-// P times 2^12 uses fp16's range below 1 as well; only where the operand that multiplies P is scaled anyway.
+// P is multiplied by 2^12, so that small probabilities keep their bits in fp16. Only for converted bf16, whose operands
+// are scaled anyway.
 constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
-// FLEX: bits of dS kept free for slopes of a caller's score_mod above 1.
+// FLEX: dS is scaled down by 2^8, so that it does not overflow if the derivative of a caller's score_mod exceeds 1.
 constexpr int FLEX_SHIFT = FLEX_SCORE ? 8 : 0;
-// Softcap's slope is kept divided by 4: P and dv are 4 times as large.
+// Softcap's derivative is kept divided by 4. To make up for that, P is 4 times as large, and so is dv until it is
+// written.
 constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
 typedef float Scores[PARTIAL_BLOCKS][MMA_M][4];
 typedef u32 Packed[MMA_N][MMA_M][2];   // P or dS as operands
@@ -38,10 +40,11 @@ typedef float GradientQK[D / 8 / CHANNEL_WARPS][MMA_M][4], GradientVO[DV / 8 / C
 // ---- Powers of two (converted bf16)
 DEVICE int exponent_of(float x) { return ((__float_as_int(x) >> 23) & 255) - 127; }
 DEVICE float power_of_two(int e) { return __int_as_float((clamp(e, -127, 127) + 127) << 23); }
-// x * 2^e, in two factors, since 2^e may exceed a float.
+// Returns x * 2^e, computed in two factors, since 2^e may be no float.
 DEVICE float times_power_of_two(float x, int e) { return x * power_of_two(e / 2) * power_of_two(e - e / 2); }
 
-struct Exponents {   // q is multiplied by 2^q on the way to shared memory, and so on
+// The exponents of the powers of two by which q, k, v and dout are multiplied on their way to shared memory.
+struct Exponents {
   int q, k, v, dout;
   DEVICE Exponents(const Params &p, int b, int head_k)
         : q(exponent_of(scale_of(absmax_of(p, ABSMAX_Q, b, head_k)))),
@@ -50,8 +53,9 @@ struct Exponents {   // q is multiplied by 2^q on the way to shared memory, and 
           dout(exponent_of(scale_of(absmax_of_dout(p, b, head_k)))) {}
 };
 
-// The exponent by which dS is scaled besides, so that it stays below 2^15 for any v, dout and out. `largest_dout` is
-// scaled, and v is below 2^15; delta has a bound of its own, since a caller may pass another out.
+// Returns the exponent of a further power of two by which dS is scaled, so that it stays below 2^15 for any v, dout and
+// out. `largest_dout` is scaled already, and scaled v is below 2^15. delta needs its own bound, since a caller may pass
+// another out.
 DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dout, float largest_delta) {
   if (TYPE != 2) return 0;
   const int of_dP = exponent_of(p.head_dim_v * 32768.f * largest_dout * (DROPOUT ? p.dropout_scale : 1.f));
@@ -66,12 +70,12 @@ DEVICE WarpRange warp_range(const Params &p, int first, int shift, int streamed,
 }
 
 #if FLEX
-// Whether a warp skips tiles of which a caller's mask shows it nothing: elsewhere registers are short, and a branch
-// spills.
+// Whether a warp skips tiles in which a caller's mask_mod hides everything. In other kernels a branch for that would
+// make the compiler spill registers.
 constexpr bool FLEX_SKIPS =
     FLEX_MASK && (KEYS_STATIONARY ? D > 32 && D <= 80 && TYPE != 2 : D < 64 || (D >= 96 && D <= 128));
-// What a caller's mask shows of a warp's stationary rows and `count` streamed rows from `streamed` on. dkdv of narrow
-// heads or converted bf16 has no registers to ask.
+// Returns whether a caller's mask_mod shows some, or all, scores of a warp's stationary rows and `count` streamed rows
+// from `streamed` on. dkdv of narrow heads, or of converted bf16, has no registers to find out, and says some.
 DEVICE Sight see(const Params &p, const WarpRange &range, int b, int head, bool is_full, int streamed, int count) {
   if (KEYS_STATIONARY && (D <= 32 || TYPE == 2)) return {true, is_full || !FLEX_MASK};
   return KEYS_STATIONARY ? ScoreRule::sight(p, b, head, is_full, streamed, count, range.first, WARP_ROWS)
@@ -79,7 +83,8 @@ DEVICE Sight see(const Params &p, const WarpRange &range, int b, int head, bool 
 }
 #endif
 
-// The terms of the given LSE that depend on a row's position, and on its largest bias.
+// The caller's LSE may include a term slope * position, under ALiBi, and a row's largest bias. These functions return
+// the slope and the bias, or 0.
 DEVICE float position_slope(const Params &p, int b, int head) {
   return ALIBI && p.lse_has_position ? alibi_slope(p, b, head) : 0.f;
 }
@@ -87,17 +92,17 @@ DEVICE float bias_top(const Params &p, int b, int head, int row) {
   return BIAS > 1 && p.lse_has_position ? DenseMask(p, b, head).top(p, row) : 0.f;
 }
 
-// ---- LSE of a query row in units of log2; +inf for rows that see no key, whose P is 0. With softcap the cap is
-// subtracted: scores count down from it.
+// ---- Returns the LSE of a query row in units of log2, without its position; +inf for rows that see no key, so that
+// their P is 0. With softcap the cap is subtracted, since scores count down from the cap.
 DEVICE float row_lse(const Params &p, float lse, int row, int offset, float slope) {
   const float shift = (float)-(P_SHIFT + SLOPE_SHIFT);
   if (fabsf(lse) == POS_INF) return POS_INF;
-  if (FLEX) return lse + shift;   // in units of log2 already
+  if (FLEX) return lse + shift;   // flex_attention's LSE is in units of log2 already
   return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), lse) : lse, LOG2E,
               SOFTCAP ? fmaf(p.softcap, -LOG2E, shift) : shift);
 }
 
-// What turns the scores of one head into P.
+// The parameters by which the scores of one head become P.
 struct ScoreParams {
   ScoreRule rule;
   u32 row_base, key_base;   // dropout
@@ -115,10 +120,10 @@ struct ScoreParams {
   }
 };
 
-// ---- c += P or dS times a streamed tile. On Turing the addresses are those of product(), so that registers hold them
-// once: transposed, blocks and steps swap places. m16n8k16 wants its two steps in neighbouring registers, which another
-// order of addresses gives for free.
-// accumulate_16 takes 16 rows of the tile, from `row` on; SPLIT warps share its channels.
+// ---- c += P or dS times a streamed tile. On Turing the tile is read from the same addresses as in product(), so that
+// these take registers only once; since it is read transposed, blocks and steps swap places. The instruction m16n8k16
+// needs its two steps in neighbouring registers, which another order of addresses gives at no cost.
+// accumulate_16 takes 16 rows of the tile, from `row` on; SPLIT warps divide its channels among them.
 template <int SPLIT, int C, int M>
 DEVICE void accumulate_16(float (&c)[C][M][4], const u32 (&a)[M][4], u32 tile_at, int row) {
   typedef Layout<C * 8 * SPLIT> L;
@@ -140,19 +145,19 @@ DEVICE void accumulate(float (&c)[C][MMA_M][4], const u32 (*a)[MMA_M][2], u32 ti
   }
 }
 
-// ---- Line 11: P = exp(S - LSE), in the place of S; 0 for masked scores. With softcap P holds its slope 1 - tanh^2 as
-// a factor; a dropped probability is negative. `packed` gets the probabilities for dv: without the slope, dropped ones
-// 0.
-struct StationaryRows {   // of queries; keys need only their dropout words
-  float lse[MMA_M][2], minus_delta[MMA_M][2];   // minus_delta: in the units of packed dS
+// ---- Line 11: replaces S by P = exp(S - LSE), 0 for masked scores. With softcap P is multiplied by softcap's
+// derivative, 1 - tanh^2. A dropped probability is made negative. `packed` gets the probabilities for dv: without the
+// derivative, and 0 if dropped.
+struct StationaryRows {   // values of a lane's stationary rows; stationary keys (dkdv) have only the dropout words
+  float lse[MMA_M][2], minus_delta[MMA_M][2];   // minus_delta: -delta, scaled as dS is
   u32 word[MMA_M][2];
 };
 
-// MASKED: the tile masks a score or, under ALiBi, has rows on both sides of a stationary position. In other tiles
-// ALiBi's distance is a term of the stationary row plus a term of the streamed row.
-constexpr bool DISTANCE_IS_SUM = ALIBI && !(TYPE == 2 && DROPOUT);   // else registers are short
+// MASKED: a score of the tile is masked, or under ALiBi the tile has rows on both sides of a stationary row's position.
+// In other tiles ALiBi's distance is simply a term of the stationary row plus a term of the streamed row.
+constexpr bool DISTANCE_IS_SUM = ALIBI && !(TYPE == 2 && DROPOUT);   // the excepted kernel lacks registers for it
 
-// FLEX_GRADIENTS, in dq: P is kept without the slope, and the scores that a caller's functions got are kept beside it.
+// FLEX_GRADIENTS, in dq: P is kept without score_mod's derivative, together with the scores that score_mod got.
 #if FLEX_GRADIENTS && !KEYS_STATIONARY
 struct Given {
   float score[MMA_N][MMA_M][4];
@@ -172,7 +177,7 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
                                                            u32 rows_at, int tile, int g, int t) {
   VisibleRows visible[MMA_M][2];
   float ahead[MMA_M][2], along[MMA_M][2];
-  // ALiBi's difference from one streamed row to the next.
+  // By how much ALiBi changes a score from one streamed row to the next.
   const float per_row = range.is_behind(tile) ? f.rule.slope : -f.rule.slope;
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
@@ -226,7 +231,7 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
             pair = e ? pack(__int_as_float(pair), kept) : __float_as_int(kept);
           }
           if (SOFTCAP) s *= f.rule.quarter_slope(below);
-          // What score_mod makes of a hidden score may be no number.
+          // 0 for hidden scores, for which score_mod's derivative may be NaN.
           if (Given::IS_KEPT) given.keep(n, m, 2 * r + e, score);
           else if (FLEX_SCORE) s = MASKED && hidden ? 0.f : s * f.rule.slope_at(p, score, row, key);
           if (gone) s = -s;
@@ -235,11 +240,11 @@ template <bool MASKED> DEVICE void recompute_probabilities(Scores &S, Packed &pa
   }
 }
 
-// ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0. Where nothing scales dP, its sum starts
-// at -delta.
+// ---- Line 13: dS = P (dP - delta), packed as operands. For a dropped probability dP is 0. FROM_DELTA: nothing scales
+// dP, so its sum can start at -delta.
 constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT && !SPLIT_K;
-// Blocks of 8 streamed rows whose dP is in registers at once: all, where otherwise the stationary operand or the scales
-// would be read again.
+// For how many blocks of 8 streamed rows dP is in registers at once. For all, if otherwise the stationary operand or
+// the scales would have to be read again.
 constexpr int AT_ONCE = ROLES ? MMA_N : SPLIT_K ? PARTIAL_BLOCKS : VO_IN_REGS && FROM_DELTA ? 2 : MMA_N;
 
 DEVICE void start_dp(float (*dP)[MMA_M][4], const StationaryRows &stationary, u32 rows_at) {
@@ -252,17 +257,17 @@ DEVICE void start_dp(float (*dP)[MMA_M][4], const StationaryRows &stationary, u3
   }
 }
 
-// FLEX_GRADIENTS, in dq: adds a score's part of captured tensors' gradients, and multiplies its dS by the slope. n0:
-// blocks of 8 keys before the first one of compute_ds
+// FLEX_GRADIENTS, in dq: for each score, adds its terms to the gradients of captured tensors, and multiplies its dS by
+// score_mod's derivative.
 #if FLEX_GRADIENTS && !KEYS_STATIONARY
 struct GivenScores {
   const Params &p;
   const ScoreRule &rule;
   FlexSum (&sums)[FLEX_SUMS];
   const Given &given;
-  const int (&exponent)[MMA_M][2];   // of dS
-  int first_exponent, row, key;   // what all dS are scaled by; a lane's first row and key
-  bool counts;   // of warps that compute the same scores, one counts them
+  const int (&exponent)[MMA_M][2];   // as ds_exponent of Block
+  int first_exponent, row, key;   // all dS are also multiplied by 2^first_exponent; a lane's first row and key
+  bool counts;   // whether this warp adds gradients: only one of the warps that compute the same scores does
   DEVICE float slope_times(int n, int m, int r, int e, float P, float dS) const {
     if (P == 0.f) return dS;   // hidden, or too far below its row's maximum
     const float score = given.score[n][m][2 * r + e];

@@ -1,6 +1,6 @@
-// How warps with the same stationary rows share the work of a tile, through shared memory. SPLIT_N, SPLIT_K: each warp
-// computes P and dS for half of the streamed rows and gets the other half from its partner. SPLIT_K: S and dP are sums
-// of the warps' partial sums.
+// How warps with the same stationary rows divide the work of a tile, and exchange results through shared memory. With
+// SPLIT_N and SPLIT_K, each warp computes P and dS for half of the streamed rows, and gets the other half from its
+// partner. With SPLIT_K, S and dP are also sums of the partial sums of several warps.
 #pragma once
 #include "gradients/backward_scores.cuh"
 
@@ -12,7 +12,7 @@ constexpr u32 STATIONARY_VO_AT = QK_IN_REGS ? 0 : STATIONARY_ROWS * LayoutQK::RO
 constexpr int QK_SLOTS = DS_OVER_Q ? 1 : larger(STAGES, 2), VO_SLOTS = !STAGES ? 1 : ROLES ? 2 : STAGES;
 constexpr u32 QK_TILE_BYTES = STREAMED_ROWS * LayoutQK::ROW_BYTES, VO_TILE_BYTES = STREAMED_ROWS * LayoutVO::ROW_BYTES,
               VO_TILE_AT = QK_TILES_AT + QK_SLOTS * QK_TILE_BYTES;
-// Of a tile's LSE and delta, those that are loaded.
+// How many numbers of a tile's LSE and delta are loaded; with FEW_KEYS only the LSE.
 constexpr int LOADED_ROW_VALUES = (FEW_KEYS ? 1 : 2) * STREAMED_ROWS;
 constexpr u32 ROW_VALUES_AT = VO_TILE_AT + VO_SLOTS * VO_TILE_BYTES;
 
@@ -26,8 +26,8 @@ DEVICE u32 exchange_at(u32 shared, int which, int thread, int side) {
 DEVICE void store_half(const u32 (*found)[MMA_M][2], u32 at) {
   UNROLLED(i, MMA_N * MMA_M * 2) shared_store(at + i * 128, found[i / 2 / MMA_M][i / 2 % MMA_M][i % 2]);
 }
-// c += the partner's half times a tile, in which this warp's own half begins at `tile_at`. With SPLIT_K also this
-// warp's own half, since 8 rows are no operand.
+// c += the partner's half of P or dS times a streamed tile, in which this warp's own half begins at `tile_at`. With
+// SPLIT_K this warp's own half is added here, too, because an operand needs 16 rows, and a half has 8.
 template <int C> DEVICE void accumulate_exchanged(float (&c)[C][MMA_M][4], const u32 (*mine)[MMA_M][2], u32 partners_at,
                                                   u32 tile_at, int half) {
   u32 all[2 * MMA_N][MMA_M][2];
@@ -40,8 +40,8 @@ template <int C> DEVICE void accumulate_exchanged(float (&c)[C][MMA_M][4], const
   else
     accumulate<MMA_N>(c, all + MMA_N, tile_at + (1 - 2 * half) * SCORED_ROWS * Layout<C * 8 * SPLIT_WARPS>::ROW_BYTES);
 }
-// Where a warp stores its partial sums: those of S in the next tile's place if that has room, those of dP behind. Two
-// of four warps need the same half.
+// Where a warp stores its partial sums: those of S in the place of the next QK tile, if that is large enough, those of
+// dP behind the exchanged halves.
 constexpr u32 PARTIALS_AT = HALVES_AT + 2 * WARPS * HALF_BYTES, PARTIAL_BYTES = WARPS * SPLIT_K * MMA_M * 512;
 DEVICE u32 partials_at(u32 shared, bool of_S, int buffer, int thread) {
   constexpr bool FITS = PARTIAL_BYTES <= QK_TILE_BYTES && !CP_ASYNC;

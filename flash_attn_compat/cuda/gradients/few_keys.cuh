@@ -1,9 +1,9 @@
-// The backward's main loop where one tile has all keys of its sequence (FEW_KEYS, in dkdv): it finds delta and dq, too,
-// so no other kernel has a part in the backward, and S and dP are needed once.
+// The backward's main loop if one tile has all keys of its sequence (FEW_KEYS, in dkdv). It also computes delta and dq,
+// so that the backward needs no other kernel, and S and dP are computed only once.
 //
-// The warps store dS^T of a tile of queries, a row for each key, and multiply it by K, 16 queries each: COLUMN_WARPS of
-// them share queries, and take every COLUMN_WARPS-th 16 channels each. DS_OVER_Q: dS takes the place of its tile of Q,
-// which has one slot. So a multiprocessor of sm_75 holds two blocks.
+// The warps store dS^T of a tile of queries in shared memory, a row for each key. Then each multiplies it by K for 16
+// queries. COLUMN_WARPS warps have the same queries, and take every COLUMN_WARPS-th group of 16 channels each.
+// DS_OVER_Q: dS is stored over its tile of Q, and Q has only one tile. So a multiprocessor of sm_75 holds two blocks.
 #pragma once
 #include "gradients/backward.cuh"
 
@@ -17,8 +17,8 @@ static_assert(!DS_OVER_Q || (D == DV && STATIONARY_ROWS <= D), "a tile of Q has 
 static_assert(WARPS % ROW_WARPS == 0, "warps share out 16 queries each");
 static_assert(CopyStreamedVO::SIDES == 1, "neighbouring threads share a row");
 
-// A tile's operands on their way to shared memory. So a block waits for memory once: for its first tile while it loads
-// its own rows, for others while it computes.
+// The loaded operands of a tile, in registers on their way to shared memory. They are loaded early: those of the first
+// tile together with the block's own rows, those of later tiles while the block computes.
 struct StreamedLoads {
   uint4 q[CopyStreamedQK::N], dout[CopyStreamedVO::N], out[CopyStreamedVO::N];
   float row_lse;
@@ -32,7 +32,7 @@ struct StreamedLoads {
   }
 };
 
-// Finds delta of a tile of queries, from `first` on, as delta.cu does.
+// Computes delta of a tile of queries, from `first` on, as delta.cu does, and stores it in shared and global memory.
 DEVICE void store_delta(const Block &block, const Params &p, const StreamedTiles &queries, int first, int head,
                         const StreamedLoads &loads, int buffer, int thread) {
   typedef CopyStreamedVO Copy;
@@ -55,7 +55,8 @@ DEVICE void store_delta(const Block &block, const Params &p, const StreamedTiles
   }
 }
 
-// Stores blocks of dS from `first` on. Rows without a key get 0: their P may have overflowed, and K is 0 there.
+// Stores blocks of dS in shared memory, from block `first` on. For rows beyond the last key it stores 0, since their P
+// may have overflowed.
 template <int N> DEVICE void store_ds(const u32 (&dS)[N][MMA_M][2], u32 shared, int thread, int first, int keys) {
   const int key = group_of(thread) * WARP_ROWS + (thread >> 2 & 7);
   const u32 at = shared + DS_AT + LayoutDS::at(key, 0) + (thread & 3) * 4;
@@ -66,8 +67,8 @@ template <int N> DEVICE void store_ds(const u32 (&dS)[N][MMA_M][2], u32 shared, 
                      key + m * 16 + r * 8 < keys ? dS[n][m][r] : 0);
 }
 
-// Writes dq of a tile of `rows` queries from dS and K, through `place` in shared memory. NaN if the caller's
-// max_seqlen_k was too small, so that the block lacks some of `keys`.
+// Computes dq of a tile of `rows` queries from dS and K, and writes it through `place` in shared memory. It writes NaN
+// if the sequence has more `keys` than the block, because the caller's max_seqlen_k was too small.
 DEVICE void write_dq(const Params &p, u32 shared, u16 *out, int rows, int keys, u32 place, int thread) {
   const int warp = thread >> 5, first_row = warp % ROW_WARPS * 16, side = warp / ROW_WARPS;
   if (side >= COLUMN_WARPS) return;
@@ -86,7 +87,7 @@ DEVICE void write_dq(const Params &p, u32 shared, u16 *out, int rows, int keys, 
                            rows, p.head_dim, side);
 }
 
-// As Block::main_loop. `loads` are those of the first tile, already started.
+// Does what Block::main_loop does. `loads`: the loads of the first tile, already started.
 DEVICE void few_keys_loop(Block &block, const Params &p, const StationaryTile &keys, const StreamedTiles &queries,
                           StreamedLoads &loads, GradientQK &dk, GradientVO &dv) {
   const u32 shared = block.shared;

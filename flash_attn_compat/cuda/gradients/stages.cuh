@@ -1,12 +1,12 @@
-// The backward's main loop with several stages of streamed tiles in shared memory (STAGES): a turn loads the tiles of
-// the next turn, so warps wait for each other once a turn.
+// The backward's main loop with several streamed tiles in shared memory (STAGES). Each turn of the loop loads the tiles
+// of the next turn, so that warps wait for each other only once a turn.
 //
-// Two stages: all warps are in the same turn. Three stages: half of the warps lag by half a turn, so one of two warps
-// of a scheduler multiplies while the other one exponentiates. Lagging warps pass a turn's barrier in the middle of
-// their own turn, so they still read its tiles while the others read the next turn's.
+// With two stages all warps are in the same turn. With three stages half of the warps are half a turn behind. So of two
+// warps of a scheduler, one multiplies while the other exponentiates. The warps behind pass a turn's barrier in the
+// middle of their own turn, and so still read its tiles while the others read those of the next turn.
 //
-// ROLES, in dkdv: two warps share their keys and take a role each. Warp 0 holds K, computes P and adds up dv; warp 1
-// holds V, computes dP, gets P from warp 0 through shared memory, and adds up dk. With three stages warp 1 lags.
+// ROLES, in dkdv: two warps have the same keys and different tasks. Warp 0 holds K, computes P and sums up dv. Warp 1
+// holds V, computes dP, gets P from warp 0 through shared memory, and sums up dk. With three stages warp 1 is behind.
 #pragma once
 #include "gradients/backward.cuh"
 
@@ -16,13 +16,13 @@ static_assert(STAGES == 2 || STAGES == 3, "warps are at most half a turn apart")
 static_assert(!ROLES || (KEYS_STATIONARY && D == DV && QK_IN_REGS), "both roles have the same code");
 static_assert(!SPLIT_N && !SPLIT_K && !CP_ASYNC, "left to Block::main_loop");
 
-// Where ROLES's warp 0 stores P of a turn.
+// ROLES: returns where warp 0 stores P of a turn.
 DEVICE u32 exchanged_at(u32 shared, int thread, int step) {
   const int buffer = LAGS ? step & 1 : 0;
   return shared + HALVES_AT + (buffer * GROUPS + group_of(thread)) * MMA_N * MMA_M * 512 + (thread & 31) * 16;
 }
 
-// This thread's share of a streamed tensor: its first chunk of the next tile.
+// The address of the first chunk that this thread loads from the next tile of a streamed tensor.
 template <class Copy> struct StreamedRows {
   const u16 *from;
   const Strides &strides;
@@ -31,7 +31,8 @@ template <class Copy> struct StreamedRows {
     from = streamed.of(x, s, head, 0) + (i64)(tile * STREAMED_ROWS + copy.row) * s.row + copy.chunk * 8;
   }
   DEVICE void advance(int rows, int heads) { from += (i64)rows * strides.row + (i64)heads * strides.head; }
-  // Without a branch, so that it can stand among products. left: rows of the tile that exist
+  // Loads this thread's chunks without a branch, so that loads can be issued between products. left: how many rows of
+  // the tile exist
   DEVICE void load(uint4 *staged, int left, int head_dim, u32 thread) const {
     const Copy copy(thread);
     UNROLLED(i, Copy::N)
@@ -41,7 +42,7 @@ template <class Copy> struct StreamedRows {
   }
 };
 
-// Takes a role's stationary rows to registers: both operands pass through shared memory.
+// ROLES: loads K or V, as the warp's task needs, into registers. Both pass through shared memory.
 DEVICE void keep_role(Block &block, const uint4 *qk, const uint4 *vo, int qk_exponent, int vo_exponent) {
   const CopyStationaryQK copy((u32)threadIdx.x);
   copy.store_converted(qk, block.shared, power_of_two(qk_exponent));
@@ -51,7 +52,7 @@ DEVICE void keep_role(Block &block, const uint4 *qk, const uint4 *vo, int qk_exp
                                            Block::stationary_at<LayoutQK>(threadIdx.x));
 }
 
-// As Block::main_loop. ROLES: grad_qk is dv of warps that compute P, and dk of the others.
+// Does what Block::main_loop does. ROLES: grad_qk is dv in warps that compute P, and dk in the others.
 DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &stationary_tile,
                         const StreamedTiles &streamed, GradientQK &grad_qk, GradientVO &grad_vo) {
   const u32 shared = block.shared;
@@ -114,7 +115,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
       CopyStreamedQK(thread).store(staged, shared + QK_TILES_AT + next_slot * QK_TILE_BYTES, block.qk_scale);
       vo.load(staged, left, p.head_dim_v, thread);
     };
-    Scores X;   // S and P, of the other role dP
+    Scores X;   // S, then P; in ROLES's warp 1 dP
     Packed packed;
     if (active) {
       if (ROLES && side) start_dp(X, block.stationary, rows_at);

@@ -1,5 +1,5 @@
-// FlexAttention: a caller's score_mod and mask_mod, and the tiles that a BlockMask leaves. flex_mods.cuh is generated
-// for each pair of functions; backends/fused/flex.py says what it defines, and what it may call.
+// FlexAttention: a caller's score_mod and mask_mod, and the tiles that a BlockMask does not hide. flex_mods.cuh is
+// generated for each pair of functions; backends/fused/flex.py says what it defines, and what it may call.
 //
 // FLEX 1: no BlockMask, all tiles; 2: tiles of a BlockMask with blocks of FLEX_BLOCK_Q queries and FLEX_BLOCK_K keys.
 #pragma once
@@ -41,7 +41,7 @@ DEVICE float flex_remainder(float a, float b) { return a - b * floorf(a / b); }
 // A caller's own index: negative ones count from the end, and none leads outside of the tensor.
 DEVICE int flex_within(int i, int size) { return clamp(i < 0 ? i + size : i, 0, size - 1); }
 
-// The number at an offset in a captured tensor.
+// Return the element at an offset in captured tensor i.
 #define FLEX_LOAD(name, result, type, x) \
   DEVICE result name(const FlexParams &f, int i, i64 offset) { \
     const type loaded = global_load((const type *)f.captured[i] + offset); \
@@ -57,8 +57,8 @@ FLEX_LOAD(flex_i16, int, short, loaded)
 FLEX_LOAD(flex_i8, int, signed char, loaded)
 FLEX_LOAD(flex_u8, int, u8, loaded)
 
-// ---- Gradients of captured tensors: a lane's sum for one number of one of them. Successive scores often add
-// to the same number, and an atomic writes their sum once another number's turn comes.
+// ---- A lane's sum for one element of a captured tensor's gradient. Successive scores often add to the same element,
+// so the sum stays in registers, and is added by an atomic when a score adds to another element.
 struct FlexSum {
   float *to = nullptr, sum = 0.f;
   DEVICE void add(float *place, float x) {
@@ -68,7 +68,7 @@ struct FlexSum {
   DEVICE void write() const {
     if (to) atomicAdd(to, sum);
   }
-  // Lanes that all add to one number, as slopes of heads have them, write once.
+  // If all lanes of a warp add to the same element, such as a head's slope, one lane writes the sum of all.
   DEVICE void write_together() const {
     u64 place = (u64)to;
 #pragma unroll
@@ -83,7 +83,7 @@ struct FlexSum {
     if (place && threadIdx.x % 32 == 0) atomicAdd((float *)place, all);
   }
 };
-// Adds x to the number at an offset in gradient i.
+// Adds x to the element at an offset in gradient i.
 DEVICE void flex_add(const FlexParams &f, FlexSum &sum, int i, i64 offset, float x) {
   sum.add(f.gradients[i] + offset, x);
 }

@@ -4,7 +4,7 @@
 #pragma once
 #include "base/ptx.cuh"
 
-#ifdef EMULATED   // NVRTC knows these
+#ifdef EMULATED   // for the CPU emulator; NVRTC has these built in
 #define MATH(name) extern "C" float name(float) noexcept;
 MATH(expf) MATH(exp2f) MATH(expm1f) MATH(logf) MATH(log2f) MATH(log10f) MATH(log1pf) MATH(tanhf) MATH(sqrtf)
 MATH(sinf) MATH(cosf) MATH(tanf) MATH(asinf) MATH(acosf) MATH(atanf) MATH(sinhf) MATH(coshf) MATH(asinhf) MATH(acoshf)
@@ -76,7 +76,7 @@ template <class T> DEVICE bool op_lt(T a, T b) { return a < b; }
 template <class T> DEVICE bool op_le(T a, T b) { return a <= b; }
 template <class T> DEVICE bool op_gt(T a, T b) { return a > b; }
 template <class T> DEVICE bool op_ge(T a, T b) { return a >= b; }
-// No branches: behind one, each load of a captured tensor would wait alone.
+// Without branches, after which each load of a captured tensor would have to wait for the one before.
 DEVICE bool op_logical_and(bool a, bool b) { return a & b; }
 DEVICE bool op_logical_or(bool a, bool b) { return a | b; }
 DEVICE bool op_logical_xor(bool a, bool b) { return a != b; }
@@ -102,7 +102,8 @@ DEVICE bool op_isposinf(float x) { return x == POS_INF; }
 DEVICE bool op_signbit(float x) { return __float_as_int(x) < 0; }
 
 // ---- Floats
-// An integer below 2^23, which are the digits of 2^23 plus it: additions; conversions are a quarter as fast.
+// Converts an integer x below 2^23: 0x4b000000 + x are the bits of the float 2^23 + x. A subtraction is four times as
+// fast as a conversion.
 DEVICE float op_index_to_float(int x) { return __int_as_float(0x4b000000 + x) - 8388608.f; }
 DEVICE float op_true_divide(float a, float b) { return a / b; }
 DEVICE float op_divide(float a, float b) { return truncf(a / b); }
@@ -111,7 +112,7 @@ DEVICE float op_remainder(float a, float b) {
   const float left = fmodf(a, b);
   return left != 0.f && (left < 0.f) != (b < 0.f) ? left + b : left;
 }
-DEVICE float op_floor_divide(float a, float b) {   // as Python's: consistent with the remainder
+DEVICE float op_floor_divide(float a, float b) {   // as in Python, consistent with the remainder
   if (b == 0.f) return a / b;
   const float left = fmodf(a, b);
   const float quotient = (a - left) / b - (left != 0.f && (left < 0.f) != (b < 0.f) ? 1.f : 0.f);
@@ -129,7 +130,7 @@ DEVICE float op_log2(float x) { return log2f(x); }
 DEVICE float op_log10(float x) { return log10f(x); }
 DEVICE float op_log1p(float x) { return log1pf(x); }
 DEVICE float op_tanh(float x) { return tanhf(x); }
-// Within 1e-7, as the kernels' softcap: for results that are multiplied by 1024 at most.
+// tanh within 1e-7, as in the kernels' softcap, for results that are then multiplied by at most 1024.
 DEVICE float op_tanh_near(float x) {
   return fmaf(-2.f, reciprocal_approx(exp2_approx(x * (2.f * LOG2E)) + 1.f), 1.f);
 }

@@ -65,17 +65,17 @@ template <int ROWS, int TILE> struct MaskRange {
 
 // ---- Scores
 
-// Biases, or a caller's functions, may make scores huge: then these stay in natural units, and the maximum is
-// subtracted before exp2 scales them. Other scores are in units of log2 once they have changed.
+// Biases, or a caller's score_mod, may make scores huge. Such scores are kept in natural units (NATURAL), and the row's
+// maximum is subtracted before exp2 scales them. Other scores that something changes are multiplied by log2(e) at once.
 constexpr bool NATURAL = BIAS > 1 || FLEX_SCORE;
 // Whether anything but softmax_scale changes scores.
 constexpr bool CHANGES = SOFTCAP || ALIBI || NATURAL;
 
-// What the scores of one head become. S: q k, as the tensor cores return it.
+// How the scores of one head are changed. S: the product q k, as the tensor cores return it.
 struct ScoreRule {
   float scale, unit;   // S times scale is in natural units, S times unit in units of log2
   float doubled;   // softcap: 2 S unit / softcap is S times doubled
-  float slope;   // ALiBi: what a key of distance takes off, in units of log2
+  float slope;   // ALiBi: how much each key of distance lowers a score, in units of log2
   DEVICE void set_scale(const Params &p, float natural, float log2) {
     scale = natural, unit = log2;
     if (SOFTCAP) doubled = 2.f * unit / p.softcap;
@@ -95,7 +95,7 @@ struct ScoreRule {
   DEVICE float scaled(const Params &p, float S, float below, float from) const {
     return SOFTCAP ? fmaf(below, -2.f * p.softcap * LOG2E, from) : fmaf(S, unit, from);
   }
-  // ahead: from the row's position to the key
+  // ahead: the distance from the row's position to the key, negative for earlier keys
   DEVICE float with_alibi(float score, float ahead) const { return ALIBI ? fmaf(-slope, fabsf(ahead), score) : score; }
   // NATURAL: the score in natural units, of a row and a key. A caller's functions see those that exist: for others they
   // get the last one.
@@ -110,7 +110,7 @@ struct ScoreRule {
     return flex_slope(p.flex, score, b, head, existing_row(p, row), existing_key(p, key));
   }
 #if FLEX_GRADIENTS
-  // dscore: the derivative of the loss by what a caller's function made of `score`
+  // dscore: the derivative of the loss by score_mod's result for `score`
   DEVICE void add_gradients(const Params &p, FlexSum (&sums)[FLEX_SUMS], float dscore, float score, int row,
                             int key) const {
     flex_gradients(p.flex, sums, dscore, score, b, head, existing_row(p, row), existing_key(p, key));
@@ -134,9 +134,9 @@ struct ScoreRule {
   static DEVICE float quarter_slope(float below) { return fmaf(-below, below, below); }
 };
 
-// Changes, then hides the scores of a tile of keys from `key` on. `rows` has a lane's rows by m and r, which are row
-// 16 m + g + 8 r of the warp's: row(m, r), position(m, r), rule(m, r), and visible(m, r, from), its keys counted from
-// the lane's first one. is_read: whether the dense mask has to be read.
+// change_scores() changes, and hide_scores() hides, the scores of a tile of keys from `key` on. `rows` describes a
+// lane's rows by m and r, which are row 16 m + g + 8 r of the warp: row(m, r), position(m, r), rule(m, r), and
+// visible(m, r, from), its visible keys counted from key `from` on. is_read: whether the dense mask has to be read.
 template <int N, int M, class Rows> DEVICE void change_scores(float (&S)[N][M][4], const Params &p,
                                                               const DenseMask &mask, bool is_read, const Rows &rows,
                                                               int key, int t) {
@@ -164,7 +164,7 @@ DEVICE void hide_scores(float (&S)[N][M][4], const Params &p, const DenseMask &m
       const VisibleRows visible = rows.visible(m, r, key + 2 * t);
       UNROLLED(n, N)
         UNROLLED(e, 2) {
-          // Compiler steering: behind a branch each load of a caller's mask_mod would wait alone.
+          // `|` and not `||`: after a branch, each load of a caller's mask_mod would wait for the one before.
           const bool hides =
               visible.hides(n * 8 + e) | !rows.rule(m, r).sees(p, rows.row(m, r), key + n * 8 + 2 * t + e);
           if (BIAS ? !mask.sees(p, rows.row(m, r), key + n / 4 * 32, n % 4 * 8 + 2 * t + e) : hides)

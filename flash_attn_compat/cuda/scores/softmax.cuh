@@ -3,8 +3,8 @@
 #include "scores/score.cuh"
 #include "base/tiles.cuh"
 
-// Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); updates row maxima m and this lane's share l of the row
-// sums. Rescales O only if a maximum of the warp rose.
+// One step of online softmax: replaces S by exp2(S * unit - m_new + P_SHIFT), and updates the row maxima m and this
+// lane's part l of the row sums. Rescales O only if a maximum of the warp rose.
 template <int P_SHIFT, int N, int C, int M>
 DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][2], float (&O)[C][M][4], float unit) {
   float shrink[M][2];
@@ -17,7 +17,7 @@ DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][
       rose = rose || highest > m[i][r];
       const float top = highest == NEG_INF ? 0.f : highest, from = NATURAL ? 0.f : top * unit,
                   less = NATURAL ? top : 0.f;
-      shrink[i][r] = exp2_approx((m[i][r] - top) * unit);   // exactly 1 if the maximum stays, or sums would drift
+      shrink[i][r] = exp2_approx((m[i][r] - top) * unit);   // must be exactly 1 if the maximum stays, or sums drift
       m[i][r] = highest;
       float sum = l[i][r] * shrink[i][r];
       UNROLLED(n, N) {
@@ -36,7 +36,7 @@ DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][
 DEVICE float reciprocal_of_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }   // rows that see no key: 0
 // LSE = ln(2) (m + log2(l)), +inf for a row that sees no key; plus the row's position term where flash-attn adds it.
 DEVICE void write_lse(const Params &p, i64 at, float m, float l, float slope, int position) {
-#if FLEX   // as PyTorch's flex_attention
+#if FLEX   // as in PyTorch's flex_attention: of base 2, and -inf for a row that sees no key
   return global_store(p.lse + at, l == 0.f ? NEG_INF : m + __log2f(l));
 #endif
   const float lse = l == 0.f ? POS_INF : (m + __log2f(l)) * LN2;
