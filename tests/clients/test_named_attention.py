@@ -222,7 +222,7 @@ def test_packed_sequences_equal_each_by_itself(name: str) -> None:
 
 
 @of_5
-@pytest.mark.parametrize("name", some(DECODERS, 3))
+@pytest.mark.parametrize("name", some(DECODERS, 5))
 def test_models_compile_as_one_graph(name: str) -> None:
     eager, other = build_decoder(name)
     ids = token_ids(2, 9)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import modeling_flash_attention_utils as utils
 
 import flash_attn_compat
 from flash_attn_compat.backends.fused.building import nvrtc
+from flash_attn_compat.dropin import hub_kernels
 from tests.kernels import fused_on_cpu
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from tests.clients import models  # noqa: E402
 from tests.clients.models import FA4, MODELS, NAMED, build, check, check_outputs, relative_error, run, token_ids  # noqa: E402
 
+FLASH_UTILS = "transformers.modeling_flash_attention_utils"  # which takes long to import
 version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
 
@@ -29,7 +30,8 @@ def each(*kinds: str, dtypes: bool = False) -> pytest.MarkDecorator:
     for name, model in MODELS.items():
         for index, way in enumerate(model.ways if model.kind in kinds else ()):
             for dtype in (torch.float32, torch.bfloat16) if dtypes and index == 0 else (torch.float32,):
-                marks = [pytest.mark.thorough] * (way.startswith("kernels-community") and not dtypes)
+                is_late = way in hub_kernels.NAMES[1:] or (way.startswith("kernels-community") and not dtypes)
+                marks = [pytest.mark.thorough] * is_late
                 cases.append(pytest.param(name, way, dtype, id=f"{name}, {way}, {dtype}", marks=marks))
     return pytest.mark.parametrize(("name", "way", "dtype"), cases)
 
@@ -159,10 +161,10 @@ def test_a_model_switched_after_its_creation_or_loaded_from_files_equals_eager(w
     assert calls() == 4
 
 
-@pytest.mark.skipif(
-    not hasattr(utils, "is_flash_attn_4_available"), reason="this transformers has no flash_attention_4"
-)
 def test_the_check_for_flash_attention_4_is_transformers_own_again_after_the_block() -> None:
+    utils = importlib.import_module(FLASH_UTILS)
+    if not hasattr(utils, "is_flash_attn_4_available"):
+        pytest.skip("this transformers has no flash_attention_4")
     original = utils.is_flash_attn_4_available
     with flash_attn_compat.patched(interfaces=("fa4",)):
         assert utils.is_flash_attn_4_available() and utils.is_flash_attn_4_available is not original
@@ -212,31 +214,18 @@ class TinyConfig(PretrainedConfig):
 """
 
 
-@pytest.fixture
-def repository(tmp_path, monkeypatch):
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    import transformers.dynamic_module_utils as dynamic
-
+def test_it_is_refused_without_the_name_and_loads_with_it(tmp_path, monkeypatch, calls):
+    dynamic = importlib.import_module("transformers.dynamic_module_utils")
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "cache"))
-    directory = tmp_path / "tiny_remote"
-    directory.mkdir()
-    (directory / "modeling_tiny.py").write_text(MODELING)
-    (directory / "configuration_tiny.py").write_text(CONFIGURATION)
-    (directory / "config.json").write_text('{"model_type": "tiny"}')
-    return directory
-
-
-def load(directory):
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    return get_class_from_dynamic_module("modeling_tiny.TinyModel", str(directory))
-
-
-def test_it_is_refused_without_the_name_and_loads_with_it(repository, calls):
+    folder = tmp_path / "tiny_remote"
+    folder.mkdir()
+    (folder / "modeling_tiny.py").write_text(MODELING)
+    (folder / "configuration_tiny.py").write_text(CONFIGURATION)
+    (folder / "config.json").write_text('{"model_type": "tiny"}')
     with pytest.raises(ImportError, match="flash_attn"):
-        load(repository)
+        dynamic.get_class_from_dynamic_module("modeling_tiny.TinyModel", str(folder))
     with flash_attn_compat.patched():
-        model_class = load(repository)
+        model_class = dynamic.get_class_from_dynamic_module("modeling_tiny.TinyModel", str(folder))
         model = model_class(model_class.config_class()).eval()
         states, mask = torch.randn(2, 6, 16), torch.ones(2, 6, dtype=torch.bool)
         mask[1, 4:] = False
@@ -253,61 +242,40 @@ LAYERS = 2
 LOOKS = "resolve_neg"  # gives back what it is given, unless that is a negated view
 
 
-def operator(event: FunctionEvent) -> str:
-    return event.name.removeprefix("aten::")
+@pytest.fixture
+def step(monkeypatch):
+    """The operators of each call of our functions in a greedy generation, as PyTorch's profiler sees them."""
+    utilities = importlib.import_module(FLASH_UTILS)
+    if not hasattr(utilities, "_flash_varlen_fn"):
+        pytest.skip("this transformers keeps flash-attn's functions elsewhere")
+    fused_on_cpu.record(monkeypatch, number=75)
+    monkeypatch.setattr(nvrtc.driver(), "launch", lambda *what: None)
+    names = "_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn"
 
-
-class OfOurs:
-    """The operators of each call of our functions, as PyTorch's profiler saw them: under a mode a call is one."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def watch(self, module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        original: Callable[..., Any] = getattr(module, name)
-        self.names.append(name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(name, original):
+        def call(*args, **kwargs):
             with record_function(name):
                 return original(*args, **kwargs)
 
-        monkeypatch.setattr(module, name, watched)
+        return call
 
-    def calls(self, profiler: profile) -> list[tuple[str, list[str]]]:
-        ours = [event for event in profiler.events() if event.name in self.names]
-        ours.sort(key=lambda event: event.time_range.start)
-        return [(event.name, [name for name in map(operator, event.cpu_children) if name != LOOKS]) for event in ours]
-
-
-@pytest.fixture
-def under_the_name() -> Iterator[None]:
-    """For one test: code downloaded at run time is refused without the name."""
-    with flash_attn_compat.patched():
-        yield
-
-
-@pytest.fixture
-def step(under_the_name, monkeypatch):
-    """Calls of the last decoding step of a greedy generation."""
-    from transformers import modeling_flash_attention_utils as utilities  # not while tests are collected: it takes long
-
-    fused_on_cpu.record(monkeypatch, number=75)
-    monkeypatch.setattr(nvrtc.driver(), "launch", lambda *what: None)
-    model = build("llama", "flash_attention_2", torch.float16)
-    model.generation_config.eos_token_id = None
-    if not hasattr(utilities, "_flash_varlen_fn"):
-        pytest.skip("this transformers keeps flash-attn's functions elsewhere")
-    watching = OfOurs()
-    model(token_ids(1, 4))  # loads flash-attn's functions
-    for name in ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn"):
-        watching.watch(utilities, name, monkeypatch)
+    def operators(event):
+        inner = (child.name.removeprefix("aten::") for child in event.cpu_children)
+        return event.name, [name for name in inner if name != LOOKS]
 
     def run(ids, mask):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
-        return watching.calls(profiler)
+        ours = [event for event in profiler.events() if event.name in names]
+        return [operators(event) for event in sorted(ours, key=lambda event: event.time_range.start)]
 
-    return run
+    with flash_attn_compat.patched(), monkeypatch.context() as watching:
+        model = build("llama", NAMED, torch.float16)
+        model.generation_config.eos_token_id = None
+        model(token_ids(1, 4))  # loads flash-attn's functions
+        for name in names:
+            watching.setattr(utilities, name, watched(name, getattr(utilities, name)))
+        yield run
 
 
 def test_one_sequence_takes_a_launch_and_no_operator(step):

@@ -104,27 +104,35 @@ def test_a_compiled_graph_calls_the_operators_that_are_served(served: LaunchReco
         torch.testing.assert_close(found, wanted, rtol=0, atol=4e-2)
 
 
-@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.thorough)])
-def test_the_function_compiles_into_the_graph_that_it_was(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs: list[list[str]] = []
+Compiled = Callable[..., Tensor]
+Seen = list[list[tuple[str, list[int]]]]
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def compile_into(seen: Seen, attend: Compiled = grouped) -> Compiled:
+    """``attend`` compiled anew; of each of its graphs, the operators of attention with the heads of q, k and v."""
 
     def keep(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(names(module.graph))
+        nodes = (node for node in module.graph.nodes if "dot_product" in str(node.target))
+        seen.append([(str(node.target), [x.meta["val"].shape[1] for x in node.args[:3]]) for node in nodes])
         return module
 
-    def run() -> Tensor:
-        torch._dynamo.reset()
-        backend = aot_autograd(fw_compiler=keep)
-        with torch.no_grad():
-            found: Tensor = torch.compile(F.scaled_dot_product_attention, backend=backend, fullgraph=True)(
-                *leaves(dtype=dtype)
-            )
-        return found
+    torch._dynamo.reset()
+    made: Compiled = torch.compile(attend, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    return made
 
-    before = run()
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.thorough)])
+def test_the_function_compiles_into_the_graph_that_it_was(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Seen = []
+    before = compile_into(seen, F.scaled_dot_product_attention)(*leaves(dtype=dtype))
     with originals.served(monkeypatch):
-        assert torch.equal(run(), before)
-    assert graphs[0] == graphs[1] != []
+        assert torch.equal(compile_into(seen, F.scaled_dot_product_attention)(*leaves(dtype=dtype)), before)
+    assert seen[0] == seen[1] != []
 
 
 @pytest.mark.parametrize("compiled_before", [pytest.param(False, marks=pytest.mark.thorough), True])
@@ -132,31 +140,14 @@ def test_grouped_heads_are_compiled_without_the_plain_formula(
     compiled_before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch takes the formula for them on Turing; with repeated keys it takes a fused kernel."""
-    inputs = leaves(heads_k=2)
-    heads: list[list[int]] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    def keep(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        for node in module.graph.nodes:
-            if "scaled_dot_product" in str(node.target):
-                heads.append([x.meta["val"].shape[1] for x in node.args[:3]])
-        return module
-
-    def compiled() -> Tensor:
-        torch._dynamo.reset()
-        found: Tensor = torch.compile(attend, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(*inputs)
-        return found
-
+    inputs, seen = leaves(heads_k=2), []
     if compiled_before:
-        compiled()
-        heads.clear()
+        compile_into([])(*inputs)
     with originals.served(monkeypatch):
-        out = compiled()
+        out = compile_into(seen)(*inputs)
         gradients = torch.autograd.grad(out.sum(), inputs)
-        right = attend(*inputs)
-    assert heads[0] == [4, 4, 4]
+        right = grouped(*inputs)
+    assert seen[0][0][1] == [4, 4, 4]
     close(out, right)
     for found, wanted in zip(gradients, torch.autograd.grad(right.sum(), inputs)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2)
@@ -346,18 +337,11 @@ def test_without_the_hook_the_other_ways_are_named(monkeypatch: pytest.MonkeyPat
 
 # ------------------------------------ graphs with the switch and without one lie side by side, in a process and on disk
 
-Compiled = Callable[..., Tensor]
 config: Any = getattr(torch.compiler, "config", None)
 
 
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-
 @pytest.fixture
-def compiled() -> Iterator[list[bool]]:
-    """Whether each graph that was compiled repeats its keys."""
-    torch._dynamo.reset()
+def compiled() -> Iterator[Seen]:
     tag = getattr(config, "cache_key_tag", None)
     with originals.override_on():  # from the first switch on
         pass
@@ -367,20 +351,10 @@ def compiled() -> Iterator[list[bool]]:
         config.cache_key_tag = tag
 
 
-def compile_into(found: list[bool], attend: Compiled = grouped) -> Compiled:
-    def keep(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        fused = [node for node in module.graph.nodes if "scaled_dot_product" in str(node.target)]
-        found.append(any(node.args[1].meta["val"].shape[1] == 4 for node in fused))
-        return module
-
-    made: Compiled = torch.compile(attend, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    return made
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("before_the_first", [False, True])
 def test_a_compiled_call_has_a_graph_for_each_state_of_the_switch(
-    before_the_first: bool, compiled: list[bool], monkeypatch: pytest.MonkeyPatch
+    before_the_first: bool, compiled: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if before_the_first:
         monkeypatch.setattr(graphs._State, "is_watching", False)
@@ -391,11 +365,11 @@ def test_a_compiled_call_has_a_graph_for_each_state_of_the_switch(
         call(*inputs)
         with originals.override_on():
             call(*inputs)
-    assert compiled == [False, True]
+    assert [any(heads[1] == 4 for _, heads in graph) for graph in compiled] == [False, True]
 
 
 @torch.no_grad()
-def test_graphs_that_the_switch_does_not_change_serve_both(compiled: list[bool]) -> None:
+def test_graphs_that_the_switch_does_not_change_serve_both(compiled: Seen) -> None:
     call, inputs = compile_into(compiled, F.scaled_dot_product_attention), [x.detach() for x in leaves()]
     call(*inputs)
     with originals.override_on():
@@ -407,7 +381,7 @@ def test_graphs_that_the_switch_does_not_change_serve_both(compiled: list[bool])
 @pytest.mark.thorough  # compiles C++ twice, which takes half a minute
 @pytest.mark.skipif(not getattr(torch._functorch.config, "enable_autograd_cache", False), reason="no such cache")
 def test_a_cache_on_disk_holds_a_graph_for_each_state_of_the_switch(
-    compiled: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looked up as by another process, which has compiled nothing yet."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -427,7 +401,7 @@ def test_a_cache_on_disk_holds_a_graph_for_each_state_of_the_switch(
 
 @torch.no_grad()
 @pytest.mark.skipif(not isinstance(getattr(config, "cache_key_tag", None), str), reason="PyTorch 2.7 brought it")
-def test_a_tag_of_the_users_own_stays(compiled: list[bool]) -> None:
+def test_a_tag_of_the_users_own_stays(compiled: Seen) -> None:
     config.cache_key_tag = "mine"
     call, inputs = compile_into(compiled), [x.detach() for x in leaves(2)]
     with originals.override_on():
