@@ -68,7 +68,7 @@ class NegatedView(RuntimeError):
 
 
 class Backend(abc.ABC):
-    """One way to compute attention."""
+    """One way to compute attention: its capabilities, reasons to decline calls, and runs for calls that it takes."""
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
@@ -119,19 +119,19 @@ class Backend(abc.ABC):
         self._failures[traits] = reason
 
     def clear_failures(self) -> None:
-        """Allow calls that failed to be tried again."""
+        """Forget recorded failures, so that calls like those that failed are tried again."""
         self._failures.clear()
 
     def unavailable_reasons(self) -> list[str]:
-        """Reasons to decline every call on this machine."""
+        """Return the reasons to decline every call on this machine."""
         return []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
-        """Reasons that the table cannot express, such as combinations."""
+        """Return reasons to decline such calls that capabilities cannot express, such as combinations of features."""
         return []
 
     def late_reasons(self, traits: Traits) -> list[str]:
-        """Reasons that need a library or a self-test; asked only where no other reason exists."""
+        """Return reasons that need a library or a self-test. Asked only if there is no other reason to decline."""
         return []
 
     def prepare(self, x: Inputs, options: Options, length: int | None) -> Run:

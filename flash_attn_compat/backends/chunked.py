@@ -69,7 +69,7 @@ class Chunked(BlockwiseBackend):
 
 
 def _attend_rows(sub: SubBlock, rows: Range) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 for one tile of rows: out (n, q heads, rows, head_dim_v) and its LSE."""
+    """Algorithm 1 for one tile of rows: return out (n, q heads, rows, head_dim_v) and its LSE."""
     queries = sub.fold(sub.q, rows)
     first, *others = sub.key_tiles(rows)
     out, total, peak = _attend_tile(sub, queries, rows, first, None)

@@ -66,7 +66,7 @@ class Spans(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """Sequences to compute together, all ``seqlen_q`` rows and ``seqlen_k`` keys long after padding."""
+    """Which sequences to compute together; after padding all have ``seqlen_q`` rows and ``seqlen_k`` keys."""
 
     sequences: list[int]
     seqlen_q: int
@@ -88,7 +88,7 @@ class BlockPlan(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Dense tensors of one plan.
+    """The dense tensors of the sequences of one plan.
 
     q: (n, seqlen_q, nheads, head_dim), k and v: (n, seqlen_k, nheads_k, ...), views where possible
     slopes: (n, nheads) or None; sequences: their indices in the call

@@ -19,7 +19,7 @@ from flash_attn_compat.core.mask import Mask
 
 
 class AttentionCall(NamedTuple):
-    """Attention of ``q`` over ``k`` and ``v``."""
+    """All arguments of one attention call, of ``q`` over ``k`` and ``v``, after their checks."""
 
     # (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q
     q: Tensor
@@ -93,7 +93,7 @@ class AttentionCall(NamedTuple):
         return self.alibi_slopes is not None and self.mask.is_causal
 
     def features(self) -> int:
-        """The combination of Feature values this call asks for."""
+        """Return the bits of Feature that a backend must support to compute this call."""
         use, drops = self.use & ~BY_DISPATCH, self.dropout_p != 0
         # With dropout, the backend must support gradients even if autograd does not record. A reentrant checkpoint
         # records only its recomputation; both passes must get one backend, since some draw dropout masks of their own.

@@ -55,7 +55,7 @@ def number(name: str, value: Any) -> float:
 
 
 def two_bounds(value: Any) -> tuple[Any, Any]:
-    """Return the two bounds of a window, of any type. Raises TypeError unless ``value`` holds two."""
+    """Return window_size as (left, right), of any types. Raises TypeError unless ``value`` holds two elements."""
     try:
         left, right = value
     except (TypeError, ValueError):
@@ -64,7 +64,7 @@ def two_bounds(value: Any) -> tuple[Any, Any]:
 
 
 def dropout(dropout_p: object) -> float:
-    """Return a probability in [0, 1). Raises RuntimeError for other numbers, and as ``number`` does."""
+    """Return dropout_p as a float in [0, 1). Raises RuntimeError for other numbers, and for other types."""
     found = number("dropout_p", dropout_p)
     if found >= 1.0:
         raise RuntimeError(f"Expected p_dropout < 1.f to be true, but got {found}")
@@ -74,7 +74,7 @@ def dropout(dropout_p: object) -> float:
 
 
 def softcap(value: object) -> float:
-    """Return a softcap, 0.0 for None, 0 and -1. Raises RuntimeError for other negative numbers, inf and NaN."""
+    """Return softcap as a float, 0.0 for None, 0 and -1. RuntimeError for other negative numbers, inf and NaN."""
     found = 0.0 if value is None else number("softcap", value)
     if not (0.0 <= found < math.inf or found == -1.0):
         raise RuntimeError(f"softcap must be positive, or 0 for none, got {found}")

@@ -17,7 +17,7 @@ _MULTIPLIER_B = -0x7B935975  # 0x846CA68B as a signed 32-bit number
 
 
 def new_rng_state(device: torch.device) -> Tensor:
-    """(2,) int64 drawn from PyTorch's default generator of ``device``: torch.manual_seed fixes it."""
+    """Return a new rng_state, (2,) int64, drawn from PyTorch's default generator of ``device``."""
     return torch.randint(0, _SEEDS, (2,), dtype=torch.int64, device=device)
 
 
@@ -72,7 +72,7 @@ def _seed(rng_state: Tensor) -> Tensor:
 
 
 def _mix(word: Tensor) -> Tensor:
-    """Bijective mixing of 32-bit words held in int64."""
+    """Mix the bits of 32-bit words, held in int64; different words stay different."""
     word = word & _WORD
     word = ((word ^ (word >> 16)) * _MULTIPLIER_A) & _WORD
     word = ((word ^ (word >> 15)) * (_MULTIPLIER_B & _WORD)) & _WORD

@@ -67,7 +67,7 @@ def all_but(refused: int) -> int:
 
 
 def split(features: int) -> list[Feature]:
-    """The single features in a combination, in declaration order."""
+    """Return the single features in a combination of bits, in the order of their declaration."""
     return [feature for feature in Feature if features & feature]
 
 

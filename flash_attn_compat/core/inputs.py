@@ -50,7 +50,7 @@ class _Dense(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """The tensors of a packed call, or of one over pages."""
+    """The tensors by name of a call with packed q, whose keys are packed too or lie in pages."""
 
     q: Any
     k: Any

@@ -73,7 +73,7 @@ class Mask(NamedTuple):
 
     @property
     def window(self) -> tuple[int, int]:
-        """(left, right) as flash-attn takes them: -1 where unbounded."""
+        """The bounds (left, right) as flash-attn's window_size has them, with -1 for unbounded."""
         return -1 if self.left is None else self.left, -1 if self.right is None else self.right
 
     @property
@@ -83,13 +83,13 @@ class Mask(NamedTuple):
         return {"window_left": min(left, _MAX_WINDOW), "window_right": min(right, _MAX_WINDOW)}
 
     def kernel_rule(self, has_one_row: bool) -> int:
-        """Return the one of KERNEL_RULES for calls whose sequences have one row at most, or any number."""
+        """Return which of KERNEL_RULES hides keys as this mask does. has_one_row: no sequence has more than one row"""
         # A single row is at the last key: no key is to its right.
         return int(self.left is not None or (self.right is not None and not has_one_row))
 
     @classmethod
     def of_kernel_rule(cls, rule: int, is_narrow: bool) -> Mask:
-        """Return a mask of one of KERNEL_RULES for self-tests, which hides some of 45 keys or more."""
+        """Return a mask that needs the kernel rule ``rule``, for self-tests; it hides some of 45 or more keys."""
         return cls(30 if is_narrow else 100, 3) if rule else _FULL
 
     @property
@@ -107,13 +107,13 @@ class Mask(NamedTuple):
         return self.left is None and self.right == 0
 
     def visible_keys(self, rows: Range, offset: int, seqlen_k: int) -> Range:
-        """The keys that at least one of ``rows`` sees."""
+        """Return the range of keys that at least one of ``rows`` sees."""
         start = 0 if self.left is None else max(0, rows.start + offset - self.left)
         stop = seqlen_k if self.right is None else min(seqlen_k, rows.stop + offset + self.right)
         return Range(min(start, seqlen_k), max(stop, min(start, seqlen_k)))
 
     def rows_with_keys(self, seqlen_q: int, seqlen_k: int) -> Range:
-        """The rows that see any key at all; they are always consecutive."""
+        """Return the range of rows that see at least one key."""
         offset = seqlen_k - seqlen_q
         if seqlen_k == 0:
             return Range(0, 0)
@@ -128,7 +128,7 @@ class Mask(NamedTuple):
         return left_open and right_open
 
     def partly_hidden(self, rows: Range, keys: Range, offset: int) -> list[Range]:
-        """The stretches of ``keys`` in which at least one of ``rows`` misses a key: at most one at each end."""
+        """Return the parts of ``keys``, at most one at each end, that are hidden from at least one of ``rows``."""
         left_stop, right_start = keys.start, keys.stop
         if self.left is not None:
             left_stop = min(max(rows.stop - 1 + offset - self.left, keys.start), keys.stop)
@@ -140,7 +140,7 @@ class Mask(NamedTuple):
         return [stretch for stretch in stretches if stretch.size]
 
     def hidden(self, rows: Range, keys: Range, offset: int, device: torch.device) -> Tensor | None:
-        """Boolean tile (rows, keys), True where a key is out of sight; None when all are visible."""
+        """Return a boolean tensor (rows, keys), True where the row does not see the key; None if all are visible."""
         tile = None
         # The key of the tile's column c lies c - r + ahead positions after row r's own position.
         ahead = keys.start - rows.start - offset
@@ -153,7 +153,7 @@ class Mask(NamedTuple):
 
 
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
-# Which masks ask for which feature. A backend that hides what ``hidden`` says serves all of them.
+# For each feature, whether a mask needs it. A backend that hides keys by ``Mask.hidden`` supports all of them.
 _ASKED: dict[Feature, Callable[[Mask], bool]] = {
     Feature.CAUSAL: lambda mask: mask.right == 0,
     Feature.WINDOW_LEFT: lambda mask: mask.left is not None,

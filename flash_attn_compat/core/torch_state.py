@@ -79,7 +79,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def set_aside(device: torch.device) -> Iterator[None]:
-    """A context without autocast, gradients or inference mode, for self-tests whose results decide later calls."""
+    """Return a context without autocast, gradients and inference mode, so that the caller's affect no self-test."""
     with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
         yield
 

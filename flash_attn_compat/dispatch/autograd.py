@@ -88,14 +88,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
-        if settings.used_backend() != ctx.used:  # on a GPU this is autograd's own thread
+        if settings.used_backend() != ctx.used:  # on a GPU a backward runs in another thread
             with settings.using_backend(ctx.used):
                 found: tuple[Tensor | None, ...] = _Attention.backward(ctx, dout, dlse, _)
                 return found
         if dout is None and dlse is None:
             return tuple([None] * (4 + ctx.inputs))
         if dout is not None and type(dout) is not Tensor:
-            dout = dout.clone()  # waits for a pending collective
+            dout = dout.clone()  # a collective's pending result: clone() waits for it
         inputs, x, result = _restore(ctx)
         is_differentiated = torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse)
         if ctx.watch is not None and dout is not None:

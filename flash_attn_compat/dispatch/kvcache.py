@@ -81,6 +81,6 @@ def attend_into(out: Tensor, x: CacheInputs, options: Options) -> Tensor | None:
         options: ``use`` is Feature.LSE or 0
     """
     if not isinstance(out, Tensor):
-        checks.is_tensor("out", out)  # raises
+        checks.is_tensor("out", out)  # raises, since ``out`` is no tensor
     result = compute(x, options, out=out)[1]
     return result.lse if options.use & _LSE else None

@@ -95,7 +95,7 @@ _NUMBERS |= {"softcap": float, "max_seqlen_q": int, "max_seqlen_k": int}
 NAMES = *_NAMED, *_LONGEST, *_NUMBERS
 _SLOPES, _DROPOUT_P = NAMES.index("alibi_slopes"), NAMES.index("dropout_p")
 _COUNT = len(NAMES)
-# Without the integers: the operator's schema checks them, and they may be a compiler's symbols.
+# The checks of numbers, without integers: the operator's schema checks these, and they may be a compiler's symbols.
 _CHECKS = {name: CHECKS[name] for name, kind in _NUMBERS.items() if kind in (float, bool)}
 
 
@@ -373,4 +373,4 @@ for operator in (_forward_op, backward_op, slopes_backward_op):
     observers.refuse_transforms(operator, observers.refuse_in_graphs)
 observers.refuse_transforms(_kvcache_op, observers.refuse_private)
 
-sharding.register_if_needed()  # now, since a compiled call cannot while it is traced
+sharding.register_if_needed()  # at import, since a compiled call cannot do it while traced

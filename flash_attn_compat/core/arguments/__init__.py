@@ -1,4 +1,4 @@
-"""From flash-attn's arguments to an AttentionCall: checks, defaults and conversions."""
+"""Check the arguments of flash-attn's functions, fill in defaults, and turn them into an AttentionCall."""
 
 from __future__ import annotations
 

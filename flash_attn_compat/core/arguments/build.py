@@ -1,4 +1,4 @@
-"""Dense and packed calls: the checks of their arguments, and the AttentionCall of checked ones."""
+"""Check the arguments of dense and packed calls, and build the AttentionCall of checked arguments."""
 
 from __future__ import annotations
 

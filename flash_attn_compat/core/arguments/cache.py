@@ -1,4 +1,4 @@
-"""Calls over a cache: the checks of their arguments, and the AttentionCall and the appended keys of checked ones."""
+"""Check the arguments of calls over a KV cache, and build their AttentionCall and the keys that they append."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What a mask_mod shows of a rectangle of scores, in C++: interval arithmetic over its rows and keys.
+"""Print flex_sight, a C++ function that tells which scores of a rectangle a mask_mod shows: some, all or none.
 
-A warp skips a tile of which it would show nothing, and asks no score of a tile of which it shows everything. Integers
-become their least and greatest value; conditions, whether they may hold for some score, and whether they hold for all.
-What is not known here, as what depends on captured tensors, may hold for some and need not for all.
+A warp skips a tile in which mask_mod hides everything, and does not call mask_mod in a tile in which it hides nothing.
+The function uses interval arithmetic over the rows and keys of the rectangle. An integer becomes its least and greatest
+value. A condition becomes two: whether it may hold for some score, and whether it holds for all. A condition on unknown
+numbers, such as those of captured tensors, may hold for some and need not hold for all.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from flash_attn_compat.core.flex.capture import Argument, Captured
 from flash_attn_compat.core.flex.operators import FULL, SAME
 from flash_attn_compat.core.flex.ranges import MOST_INDEX, Ranges
 
-# The result's first bit: whether some score may be visible; the second: whether all are. Kernels ask where FLEX_SIGHT
-# is defined.
+# Bit 0 of flex_sight's result: whether some score may be visible; bit 1: whether all are. Kernels call it only if
+# FLEX_SIGHT is defined.
 _TEXT = """#define FLEX_SIGHT
 DEVICE int flex_sight(const FlexParams &f, int b, int h, int q, int q_last, int kv, int kv_last) {{
 {}  return (int)({}) | (int)({}) << 1;
 }}
 """
-_MOST_INTEGER = 2**30  # sums of two do not wrap
+_MOST_INTEGER = 2**30  # the sum of two integers below this does not wrap
 _INTEGERS = torch.int32, torch.int64
 
 
@@ -48,7 +49,7 @@ _UNKNOWN = Holds("true", "false")
 
 
 def print_sight(mask: Captured, output: Any) -> str:
-    """Return the text of flex_sight, or "" where nothing is known of any rectangle. output: the mask's result"""
+    """Return the C++ text of flex_sight, "" if it would know nothing of any rectangle. output: mask_mod's result"""
     lines: list[str] = []
     values: dict[Node, Value] = {}
     ranges = Ranges()
@@ -69,7 +70,7 @@ def print_sight(mask: Captured, output: Any) -> str:
 
 
 def _named(value: Between | Holds, lines: list[str]) -> Between | Holds:
-    """Print a value's two expressions into variables."""
+    """Assign a value's two expressions to C++ variables, in ``lines``; return a value with the variables' names."""
     names = []
     for text in value:
         if text.replace("_", "").isalnum() or text.isdigit():
@@ -81,14 +82,14 @@ def _named(value: Between | Holds, lines: list[str]) -> Between | Holds:
 
 
 def _argument(argument: str | Argument) -> Value:
-    """Captured integers are unknown: PyTorch may wrap them before it compares them."""
+    """Return what is known of an argument: nothing of a captured integer, which PyTorch may wrap before it compares."""
     if argument == "q" or argument == "kv":
         return Between(argument, f"{argument}_last")
     return Between(argument, argument) if argument == "b" or argument == "h" else None
 
 
 def _operator(node: Node, values: Mapping[Node, Value], ranges: Ranges) -> Value:
-    """Return what is known of an operator's result, None for a number of which nothing is known."""
+    """Return what is known of an operator's result; None for a number if nothing is known of it."""
     example, name = node.meta.get("val"), str(getattr(node.target, "_opname", ""))
     if not isinstance(example, Tensor) or example.dim():
         return None

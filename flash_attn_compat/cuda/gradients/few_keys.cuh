@@ -104,7 +104,7 @@ DEVICE void few_keys_loop(Block &block, const Params &p, const StationaryTile &k
   __syncthreads();
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
-    // Compiler steering: as in Block::main_loop.
+    // A 0 that the compiler does not know, so that it keeps less in registers, as in Block::main_loop.
     const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
     const int anew = D > 64 && D < 128 ? zero : 0;
     const int buffer = DS_OVER_Q ? 0 : step & 1, next_buffer = DS_OVER_Q ? 0 : buffer ^ 1;

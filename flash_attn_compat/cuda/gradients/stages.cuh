@@ -85,7 +85,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
   int slot = 0, vo_slot = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
-    // Compiler steering: as in Block::main_loop.
+    // A 0 that the compiler does not know, so that it keeps less in registers, as in Block::main_loop.
     const int zero = step & p.zero;
     const u32 thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
     const int side = side_of(thread), first = tile * STREAMED_ROWS, head_now = head + this_head;

@@ -90,24 +90,25 @@ DEVICE void flex_add(const FlexParams &f, FlexSum &sum, int i, i64 offset, float
 
 #include "flex_mods.cuh"
 
-// What flex_mask shows of the scores of rows [q, q_last] and keys [kv, kv_last]: 1 if it may show one, plus 2 if it
-// shows all. Where the generated functions do not say that, every score is asked.
+// Which scores of the rows [q, q_last] and the keys [kv, kv_last] flex_mask shows: 1 if it may show one of them, plus 2
+// if it shows all. If no such function was generated, flex_mask is called for every score.
 #ifndef FLEX_SIGHT
 DEVICE int flex_sight(const FlexParams &, int, int, int, int, int, int) { return 1; }
 #endif
-struct Sight {
+struct Sight {   // the two bits of flex_sight's result
   bool some, all;
 };
 
-// ---- The tiles of TILE streamed rows that a BlockMask leaves to the stationary rows from `first` on: those of its
-// partial blocks, then those of its full blocks, which no mask_mod hides. STATIONARY, STREAMED: rows of a block of the
-// BlockMask. A tile has a place in this list, and a number among the sequence's tiles. Wrong lists never lead outside
-// of the tensors: a number too large stands for the tile behind the last one, in which everything is hidden.
+// ---- The tiles of TILE streamed rows that a BlockMask lists for the stationary rows from `first` on: first those of
+// partial blocks, then those of full blocks, in which mask_mod hides nothing. STATIONARY, STREAMED: how many rows a
+// block of the BlockMask has. A tile has a place in this list, and a number among all tiles of the sequence. Wrong
+// lists never lead outside of the tensors: too large a number becomes that of the tile after the last one, in which
+// everything is hidden.
 template <int STATIONARY, int STREAMED, int TILE> struct FlexTiles {
-  static constexpr int EACH = STREAMED / TILE;   // tiles of a block
+  static constexpr int EACH = STREAMED / TILE;   // how many tiles a block has
   static_assert(STREAMED % TILE == 0, "tiles lie within blocks");
-  int partials, count;   // tiles of partial blocks, and all tiles
-  // Of the tiles of a block larger than the sequence, those that exist. tiles: of the sequence
+  int partials, count;   // the number of tiles of partial blocks, and of all tiles
+  // Returns how many tiles of a block exist; a large block may exceed the sequence, which has `tiles`.
   static DEVICE int each(int tiles) { return EACH > 64 ? min(EACH, tiles) : EACH; }
   static DEVICE int number_of(const FlexParams &f, int which, int b, int h, int first, int tiles) {
     const FlexList &list = f.lists[which];
@@ -121,9 +122,10 @@ template <int STATIONARY, int STREAMED, int TILE> struct FlexTiles {
         : partials(number_of(f, which, b, h, first, tiles)),
           count(partials + number_of(f, which + 1, b, h, first, tiles)) {}
   DEVICE bool is_full(int place) const { return place >= partials; }
-  // The place in its own list.
+  // Returns the place counted from the start of its own list, of partial or of full blocks.
   DEVICE int within_list(int place) const { return is_full(place) ? place - partials : place; }
-  // The first entry of the list that has a place; the entry of the place behind `place`, from that of `place`.
+  // entries() returns the address of the first entry of the list that `place` belongs to. entry_behind() returns the
+  // address of the entry of the next place, from that of `place`.
   DEVICE const int *entries(const FlexParams &f, int which, int b, int h, int first, int place) const {
     const int at = is_full(place) ? which + 1 : which;
     const FlexList &list = f.lists[at];
@@ -137,7 +139,7 @@ template <int STATIONARY, int STREAMED, int TILE> struct FlexTiles {
     if (next == partials) return entries(f, which, b, h, first, next);
     return entry + (within_list(next) % each(tiles) ? 0 : f.lists[is_full(next) ? which + 1 : which].indices_column);
   }
-  // The number of the tile at a place, of which the list has this entry.
+  // Returns the number of the tile at a place whose entry in the list is `entry`.
   DEVICE int number(u32 entry, int place, int tiles) const {
     return min((int)min(entry, (u32)(tiles / EACH + 1)) * EACH + within_list(place) % each(tiles), tiles);
   }

@@ -21,13 +21,13 @@ struct Range {
   int first, end;
 };
 
-// The streamed rows [first, last] that a stationary row sees, counted from a lane's first streamed row.
+// The streamed rows [first, last] that one stationary row sees, counted from a lane's first streamed row.
 struct VisibleRows {
   int first, last;
   DEVICE VisibleRows(int position, int last, int before, int after)   // the window around the position
         : first(LOCAL ? position - before : 0), last(LOCAL ? min(last, position + after) : last) {}
   DEVICE VisibleRows() {}   // set later
-  // Compiler steering: `||` would be a branch.
+  // `|` and not `||`, for which the compiler would make a branch.
   DEVICE bool hides(int i) const { return (i > last) | (LOCAL && i < first); }
 };
 
@@ -37,7 +37,7 @@ template <int ROWS, int TILE> struct MaskRange {
   int first, shift;   // the first stationary row; row i stands at streamed row i + shift
   int streamed;   // number of streamed rows
   int before, after;   // the window
-  // of_keys: whether the stationary rows are keys; zero: 0, for compiler steering
+  // of_keys: whether the stationary rows are keys; zero: a 0 that the compiler does not know, or 0
   static DEVICE MaskRange of(const Params &p, int first, int shift, int streamed, bool of_keys = false, int zero = 0) {
     const int left = window(p.window_left + zero), right = window(p.window_right + zero);
     return {first + zero, shift + zero, streamed, of_keys ? right : left, of_keys ? left : right};
@@ -48,8 +48,8 @@ template <int ROWS, int TILE> struct MaskRange {
     if (!LOCAL) return {0, streamed};
     return {max(0, row + shift - before), min(streamed, row_end - 1 + shift + after + 1)};
   }
-  // Those that the stationary row at a position sees. last: the last one that exists. Both count from a lane's first
-  // streamed row.
+  // The streamed rows that the stationary row at `position` sees. last: the last streamed row that exists. Both numbers
+  // count from a lane's first streamed row.
   DEVICE VisibleRows visible(int position, int last) const { return VisibleRows(position, last, before, after); }
   DEVICE bool sees_some(int tile) const {
     return tile <= first + ROWS - 1 + shift + after && tile + TILE - 1 >= first + shift - before;
@@ -97,8 +97,8 @@ struct ScoreRule {
   }
   // ahead: the distance from the row's position to the key, negative for earlier keys
   DEVICE float with_alibi(float score, float ahead) const { return ALIBI ? fmaf(-slope, fabsf(ahead), score) : score; }
-  // NATURAL: the score in natural units, of a row and a key. A caller's functions see those that exist: for others they
-  // get the last one.
+  // NATURAL: the score of a row and a key in natural units. A caller's functions never get a row or key that does not
+  // exist: instead they get the last one.
 #if FLEX
   DEVICE float natural(const Params &p, float S, float bias, int row, int key) const {
     return FLEX_SCORE ? flex_score(p.flex, S * scale, b, head, existing_row(p, row), existing_key(p, key)) : S * scale;

@@ -39,7 +39,7 @@ _NOT_NVRTC = re.compile(r"builtins|\.alt\.")  # in names of other libraries that
 
 
 class KernelError(KernelsFailed):
-    """A kernel could not be compiled, loaded or launched, or computes wrong numbers."""
+    """A kernel cannot be compiled, loaded or launched, or computes wrong numbers."""
 
 
 class TooManyBlocks(KernelError, CallRefused):
@@ -55,7 +55,7 @@ _STICKY_ERRORS = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
 
 
 class Compiler:
-    """NVRTC. version: (major, minor); architectures: numbers of the supported compute capabilities, such as 75."""
+    """The loaded NVRTC. version: (major, minor); architectures: compute capabilities that it supports, such as 75."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -34,7 +34,7 @@ class Tile(NamedTuple):
         return (self.warps >> (self.split_n + self.split_k + self.roles)) // self.groups * self.mma_m * 16
 
     def macros(self) -> list[tuple[str, int]]:
-        """Return the macros that tell any kernel with tiles its size, as (name, value)."""
+        """Return the macros, as (name, value), that give a kernel the size of its tiles."""
         found = [("STREAMED_ROWS", self.streamed_rows), ("WARPS", self.warps), ("MMA_M", self.mma_m)]
         return [*found, ("MIN_BLOCKS", self.min_blocks), ("QK_IN_REGS", int(self.qk_in_regs))]
 

@@ -121,7 +121,7 @@ class _Mark:
             self.is_kept = self._file is not None
 
     def end(self) -> None:
-        """Remove the mark unless it is kept."""
+        """End the self-test: remove its mark unless the mark is to be kept."""
         with contextlib.suppress(OSError):
             if self._file is not None and not self.is_kept:
                 self._file.truncate(0)  # other processes ignore an empty mark, even once it is unlocked

@@ -167,7 +167,7 @@ def count_resident(call: AttentionCall, variant: Variant) -> int:
 
 @functools.cache
 def count_multiprocessors(device: int) -> int:
-    """Return the number of a GPU's streaming multiprocessors."""
+    """Return how many streaming multiprocessors the GPU number ``device`` has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

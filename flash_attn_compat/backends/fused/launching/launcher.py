@@ -111,7 +111,7 @@ class Plan:
         self.launches.append(_Launch(variant, blocks, {**self.fields, **fields}))
 
     def _add_mask_pass(self, bias: Tensor) -> None:
-        """Add the pass over a dense mask, which finds the tiles that it hides."""
+        """Add a launch of the mask kernel, which reads a dense mask once and finds the tiles that the mask hides."""
         blocks, map_shape, rows_shape = masks.mask_pass_shapes(bias)
         self.add_output("bias_map", map_shape, torch.int32)
         is_boolean = self.kind.features.bias == BOOLEANS
@@ -216,7 +216,7 @@ class Plan:
         tail = [name for name in in_tail if layouts.addressed_bytes(inputs.get(name))]
         sizes = {
             name: layouts.addressed_bytes(inputs[name]) for name in dict.fromkeys((*tail, *inputs))
-        }  # the tail's first
+        }  # inputs of the tail come first
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
             (name, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _UNCHECKED else size)

@@ -61,7 +61,7 @@ class Card(NamedTuple):
     clocks: Mapping[_TimesKey, tuple[float, float]] = {}
 
     def merge(self, newer: Card) -> Card:
-        """Return both cards' results; newer ones replace those of the same case."""
+        """Return a card with the results of both; those of ``newer`` replace this card's for the same case."""
         kept = {key: clock for key, clock in self.clocks.items() if key not in newer.times}
         return newer._replace(
             times={**self.times, **newer.times}, tiles={**self.tiles, **newer.tiles}, clocks={**kept, **newer.clocks}
