@@ -74,10 +74,15 @@ MODULES = {name: path for path in PACKAGE.rglob("*.py") if not (name := module_n
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """The package's modules that a file imports, within functions too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -124,7 +129,7 @@ def test_nothing_imports_in_a_circle() -> None:
 
 def test_the_package_does_not_import_verify_which_a_wheel_has_in_it() -> None:
     for path in MODULES.values():
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        nodes = nodes_of(path)
         names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
         assert not {name for name in names if "verify" in name.split(".")}, path

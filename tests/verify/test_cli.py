@@ -29,7 +29,7 @@ from verify.implementations import imported
 from verify.recorded import ABSENT
 
 ROOT = Path(__file__).parents[2]
-CORRECT = ["--quick", "--implementation", "tests.verify.mutants:correct", "--device", "cpu"]
+CORRECT = ["--quick", "--implementation", "tests.verify.mutants:correct", "--device", "cpu", "--no-isolate"]
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,13 @@ def test_a_mutant_fails_some_problem(implementation: None, examinations: list[Ex
     assert any(examination.judge("reference").failures for examination in examinations)
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("implementation", ["correct"], indirect=True)
 def test_the_implementation_they_are_made_from_passes_every_problem(
-    implementation: None, examinations: list[Examination]
+    implementation: None, every: int, examinations: list[Examination]
 ) -> None:
     assert len(examinations) > 45
-    complaints = {repr(e.problem): e.judge("reference").failures for e in examinations}
+    complaints = {repr(e.problem): e.judge("reference").failures for e in examinations[::every]}
     assert not {problem: failures for problem, failures in complaints.items() if failures}
 
 
@@ -250,7 +251,14 @@ UNTOUCHED = {
 def verify(implementation: str, tmp_path: Path, *arguments: str) -> tuple[int, list[dict]]:
     """The exit code and the rows of a quick comparison."""
     saved = tmp_path / "rows.json"
-    judged = ["--quick", "--implementation", f"tests.verify.mutants:{implementation}", "--device", "cpu"]
+    judged = [
+        "--quick",
+        "--implementation",
+        f"tests.verify.mutants:{implementation}",
+        "--device",
+        "cpu",
+        "--no-isolate",
+    ]
     code = main([*judged, "--json", str(saved), *arguments])
     return code, json.loads(saved.read_text())["rows"]
 
@@ -317,7 +325,7 @@ def test_memory_grows_as_the_step_says(step, growth):
         return found.peak
 
     # four times the length: 16 times the memory where all scores are kept, 4 times at most where they are not
-    measured = peak(512) / peak(128)
+    measured = peak(256) / peak(64)
     assert growth / 2 < measured < growth * 1.1 if growth == 16 else measured < growth * 1.1
 
 

@@ -26,7 +26,7 @@ from verify.problems import Problem
 from verify.recorded import recorded_cases
 
 FILE = str(Path(__file__).with_name("seven_kernels.py"))
-CASES = ["--quick", "--device", "cpu", "-k", "mqa_cross,func causal gqa"]
+CASES = ["--quick", "--device", "cpu", "--no-isolate", "-k", "mqa_cross,func causal gqa"]
 FEW = "plain 64 d64,func causal gqa"
 
 
@@ -44,7 +44,7 @@ class Judged(NamedTuple):
 def judge(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], cases: str, *more: str) -> Judged:
     saved = tmp_path / "a.json"
     judged = ["--quick", "--device", "cpu", "--implementation", f"{FILE}:{name}", "-k", cases, "--json", str(saved)]
-    code = main([*judged, *more])
+    code = main([*judged, *(more if "--isolate" in more else ["--no-isolate", *more])])
     rows = {row["case"]: row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]}
     return Judged(code, " ".join(capsys.readouterr().out.split()), rows)
 
@@ -351,7 +351,7 @@ def detached(q, k, v, causal=False):
     ],
 )
 def test_a_kernel_that_is_right_in_half_precision_only_is_called_so(path, half, capsys):
-    chosen = ["--quick", "--device", "cpu", "-k", "func causal gqa,sizes gqa", "--forward-only"]
+    chosen = ["--quick", "--device", "cpu", "--no-isolate", "-k", "func causal gqa,sizes gqa", "--forward-only"]
     code = main([*chosen, "--implementation", path])
     shown = " ".join(capsys.readouterr().out.split())
     assert code == (half is not None)
