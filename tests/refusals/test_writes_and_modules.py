@@ -124,11 +124,11 @@ def test_an_append_takes_every_cache_of_an_ordinary_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["dq", "dk", "dv"])
-@pytest.mark.parametrize("backend", ["sdpa", "fused", "official"])
-def test_a_private_backward_refuses_overlapping_gradients(backend: str, which: str, serve: Serve) -> None:
+@pytest.mark.parametrize("by", ["sdpa", "fused", "official", "a dispatch mode"])
+def test_a_private_backward_refuses_overlapping_gradients(by: str, which: str, serve: Serve) -> None:
     q, k, v, dout = (randn(2, 6, 2, 8, seed=seed, dtype=torch.float16) for seed in range(4))
     options = 0.0, 0.3, False, -1, -1, 0.0, None, False
-    with serve(backend):
+    with FlopCounterMode(display=False) if by == "a dispatch mode" else serve(by):
         out, lse, _, _ = _flash_attn_forward(q, k, v, *options)
         for name in OVERLAPPING:
             written = {gradient: torch.zeros_like(q) for gradient in ("dq", "dk", "dv")}
@@ -212,21 +212,6 @@ def test_a_packed_forward_refuses_an_overlapping_out(backend: str, serve: Serve)
             out = torch.zeros(200).half().as_strided(q.shape, strides)
             scalars = Options(max_seqlen_q=6, max_seqlen_k=6)
             check_refused("out", lambda: raw.forward_into(out, given, scalars), out)
-
-
-@pytest.mark.parametrize("which", ["dq", "dk", "dv"])
-def test_a_private_backward_under_a_dispatch_mode_refuses_overlapping_gradients(which: str) -> None:
-    q, k, v, dout = (randn(*SHAPE, seed=seed) for seed in range(4))
-    options = 0.0, 0.3, False, -1, -1, 0.0, None, False
-    out, lse, _, _ = _flash_attn_forward(q, k, v, *options)
-    written = {gradient: torch.zeros(SHAPE) for gradient in ("dq", "dk", "dv")}
-    written[which] = OVERLAPPING["sliding windows of rows"](torch.zeros(SHAPE))
-    with FlopCounterMode(display=False):
-        check_refused(
-            which,
-            lambda: _flash_attn_backward(dout, q, k, v, out, lse, *written.values(), *options),
-            *written.values(),
-        )
 
 
 # ---------------------------------------------------------------- refusals of the modules around attention
