@@ -135,7 +135,7 @@ class Backend(abc.ABC):
         return []
 
     def prepare(self, x: Inputs, options: Options, length: int | None) -> Run:
-        """Return the run for all calls with the cache key of these arguments; they are as for ``call_of``.
+        """Return the run, a function that computes every call with these arguments' cache key; they are ``call_of``'s.
 
         Both this method and the run may raise KernelsFailed.
         """
@@ -156,7 +156,7 @@ class Backend(abc.ABC):
         return None
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
-        """Return the run that computes gradients, for all backwards whose cache key is that of these arguments."""
+        """Return the run, a function that computes gradients for every backward with these arguments' cache key."""
         described, backward = call.over(NO_INPUTS), self.backward
         return lambda x, upstream, into: BackwardResult(backward(described.over(x), upstream, into))
 

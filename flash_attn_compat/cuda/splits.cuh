@@ -1,5 +1,5 @@
-// FlashDecoding (Dao, Haziza, Massa, Sizov, 2023): several blocks share the keys of a tile, and the last of them merges
-// the results.
+// FlashDecoding (Dao, Haziza, Massa, Sizov, 2023): several blocks, the splits, share the keys of a tile. The block that
+// finishes last merges their results.
 #pragma once
 #include "scores/softmax.cuh"
 

@@ -323,7 +323,7 @@ def _without_autocast(run: Any, device: torch.device) -> Any:
 
 
 def _nothing(options: Options) -> Run:
-    """Return the run for calls without any rows or keys: out is 0 and the LSE +inf. It still appends new keys."""
+    """Return the function (run) for calls without rows or keys: out is 0, the LSE +inf. It still appends new keys."""
 
     def run(x: Inputs, length: int | None) -> Result:
         call, new = call_of(x, options, length)

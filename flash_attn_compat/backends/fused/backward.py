@@ -28,7 +28,7 @@ _KERNELS = "delta", "dkdv", "dq"
 
 
 def prepare(call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
-    """Return the run that computes gradients, for all backwards whose cache key is that of these arguments.
+    """Return a function (run) that computes gradients for every backward with these arguments' cache key.
 
     Raises KernelError if a kernel fails.
     """

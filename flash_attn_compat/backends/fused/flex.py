@@ -189,7 +189,7 @@ def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:
 
 
 def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
-    """Return the run for all calls with the text, shapes, strides, dtypes and numbers of these inputs.
+    """Return a function (run) that computes every forward with the text, shapes, strides, dtypes and numbers given.
 
     The run returns out and the LSE. out has q's dtype, and its axes lie in memory in the order of q's. The LSE is that
     of torch.ops.higher_order.flex_attention: (batch, heads, rows) fp32, of base 2, -inf for a row without keys.
@@ -224,7 +224,7 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
 
 
 def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: FlexUpstream) -> BackwardRun:
-    """Return the run for all calls with the text, shapes, strides, dtypes and numbers of these inputs and upstream.
+    """Return a function (run) that computes every backward with the text, shapes, strides, dtypes and numbers given.
 
     The run returns dq, dk and dv in the shapes and dtypes of q, k and v, then the gradients of ``mods.gradients``. The
     LSE in ``upstream`` is what a run of ``prepare`` returned. Raises as ``prepare`` does.

@@ -35,7 +35,7 @@ _Copies = dict[str, Callable[[Tensor], Tensor]]
 
 
 def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run | None:
-    """Return the run for all calls with the cache key of ``call``; None if no kernel supports the cache's strides.
+    """Return a function (run) for every call with call's cache key; None if no kernel supports the cache's strides.
 
     Inputs with unsupported strides are copied on every call. Raises KernelError if a kernel fails.
 

@@ -48,7 +48,7 @@ def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:
 
 
 def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> flex.ForwardRun:
-    """Return the run of a forward, as ``flex.prepare`` does."""
+    """Return the function (run) that computes a forward, as ``flex.prepare`` does."""
     if flex.has_tiles(mods, inputs, False):
         return flex.prepare(mods, inputs, scale)
     flex.check_blocks(inputs)
@@ -57,7 +57,7 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> flex.ForwardRun:
 
 
 def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: FlexUpstream) -> flex.BackwardRun:
-    """Return the run of a backward, as ``flex.prepare_backward`` does. It makes the lists q_* from the lists kv_*."""
+    """Return the function (run) for a backward, as ``flex.prepare_backward`` does. Its lists q_* come from kv_*."""
     if flex.has_tiles(mods, inputs, True):
         return flex.prepare_backward(mods, inputs, scale, upstream)
     flex.check_blocks(inputs)

@@ -15,7 +15,7 @@ struct DenseMask {
         : values(b * p.bias_s.batch + (i64)head * p.bias_s.head), row(b * p.bias_batch + head * p.bias_head) {
     map = row * p.bias_bands * p.bias_chunks * 2, row *= p.bias_rows;
   }
-  // The mask's row for row i: the only one if all rows share it.
+  // Returns the mask's row for query row i: its only row, if all rows share it.
   static DEVICE int row_of(const Params &p, int i) { return min(i, p.bias_rows - 1); }
   // Returns a bit for each 32 keys from `key` on, for ROWS rows from i on: whether a row sees one of the keys (`what`
   // 0), or whether the mask must be read for them, since it hides some or adds something (`what` 1).

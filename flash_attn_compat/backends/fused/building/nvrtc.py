@@ -265,7 +265,7 @@ def _key(variant: Variant, device: int) -> tuple[Variant, str, int]:
 
 
 def kernel(variant: Variant, device: int) -> Kernel:
-    """Return ``variant`` loaded on ``device``. After a first KernelError, every later call raises the same one."""
+    """Return the kernel ``variant`` loaded on ``device``. After a KernelError, each later call raises the same one."""
     key = _key(variant, device)
     with _locks.setdefault(key, threading.Lock()):
         loaded = _kernels.get(key)
@@ -283,7 +283,7 @@ def kernel(variant: Variant, device: int) -> Kernel:
 
 
 def load_all(variants: Iterable[Variant], device: int) -> None:
-    """Load variants in parallel, because compiling one takes a second. Errors are raised later, by ``kernel``."""
+    """Load kernels in parallel, because compiling one takes a second. Errors are raised later, by ``kernel``."""
     missing = [variant for variant in variants if _key(variant, device) not in _kernels]
     if len(missing) > 1:
         for thread in load_ahead(missing, device):
@@ -291,7 +291,7 @@ def load_all(variants: Iterable[Variant], device: int) -> None:
 
 
 def load_ahead(variants: Iterable[Variant], device: int) -> list[threading.Thread]:
-    """Start threads that load variants, and return without waiting. ``kernel`` waits for them, and raises errors."""
+    """Start threads that load kernels, and return without waiting. ``kernel`` waits for them, and raises errors."""
     started: list[threading.Thread] = []
     if cuda_capture.is_capturing(device):  # a new thread could not tell that this one captures
         return started
@@ -329,7 +329,7 @@ def _load_or_error(variant: Variant, architecture: str, device: int) -> Kernel |
 
 
 def compile_variant(variant: Variant, architecture: str) -> bytes:
-    """Compile ``variant``; return a cubin for sm_XY, PTX for compute_XY. Raises KernelError."""
+    """Compile the kernel ``variant``; return a cubin for sm_XY, PTX for compute_XY. Raises KernelError."""
     return compiler().compile(variant.source, compile_options(variant, architecture), variant.text)
 
 

@@ -35,7 +35,7 @@ RETRY_COMMAND = "flash-attn-compat doctor --again"
 
 
 def marks_folder() -> Path:
-    """Return the folder of the marks. Raises RuntimeError where there is no home directory."""
+    """Return the folder of the marks, the files of self-tests. Raises RuntimeError if there is no home directory."""
     return kernel_files.folder() / _FOLDER
 
 

@@ -137,11 +137,11 @@ class Plan:
             self.fields["q_s"], self.redirects["q"] = strides, ("q_rotated", 0)
 
     def add_maxima_pass(self, of_rows: bool) -> None:
-        """Add a pass that finds the largest finite magnitudes of k, v and q, by which bf16 is scaled to fp16.
+        """Add a launch that finds the largest finite magnitudes of k, v and q, by which bf16 is scaled to fp16.
 
         They are stored as the bits of fp32 numbers.
         of_rows: whether to include q. The forward kernel finds q's itself. Without q, and if the forward reads copies
-            of keys and values, the pass also writes these copies, scaled by the maxima that it knows so far
+            of keys and values, the launch also writes these copies, scaled by the maxima that it knows so far
         """
         call, kind = self.call, self.kind.replace(copied=self.kind.features.copied and not of_rows)
         self.add_output("absmax", (3, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
@@ -152,7 +152,7 @@ class Plan:
         self._add_pass(variants.absmax(kind), 2 + of_rows)
 
     def _add_pass(self, variant: Variant, tensors: int, **fields: params.Value) -> None:
-        """Add a pass over ``tensors`` tensors. Several blocks share a sequence of one key head."""
+        """Add an extra launch that reads ``tensors`` tensors once. Several blocks share a sequence of one key head."""
         call = self.call
         heads, longest = call.batch * call.nheads_k, max(calls.max_rows(call), calls.max_keys(call))
         processors = calls.count_multiprocessors(call.q.get_device())
@@ -160,7 +160,7 @@ class Plan:
         self.add_launch(variant, tensors * heads * splits, **fields, splits=splits)
 
     def add_tiled_launch(self, variant: Variant, grid: Grid, heads: int, splits: int | None = 1) -> None:
-        """Add a kernel with a block for each tile, after the pass that writes or corrects copies of its operands.
+        """Add a kernel with a block for each tile; before it, if needed, a launch that writes or corrects fp16 copies.
 
         grid: the blocks of each of the ``heads``; splits: blocks that share a tile, None for the best number
         """

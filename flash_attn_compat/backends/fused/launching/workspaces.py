@@ -1,4 +1,4 @@
-"""Workspaces: one for each stream, with memory for partial results of splits, and counters, 0 between launches."""
+"""Workspaces, one for each CUDA stream: memory for partial results of blocks that share a tile, and counters."""
 
 from __future__ import annotations
 
