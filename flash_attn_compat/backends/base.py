@@ -23,7 +23,7 @@ from flash_attn_compat.core import dropout
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
-from flash_attn_compat.core.entry import BackwardRun, Run, RunInto
+from flash_attn_compat.core.entry import BackwardRun, Run
 from flash_attn_compat.core.features import Feature, Traits, dtype_name, split
 from flash_attn_compat.core.inputs import NO_INPUTS, CacheInputs, Inputs, Options
 
@@ -142,18 +142,14 @@ class Backend(abc.ABC):
         forward = self.forward
         if not isinstance(x, CacheInputs):
             described = call_of(x, options)[0].over(NO_INPUTS)
-            return lambda x, length: forward(described.over(x))
+            return lambda x, length, out=None: forward(described.over(x))
 
-        def run(x: Inputs, length: int | None) -> Result:
+        def run(x: Inputs, length: int | None, out: Tensor | None = None) -> Result:
             with torch.no_grad():
                 call, new = call_of(x, options, length)
                 return forward(call if new is None else call._replace(q=by_operators(call, new)))
 
         return run
-
-    def run_into(self, run: Run) -> RunInto | None:
-        """Return a variant of ``run`` (of ``prepare``) that writes ``out`` to a given tensor; None if it cannot."""
-        return None
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         """Return the run, a function that computes gradients for every backward with these arguments' cache key."""

@@ -79,7 +79,7 @@ class SingleLaunchBackend(Backend):
         if call.cu_seqlens_q is None or (self.zeroes_outside and not call.use & Feature.LSE):
             return super().prepare(x, options, length)
         described, clear = call.over(NO_INPUTS), self._choose_clear(call)
-        return lambda x, length: self._forward(described.over(x), clear)
+        return lambda x, length, out=None: self._forward(described.over(x), clear)
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         if call.cu_seqlens_q is None or self.zeroes_outside:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,17 +16,25 @@ from flash_attn_compat.core.inputs import Inputs, Options
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 Key = Hashable
-# Computes any call of one cache key, from its inputs and its length: cache_seqlens if that is an int, else None.
-Run = Callable[[Inputs, int | None], Result]
-# As Run, but writes ``out`` to the third argument, a contiguous tensor of the caller's.
-RunInto = Callable[[Inputs, int | None, Tensor], Result]
+
 # Computes gradients from (inputs, upstream, into), and writes them to the tensors ``into`` unless that is None.
 BackwardRun = Callable[[Inputs, BackwardInputs, Gradients | None], BackwardResult]
 # Raises if the length, or the lengths and positions in the tensors, are out of range.
 Check = Callable[[Inputs, int | None], None]
 
 
-def never_run(inputs: Inputs, length: int | None) -> Result:
+class Run(Protocol):
+    """The function that computes every call of one cache key.
+
+    length: cache_seqlens if that is an int, else None
+    out: contiguous memory that no input shares, of the result's shape, dtype and device. A run may write the result's
+        ``out`` there and return it, or leave it alone and return another
+    """
+
+    def __call__(self, x: Inputs, length: int | None, out: Tensor | None = None, /) -> Result: ...
+
+
+def never_run(x: Inputs, length: int | None, out: Tensor | None = None) -> Result:
     raise AssertionError("a backward alone is never run forward")
 
 

@@ -20,7 +20,7 @@ from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.arguments import check as check_arguments
 from flash_attn_compat.core.arguments.options import checked, integers_of
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result, lse_dtype
-from flash_attn_compat.core.entry import BackwardRun, Entry, Key, Run, RunInto, never_run
+from flash_attn_compat.core.entry import BackwardRun, Entry, Key, Run, never_run
 from flash_attn_compat.core.features import DMASK, Feature
 from flash_attn_compat.core.inputs import NO_INPUTS, Inputs, Options, new_tuple
 from flash_attn_compat.dispatch import call_cache, choice
@@ -106,14 +106,9 @@ def run(
 
 def _run_into(entry: Entry, x: Inputs, out: Tensor) -> Result:
     """Run a prepared call that writes to the caller's ``out``: the kernel does if it can, else the result is copied."""
-    write: RunInto | None = None
-    if entry.backend is not None and out.is_contiguous():
-        write = entry.backend.run_into(entry.run)
-    if write is not None:
-        return write(x, None, out)
     checks.is_writable_out(out, (*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, x.q.device)  # before the run appends
-    result = entry.run(x, None)
-    return result._replace(out=out.copy_(result.out))
+    result = entry.run(x, None, out if out.is_contiguous() else None)
+    return result if result.out is out else result._replace(out=out.copy_(result.out))
 
 
 def _without_negated_views(entry: Entry, x: Inputs) -> Inputs:
@@ -303,7 +298,7 @@ def _prepare_backward(
 
 
 def _with_dmask(run: Run, described: AttentionCall) -> Run:
-    def with_dmask(x: Inputs, length: int | None) -> Result:
+    def with_dmask(x: Inputs, length: int | None, out: Tensor | None = None) -> Result:
         result, call = run(x, length), described.over(x)
         return result._replace(dmask=signed_probabilities(call, result.rng_state))
 
@@ -325,7 +320,7 @@ def _without_autocast(run: Any, device: torch.device) -> Any:
 def _nothing(options: Options) -> Run:
     """Return the function (run) for calls without rows or keys: out is 0, the LSE +inf. It still appends new keys."""
 
-    def run(x: Inputs, length: int | None) -> Result:
+    def run(x: Inputs, length: int | None, out: Tensor | None = None) -> Result:
         call, new = call_of(x, options, length)
         if new is not None:
             with torch.no_grad():

@@ -25,7 +25,8 @@ from flash_attn_compat.backends.fused.launching import layouts
 from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.features import Feature, Traits
-from flash_attn_compat.core.inputs import DenseInputs
+from flash_attn_compat.core.inputs import CacheInputs, DenseInputs, Options
+from flash_attn_compat.dispatch import kvcache
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests.forms import inputs
 from tests.forms.inputs import randn
@@ -399,10 +400,19 @@ def files_entered(call: Callable[[], object]) -> list[str]:
 
 
 CU = torch.tensor([0, 40, 80], dtype=torch.int32)
+
+
+def into_out(q: Tensor) -> object:
+    rows, table = q[:, :1].contiguous(), torch.tensor([[0], [1]], dtype=torch.int32)
+    x = CacheInputs(rows, q, q, seqused_k=CU[1:], block_table=table)
+    return kvcache.attend_into(torch.empty_like(rows), x, Options(causal=True))
+
+
 WAYS: dict[str, tuple[int, Callable[[Tensor], object]]] = {
     "dense": (8, lambda q: flash_attn_func(q, q, q, causal=True)),
     "packed": (8, lambda q: flash_attn_varlen_func(*(q.flatten(0, 1),) * 3, CU, CU, 40, 40, causal=True)),
     "packed, recorded": (9, lambda q: flash_attn_varlen_func(*(q.flatten(0, 1).requires_grad_(),) * 3, CU, CU, 40, 40)),
+    "over a cache, into the caller's memory": (7, into_out),
     "over a cache": (9, lambda q: flash_attn_with_kvcache(q[:, :1], q, q, cache_seqlens=CU[1:], causal=True)),
 }
 

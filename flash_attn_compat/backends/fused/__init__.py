@@ -16,7 +16,7 @@ from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.backends.unwritten import Clear, clear_by_operators
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, Gradients, Result
-from flash_attn_compat.core.entry import BackwardRun, Run, RunInto
+from flash_attn_compat.core.entry import BackwardRun, Run
 from flash_attn_compat.core.features import Feature, Traits, all_but, split
 from flash_attn_compat.core.inputs import CacheInputs, Inputs, Options
 
@@ -76,9 +76,6 @@ class Fused(Backend):
         if length is not None:
             call, _ = call_of(x, options)  # over all slots, so that every step of a growing cache fits
         return forward.prepare(call, new, isinstance(x, CacheInputs)) or super().prepare(x, options, length)
-
-    def run_into(self, run: Run) -> RunInto | None:
-        return forward.run_into(run)
 
     def prepare_backward(self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)

@@ -21,7 +21,7 @@ from flash_attn_compat.backends.fused.tuning import tuned
 from flash_attn_compat.core import dropout, kernel_layout
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall, Result
-from flash_attn_compat.core.entry import Run, RunInto
+from flash_attn_compat.core.entry import Run
 from flash_attn_compat.core.features import Feature
 from flash_attn_compat.core.inputs import Inputs, new_tuple
 from flash_attn_compat.core.torch_state import note_written
@@ -80,17 +80,11 @@ def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run
     if not copies:
         return forward.run
 
-    def run(tensors: Inputs, length: int | None) -> Result:
+    def run(tensors: Inputs, length: int | None, out: Tensor | None = None) -> Result:
         result = forward.run(_apply_copies(tensors, copies), length)
         return result._replace(out=kernel_layout.narrowed(result.out, head_dim_v))
 
     return run
-
-
-def run_into(run: Run) -> RunInto | None:
-    """Return a variant of ``run`` that writes to a given ``out``; None if it copies, drops or saves tensors."""
-    plan = getattr(run, "__self__", None)
-    return plan.run if isinstance(plan, _Forward) and plan.writes_given_out else None
 
 
 def _apply_copies(tensors: Inputs, copies: _Copies) -> Inputs:
@@ -170,16 +164,8 @@ class _Forward:
         find_error = functools.partial(self_test.find_forward_error, *arguments)
         self_test.check_kernels(plan.variants[-1:], plan.device, find_error)
 
-    @property
-    def writes_given_out(self) -> bool:
-        """Whether ``run`` takes an ``out`` to write to."""
-        return not (self.drops or self.needs_grad)
-
-    def run(self, tensors: Any, length: int | None = None, given_out: Tensor | None = None) -> Result:
-        """Launch the plan and return its Result; the arguments are those of a Run of core/entry.py.
-
-        given_out: contiguous memory for ``out``, or None for a new tensor
-        """
+    def run(self, tensors: Any, length: int | None = None, out: Tensor | None = None) -> Result:
+        """Launch the plan and return its Result; the arguments are those of a Run of core/entry.py."""
         rng_state = None
         if self.drops:
             if any([x.is_neg() for x in (tensors.q, tensors.k, tensors.v)]):  # before the generator advances
@@ -188,7 +174,7 @@ class _Forward:
             if rng_state is None:
                 rng_state = dropout.new_rng_state(self.plan.torch_device)
                 tensors = tensors._replace(rng_state=rng_state)
-        outputs = self.plan.run(tensors, length, given_out)
+        outputs = self.plan.run(tensors, length, out)
         if self.appends:
             note_written((tensors.k, tensors.v))
         if not self.needs_grad:  # Result() takes three times as long

@@ -26,7 +26,6 @@ from flash_attn_compat.backends.fused.choosing.kinds import BOOLEANS, Kind
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.launching import calls, eight_bit, grids, layouts, masks, params, workspaces
 from flash_attn_compat.backends.fused.launching.grids import Grid
-from flash_attn_compat.core import checks
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.cuda_capture import current_device
@@ -260,7 +259,8 @@ class Plan:
         tensors: the inputs by name; others: the plan's further inputs, in its order
         length: how many keys each sequence has before the append, which may differ from call to call; None for the
             plan's own number, which counts the appended keys
-        given_out: contiguous memory for the output "out" that no input shares; None for a new tensor
+        given_out: contiguous memory for the output "out" that no input shares and that passed
+            checks.is_writable_out; None for a new tensor
         Raises RuntimeError for a tensor without memory or with too little, NegatedView for a lazily negated view, and
         KernelError, with ``appended`` set if new keys are in the cache already.
         """
@@ -277,7 +277,6 @@ class Plan:
         outputs, allocate = {}, allocator(self.torch_device, self.device)
         for name, shape, strides, dtype in self._outputs:
             if given_out is not None and name == "out":
-                checks.is_writable_out(given_out, shape, dtype, self.torch_device)
                 output = given_out
             else:
                 output = allocate(shape, strides, dtype)
