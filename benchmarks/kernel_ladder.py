@@ -26,7 +26,7 @@ from benchmarks.runner import relative_difference
 from flash_attn_compat import flash_attn_func, settings, use_backend
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.kinds import FP16, Features, Kind, Sizes
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, KernelFeatures, Kind, Sizes
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.launching import launcher, layouts, params
 from tests.kernels import offline
@@ -62,7 +62,7 @@ PRODUCT_FLOPS = 2 * 16 * 8 * 8
 def make_variant(step: int, head_dim: int, causal: bool) -> Variant:
     """Return the kernel of a step."""
     if step == TODAY:
-        return variants.forward(Kind(75, FP16, Sizes(head_dim), Features(local=causal)))
+        return variants.forward(Kind(75, FP16, Sizes(head_dim), KernelFeatures(local=causal)))
     is_tall = step == TODAY - 1
     warps = 8 if is_tall and head_dim > 64 else 4
     tiles, scores = 2 * KEYS * head_dim * 2, warps * 16 * (KEYS + 4) * 4

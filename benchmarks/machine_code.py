@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flash_attn_compat.backends.fused.choosing import enumeration, variants
-from flash_attn_compat.backends.fused.choosing.kinds import FP16, HEAD_DIMS, Features, Kind, Sizes
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, HEAD_DIMS, KernelFeatures, Kind, Sizes
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.tuning import candidates
 from tests import fused_coverage
@@ -47,7 +47,7 @@ def choose_variants(number: int, entries: list[str], every: int = 1) -> Iterator
         *fused_coverage.eight_bit_kinds(number),
     ]
     named = {f"{variant.entry} {_label(kind)}": variant for variant, kind in enumeration.made_for(kinds).items()}
-    packed = Kind(number, FP16, Sizes(64), Features(local=True))
+    packed = Kind(number, FP16, Sizes(64), KernelFeatures(local=True))
     for entry in ("forward", "delta", "dkdv", "dq"):
         named[f"{entry} {_label(packed)}, shared grid"] = variants.with_shared_grid(variants.MAKERS[entry](packed))
     for entry, D in itertools.product(candidates.ENTRIES, HEAD_DIMS):

@@ -26,7 +26,7 @@ from benchmarks.kernel_tiles import compile_together, format_tile, replace_tile
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.kinds import FP16, Features, Hints, Kind, Sizes
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, Hints, KernelFeatures, Kind, Sizes
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.launching.grids import choose_one_tile, takes_small_tiles
 from verify.graphs import capture
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
         few_keys = choose_one_tile(self.seqlen, self.seqlen, self.head_dim, self.batch * self.heads, processors=1)
         few_rows = takes_small_tiles(self.seqlen, self.head_dim, self.causal)
         hints = Hints(few_rows, 64 * (self.seqlen <= 64), few_keys if number < 80 else 0)
-        return Kind(number, FP16, Sizes(self.head_dim), Features(local=self.causal), hints)
+        return Kind(number, FP16, Sizes(self.head_dim), KernelFeatures(local=self.causal), hints)
 
     def entries(self, number: int) -> dict[str, tuple[Tile, ...]]:
         """Return the tiles to time, for each kernel that calls of this shape launch."""

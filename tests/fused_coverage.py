@@ -34,7 +34,7 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     HEAD_DIMS,
     ONE_TILE,
     SHORT,
-    Features,
+    KernelFeatures,
     Kind,
     Sizes,
 )
@@ -130,12 +130,14 @@ def eight_bit_kinds(number: int) -> Iterator[Kind]:
     """With caches of 8-bit floats: each type at usual head dims, all features together, and rows anywhere."""
     for type, cache in itertools.product((FP16, BF16_AS_FP16), (E4M3, E5M2)):
         for D in (32, 64, 128, 256, 512) if cache == E4M3 else (64, 128):
-            yield Kind(number, type, Sizes(D), Features(cache=cache))
-        full = Kind(number, type, Sizes(128, window=34), Features(local=True, alibi=True, softcap=True, cache=cache))
+            yield Kind(number, type, Sizes(D), KernelFeatures(cache=cache))
+        full = Kind(
+            number, type, Sizes(128, window=34), KernelFeatures(local=True, alibi=True, softcap=True, cache=cache)
+        )
         yield full
         yield full.replace(head_dim=64, paged=True, vec=1)
-        yield Kind(number, type, Sizes(128), Features(paged=True, cache=cache))
-    yield Kind(number, FP16, Sizes(192, head_dim_v=128), Features(cache=E4M3))
+        yield Kind(number, type, Sizes(128), KernelFeatures(paged=True, cache=cache))
+    yield Kind(number, FP16, Sizes(192, head_dim_v=128), KernelFeatures(cache=E4M3))
 
 
 def masked_kinds(number: int) -> Iterator[Kind]:
@@ -151,11 +153,11 @@ def _masked_kinds(number: int) -> Iterator[Kind]:
             *itertools.product((BOOLEANS, HALF_BIAS), (64, 128)),
             (BOOLEANS, 160), (HALF_BIAS, 256), (FLOAT_BIAS, 64),
         ):  # fmt: skip
-            kind = Kind(number, type, Sizes(D), Features(bias=bias))
+            kind = Kind(number, type, Sizes(D), KernelFeatures(bias=bias))
             yield kind
             if bias > BOOLEANS:
                 yield kind.replace(bias_pairs=True)
-        truths = Kind(number, type, Sizes(64), Features(bias=BOOLEANS))
+        truths = Kind(number, type, Sizes(64), KernelFeatures(bias=BOOLEANS))
         yield truths.replace(few_rows=True)
         yield truths.replace(head_dim=48, vec=1)
         yield truths.replace(head_dim=48, vec=1, bias=HALF_BIAS)

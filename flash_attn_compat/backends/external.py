@@ -31,7 +31,7 @@ FLASH_UNSUPPORTED = (
 )  # fmt: skip
 
 
-class LaunchResult(NamedTuple):
+class KernelResult(NamedTuple):
     """A forward launch's results: out in q's layout, LSE in the kernel's layout, and the dropout's state, if any."""
 
     out: Tensor
@@ -52,12 +52,12 @@ class SingleLaunchBackend(Backend):
         self._choose_clear = choose_clear
 
     @abc.abstractmethod
-    def launch_forward(self, call: AttentionCall) -> LaunchResult:
+    def launch_forward(self, call: AttentionCall) -> KernelResult:
         """Launch the forward of a call in the kernel's layout. Tokens outside of all sequences may have any LSE."""
 
     @abc.abstractmethod
     def launch_backward(
-        self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
+        self, call: AttentionCall, dout: Tensor, result: KernelResult, into: Gradients | None
     ) -> Gradients:
         """Launch the backward; return dq, dk, dv in the shapes of the call's q, k, v: ``into``, or new tensors."""
 
@@ -95,12 +95,12 @@ class SingleLaunchBackend(Backend):
 
     def _forward(self, call: AttentionCall, clear: Clear) -> Result:
         ready = self.with_kernel_layout(call)
-        launched = self.launch_forward(ready)
-        lse = self.to_flash_attn_lse(ready, launched.lse) if call.use & Feature.LSE else None
+        result = self.launch_forward(ready)
+        lse = self.to_flash_attn_lse(ready, result.lse) if call.use & Feature.LSE else None
         if call.cu_seqlens_q is not None and not (self.zeroes_outside and lse is None):
-            clear(ready, PackedResults(None if self.zeroes_outside else launched.out, lse))
-        saved = (launched.lse, *launched.state) if call.use & Feature.BACKWARD else ()
-        return Result(kernel_layout.narrowed(launched.out, call.head_dim_v), lse, None, saved)
+            clear(ready, PackedResults(None if self.zeroes_outside else result.out, lse))
+        saved = (result.lse, *result.state) if call.use & Feature.BACKWARD else ()
+        return Result(kernel_layout.narrowed(result.out, call.head_dim_v), lse, None, saved)
 
     def _backward(
         self, call: AttentionCall, upstream: BackwardInputs, into: Gradients | None, clear: Clear
@@ -110,7 +110,7 @@ class SingleLaunchBackend(Backend):
         lse, *state = upstream.saved or (self.to_kernel_lse(ready, upstream.lse),)
         is_writable = into is not None and all(x.shape[-1] % 8 == 0 and kernel_layout.is_ready(x) for x in into)
         target = into if is_writable else None
-        gradients = self.launch_backward(ready, dout, LaunchResult(out, lse, tuple(state)), target)
+        gradients = self.launch_backward(ready, dout, KernelResult(out, lse, tuple(state)), target)
         if call.cu_seqlens_q is not None and not self.zeroes_outside:
             dq, dk, dv = gradients
             clear(ready, PackedResults(dq, dk=dk, dv=dv))

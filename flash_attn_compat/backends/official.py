@@ -20,7 +20,7 @@ from torch import Tensor
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import smoke_test
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, LaunchResult, window_arguments
+from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, KernelResult, window_arguments
 from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature, Traits, all_but
 
@@ -59,7 +59,7 @@ class Official(FlashBackend):
         reason = loaded if isinstance(loaded, str) else smoke_test.decline_reason(self, loaded, traits)
         return [reason] if reason else []
 
-    def launch_forward(self, call: AttentionCall) -> LaunchResult:
+    def launch_forward(self, call: AttentionCall) -> KernelResult:
         functions = _require_functions()
         out = seqused_k = leftpad_k = block_table = generator = None
         return_softmax = False
@@ -74,16 +74,16 @@ class Official(FlashBackend):
                 call.max_seqlen_k, call.dropout_p, scale, self.zeroes_outside, *others, return_softmax, generator,
             )  # fmt: skip
         out, lse, _, rng_state = results
-        return LaunchResult(out, lse, (rng_state,))
+        return KernelResult(out, lse, (rng_state,))
 
     def launch_backward(
-        self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
+        self, call: AttentionCall, dout: Tensor, result: KernelResult, into: Gradients | None
     ) -> Gradients:
         functions = _require_functions()
         q, k, v, starts_q, starts_k = call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k
         gradients = into or Gradients(*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)))
-        rng_state = launched.state[0] if launched.state and call.dropout_p else None
-        tensors = (dout, q, k, v, launched.out, launched.lse, *gradients)
+        rng_state = result.state[0] if result.state and call.dropout_p else None
+        tensors = (dout, q, k, v, result.out, result.lse, *gradients)
         generator = None
         others = *window_arguments(call), call.softcap, call.deterministic, generator, rng_state
         if starts_q is None:

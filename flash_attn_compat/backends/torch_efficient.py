@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Capabilities, aten_operator, missing_argument_reasons
-from flash_attn_compat.backends.external import LaunchResult, SingleLaunchBackend
+from flash_attn_compat.backends.external import KernelResult, SingleLaunchBackend
 from flash_attn_compat.backends.unwritten import packed_lse, padded_lse, token_places
 from flash_attn_compat.core.call import AttentionCall, Gradients
 from flash_attn_compat.core.features import Feature, Traits
@@ -60,7 +60,7 @@ class TorchEfficient(SingleLaunchBackend):
             return call
         return call._replace(k=call.k.repeat_interleave(group, dim=-2), v=call.v.repeat_interleave(group, dim=-2))
 
-    def launch_forward(self, call: AttentionCall) -> LaunchResult:
+    def launch_forward(self, call: AttentionCall) -> KernelResult:
         bias = None
         out, lse, seed, offset, _, _ = as_decided(
             aten_operator("_efficient_attention_forward"), *_add_batch_axis(call, call.q, call.k, call.v), bias,
@@ -70,24 +70,24 @@ class TorchEfficient(SingleLaunchBackend):
         if call.cu_seqlens_q is not None:
             out = out.squeeze(0)
             _fill_unwritten(call, 0.0, out)
-        return LaunchResult(out, lse, (seed, offset))
+        return KernelResult(out, lse, (seed, offset))
 
     def launch_backward(
-        self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
+        self, call: AttentionCall, dout: Tensor, result: KernelResult, into: Gradients | None
     ) -> Gradients:
         longest_q, longest_k = _max_lengths(call)
         longest_q, longest_k = longest_q or call.q.shape[1], longest_k or call.k.shape[1]
         unused = torch.empty((), dtype=torch.int64, device=call.q.device)
-        seed, offset = launched.state or (unused, unused)
+        seed, offset = result.state or (unused, unused)
         # The kernel ignores the strides of ``out`` and reads it as contiguous (PyTorch 2.11, fp16).
-        dout, q, k, v, out = _add_batch_axis(call, dout, call.q, call.k, call.v, launched.out.contiguous())
+        dout, q, k, v, out = _add_batch_axis(call, dout, call.q, call.k, call.v, result.out.contiguous())
         # Several blocks that share a head's keys would add to dq by atomics. With few rows, one block for each head
         # took a tenth of the time of several.
         splits = 1 if longest_q <= 2 * _LSE_ROWS else None
         bias, bias_requires_grad = None, False
         dq, dk, dv, _ = as_decided(
             aten_operator("_efficient_attention_backward"), dout, q, k, v, bias, out, *_sequence_starts(call),
-            longest_q, longest_k, launched.lse, call.dropout_p, seed, offset, _mask_type(call), bias_requires_grad,
+            longest_q, longest_k, result.lse, call.dropout_p, seed, offset, _mask_type(call), bias_requires_grad,
             scale=call.softmax_scale, num_splits_key=splits,
         )  # fmt: skip
         gradients = Gradients(dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, aten_operator, missing_argument_reasons
-from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, LaunchResult, window_arguments
+from flash_attn_compat.backends.external import FLASH_UNSUPPORTED, FlashBackend, KernelResult, window_arguments
 from flash_attn_compat.backends.unwritten import packed_lse, padded_lse
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.call import AttentionCall, Gradients
@@ -49,21 +49,21 @@ class TorchFlash(FlashBackend):
             return [f"{other} was activated in place of PyTorch's own flash kernels"]
         return missing_argument_reasons(_NEEDED_ARGUMENTS)
 
-    def launch_forward(self, call: AttentionCall) -> LaunchResult:
+    def launch_forward(self, call: AttentionCall) -> KernelResult:
         causal, left, right = window_arguments(call)
         out, lse, seed, offset, _ = aten_operator("_flash_attention_forward")(
             call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
             call.dropout_p, causal, False, scale=call.softmax_scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return LaunchResult(out, lse, (seed, offset))
+        return KernelResult(out, lse, (seed, offset))
 
     def launch_backward(
-        self, call: AttentionCall, dout: Tensor, launched: LaunchResult, into: Gradients | None
+        self, call: AttentionCall, dout: Tensor, result: KernelResult, into: Gradients | None
     ) -> Gradients:
-        seed, offset = launched.state or (dout.new_empty(0), dout.new_empty(0))
+        seed, offset = result.state or (dout.new_empty(0), dout.new_empty(0))
         causal, left, right = window_arguments(call)
         gradients = aten_operator("_flash_attention_backward")(
-            dout, call.q, call.k, call.v, launched.out, launched.lse, call.cu_seqlens_q, call.cu_seqlens_k,
+            dout, call.q, call.k, call.v, result.out, result.lse, call.cu_seqlens_q, call.cu_seqlens_k,
             call.max_seqlen_q, call.max_seqlen_k, call.dropout_p, causal, seed, offset, scale=call.softmax_scale,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip

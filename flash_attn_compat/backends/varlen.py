@@ -283,25 +283,25 @@ class Layout:
         Neighbouring sequences of equal length share a plan, and so do short sequences of about equal length.
         """
         call = self.call
-        runs: list[BlockPlan] = []
+        stretches: list[BlockPlan] = []
         for plan in self.alone():
             index = plan.sequences[0]
-            is_next = bool(runs) and runs[-1].sequences[-1] == index - 1
+            is_next = bool(stretches) and stretches[-1].sequences[-1] == index - 1
             if is_next and self.rows.adjoins(index) and self.keys.adjoins(index):
-                runs[-1].sequences.append(index)
+                stretches[-1].sequences.append(index)
             else:
-                runs.append(plan)
+                stretches.append(plan)
         joining = _CPU if call.q.is_cpu else _ACCELERATOR
-        if len(runs) < joining.few:
-            return runs
+        if len(stretches) < joining.few:
+            return stretches
         padding = joining.padding / (2 * call.nheads * (call.q.shape[-1] + call.head_dim_v))
         most_tokens = joining.elements // (call.nheads * call.q.shape[-1])
         short: list[BlockPlan] = []
         others: list[BlockPlan] = []
-        for run in runs:
+        for stretch in stretches:
             # Sequences with rows that see no key are not padded, so that in a padded block only padding sees no key.
-            sees_keys = call.mask.rows_with_keys(run.seqlen_q, run.seqlen_k).size == run.seqlen_q
-            (short if sees_keys and run.seqlen_q * run.seqlen_k <= _LONG * padding else others).append(run)
+            sees_keys = call.mask.rows_with_keys(stretch.seqlen_q, stretch.seqlen_k).size == stretch.seqlen_q
+            (short if sees_keys and stretch.seqlen_q * stretch.seqlen_k <= _LONG * padding else others).append(stretch)
         return others + _joined(short, padding, most_tokens, joining.few)
 
     def blocks(self, plans: list[BlockPlan]) -> Iterator[tuple[Block, Places, Places]]:
@@ -339,20 +339,20 @@ class Layout:
         return out, lse
 
 
-def _joined(runs: list[BlockPlan], padding: float, most_tokens: int, few: int) -> list[BlockPlan]:
+def _joined(stretches: list[BlockPlan], padding: float, most_tokens: int, few: int) -> list[BlockPlan]:
     """Join plans of similar length, as far as the limits allow. Sorting by length keeps the padding small.
 
-    runs: plans of neighbouring sequences of equal length
+    stretches: plans of neighbouring sequences of equal length
     """
     groups: list[tuple[BlockPlan, list[BlockPlan]]] = []
-    for run in sorted(runs, key=lambda run: (run.seqlen_k, run.seqlen_q)):
+    for stretch in sorted(stretches, key=lambda stretch: (stretch.seqlen_k, stretch.seqlen_q)):
         if groups:
             joined, members = groups[-1]
-            both = joined.join(run)
-            if both.tokens <= most_tokens and both.pairs - joined.pairs - run.pairs <= padding:
-                groups[-1] = both, [*members, run]
+            both = joined.join(stretch)
+            if both.tokens <= most_tokens and both.pairs - joined.pairs - stretch.pairs <= padding:
+                groups[-1] = both, [*members, stretch]
                 continue
-        groups.append((run, [run]))
+        groups.append((stretch, [stretch]))
     plans: list[BlockPlan] = []
     for joined, members in groups:
         plans += members if len(members) < few else [joined._replace(sequences=sorted(joined.sequences))]

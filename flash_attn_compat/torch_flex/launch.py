@@ -17,19 +17,19 @@ _MOST = 2048
 _runs: dict[Any, Any] = {}
 
 
-def find_forward(functions: Functions, inputs: FlexInputs, scale: float) -> flex.ForwardRun | str:
+def find_forward(functions: Functions, inputs: FlexInputs, scale: float) -> flex.FlexRun | str:
     """Return the function that computes a forward, or the reason to decline it. ValueError: block lists do not fit."""
-    found: flex.ForwardRun | str
+    found: flex.FlexRun | str
     found = _find(functions, inputs, scale, None, lambda: small_blocks.prepare(functions.mods, inputs, scale))
     return found
 
 
 def find_backward(
     functions: Functions, inputs: FlexInputs, scale: float, upstream: FlexUpstream
-) -> flex.BackwardRun | str:
+) -> flex.FlexBackwardRun | str:
     """Return the function that computes a backward, or the reason to decline it. Raises as ``find_forward``."""
     prepare = lambda: small_blocks.prepare_backward(functions.mods, inputs, scale, upstream)  # noqa: E731
-    found: flex.BackwardRun | str = _find(functions, inputs, scale, upstream, prepare)
+    found: flex.FlexBackwardRun | str = _find(functions, inputs, scale, upstream, prepare)
     return found
 
 

@@ -19,7 +19,7 @@ from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_att
 from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.kinds import FP16, Features, Kind, Sizes
+from flash_attn_compat.backends.fused.choosing.kinds import FP16, KernelFeatures, Kind, Sizes
 from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.backends.fused.launching import layouts
 from flash_attn_compat.core.arguments import checked_call
@@ -336,7 +336,7 @@ def test_a_trial_depends_on_nothing_the_caller_set(monkeypatch: pytest.MonkeyPat
         torch.set_default_dtype(torch.float32)
 
 
-ALL_AT_ONCE = Kind(75, FP16, Sizes(32, window=104), Features(local=True, alibi=True, softcap=True))
+ALL_AT_ONCE = Kind(75, FP16, Sizes(32, window=104), KernelFeatures(local=True, alibi=True, softcap=True))
 
 
 @pytest.mark.parametrize("name", ["forward", "dropout", "decode", "append", "backward"])

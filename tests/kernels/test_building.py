@@ -28,8 +28,8 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     FP16,
     HALF_BIAS,
     HEAD_DIMS,
-    Features,
     Hints,
+    KernelFeatures,
     Kind,
     Sizes,
     size_of,
@@ -83,8 +83,8 @@ def test_kernels_for_dense_masks_are_compiled_where_sdpa_is_asked_for(
         monkeypatch.setenv("FLASH_ATTN_COMPAT_SDPA", "1")
     assert cli.main(["compile", "--for", "sm_75", *ONLY, *(["--sdpa"] if asks == "option" else [])]) == 0
     kinds = [
-        Kind(75, FP16, Sizes(64), Features(bias=BOOLEANS)),
-        Kind(75, FP16, Sizes(64), Features(bias=HALF_BIAS, bias_pairs=True)),
+        Kind(75, FP16, Sizes(64), KernelFeatures(bias=BOOLEANS)),
+        Kind(75, FP16, Sizes(64), KernelFeatures(bias=HALF_BIAS, bias_pairs=True)),
     ]
     kinds += [kind.replace(few_rows=True) for kind in kinds]
     of_masks = {variant for variant in enumeration.made_for(kinds) if "BIAS" in dict(variant.macros)}
@@ -313,7 +313,7 @@ def test_no_line_of_a_kernel_source_is_longer_than_120_columns(path: Path) -> No
 
 # ---------------------------------------------------------------- cached files depend on every byte of their sources
 
-KIND = Kind(75, FP16, Sizes(64), Features(local=True))
+KIND = Kind(75, FP16, Sizes(64), KernelFeatures(local=True))
 HEADERS = {f"cuda/{name}" for name in nvrtc.HEADERS}
 MACROS = ("-DD=64", "-DLOCAL=1")
 Change = Callable[[pytest.MonkeyPatch], object]

@@ -29,8 +29,8 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     FLOAT_BIAS,
     FP16,
     HALF_BIAS,
-    Features,
     Hints,
+    KernelFeatures,
     Kind,
     Sizes,
 )
@@ -47,7 +47,10 @@ THOROUGH = [pytest.mark.thorough]
 
 def full(number: int, type: int, head_dim: int, vec: int = 8) -> Kind:
     return Kind(
-        number, type, Sizes(head_dim, window=104, vec=vec), Features(local=True, alibi=True, softcap=True, dropout=True)
+        number,
+        type,
+        Sizes(head_dim, window=104, vec=vec),
+        KernelFeatures(local=True, alibi=True, softcap=True, dropout=True),
     )
 
 
@@ -59,7 +62,7 @@ class Row(NamedTuple):
     share: float = 0.0
 
 
-CAUSAL = Kind(75, FP16, Sizes(64), Features(local=True))
+CAUSAL = Kind(75, FP16, Sizes(64), KernelFeatures(local=True))
 SHARES = {
     "forward": {80: 0.99, 96: 0.99, 128: 0.88, 160: 0.88, 256: 0.88, 512: 0.72},
     # At 160, 192 and 256 the code of both roles (ROLES) counts, of which a warp runs one.
@@ -87,7 +90,9 @@ IN_GROUPS = variants.forward(Kind(75, FP16, Sizes(128), hints=GROUPED))
 KERNELS = [
     *OF_SHARES[::2],
     Row(75, IN_GROUPS, 0.99),
-    Row(75, variants.forward(Kind(75, BF16_AS_FP16, Sizes(128), Features(local=True, copied=True), GROUPED)), 0.99),
+    Row(
+        75, variants.forward(Kind(75, BF16_AS_FP16, Sizes(128), KernelFeatures(local=True, copied=True), GROUPED)), 0.99
+    ),
     *(
         Row(75, variant)
         for variant in (
@@ -107,34 +112,34 @@ KERNELS = [
             variants.decode(Kind(75, FP16, Sizes(64))),
             SPARE,
             variants.decode_append(Kind(75, FP16, Sizes(128))),
-            variants.decode(Kind(75, FP16, Sizes(128), Features(cache=E4M3))),
-            variants.decode_append(Kind(75, BF16_AS_FP16, Sizes(128), Features(paged=True, cache=E4M3))),
+            variants.decode(Kind(75, FP16, Sizes(128), KernelFeatures(cache=E4M3))),
+            variants.decode_append(Kind(75, BF16_AS_FP16, Sizes(128), KernelFeatures(paged=True, cache=E4M3))),
             variants.decode(full(75, FP16, 64).replace(dropout=False, paged=True, cache=E5M2)),
-            variants.decode(Kind(75, BF16_AS_FP16, Sizes(256), Features(cache=E4M3))),
-            variants.forward(Kind(75, FP16, Sizes(128), Features(paged=True, cache=E4M3))),
-            variants.append(Kind(75, BF16_AS_FP16, Sizes(64), Features(cache=E5M2))),
+            variants.decode(Kind(75, BF16_AS_FP16, Sizes(256), KernelFeatures(cache=E4M3))),
+            variants.forward(Kind(75, FP16, Sizes(128), KernelFeatures(paged=True, cache=E4M3))),
+            variants.append(Kind(75, BF16_AS_FP16, Sizes(64), KernelFeatures(cache=E5M2))),
             variants.delta(Kind(75, FP16, Sizes(32))),
             variants.append(Kind(75, BF16_AS_FP16, Sizes(32, vec=1))),
             variants.absmax(Kind(75, BF16_AS_FP16, Sizes(128))),
             *(
-                variants.mask(Kind(75, FP16, Sizes(64, bias_words=words), Features(bias=BOOLEANS)))
+                variants.mask(Kind(75, FP16, Sizes(64, bias_words=words), KernelFeatures(bias=BOOLEANS)))
                 for words in BIAS_WORDS
             ),
-            variants.forward(Kind(75, BF16_AS_FP16, Sizes(96), Features(bias=BOOLEANS))),
-            variants.dkdv(Kind(75, FP16, Sizes(96), Features(bias=HALF_BIAS))),
-            variants.forward(Kind(75, FP16, Sizes(64), Features(bias=HALF_BIAS, bias_pairs=True))),
-            variants.with_shared_grid(variants.forward(Kind(75, BF16_AS_FP16, Sizes(64), Features(local=True)))),
-            variants.with_shared_grid(variants.dkdv(Kind(75, FP16, Sizes(64), Features(local=True)))),
+            variants.forward(Kind(75, BF16_AS_FP16, Sizes(96), KernelFeatures(bias=BOOLEANS))),
+            variants.dkdv(Kind(75, FP16, Sizes(96), KernelFeatures(bias=HALF_BIAS))),
+            variants.forward(Kind(75, FP16, Sizes(64), KernelFeatures(bias=HALF_BIAS, bias_pairs=True))),
+            variants.with_shared_grid(variants.forward(Kind(75, BF16_AS_FP16, Sizes(64), KernelFeatures(local=True)))),
+            variants.with_shared_grid(variants.dkdv(Kind(75, FP16, Sizes(64), KernelFeatures(local=True)))),
         )
     ),
     Row(80, variants.forward(Kind(80, BF16, Sizes(128)))),
     Row(80, variants.dkdv(Kind(80, BF16, Sizes(256)))),
-    Row(86, variants.forward(Kind(86, BF16, Sizes(128), Features(local=True)))),
+    Row(86, variants.forward(Kind(86, BF16, Sizes(128), KernelFeatures(local=True)))),
     Row(86, variants.dkdv(Kind(86, BF16, Sizes(64)))),
     Row(90, variants.decode(Kind(90, BF16, Sizes(128)))),
     Row(90, variants.forward(Kind(90, BF16, Sizes(256)))),
-    Row(90, variants.decode(Kind(90, BF16_AS_FP16, Sizes(128), Features(cache=E4M3)))),
-    Row(90, variants.forward(Kind(90, FP16, Sizes(128), Features(cache=E4M3)))),
+    Row(90, variants.decode(Kind(90, BF16_AS_FP16, Sizes(128), KernelFeatures(cache=E4M3)))),
+    Row(90, variants.forward(Kind(90, FP16, Sizes(128), KernelFeatures(cache=E4M3)))),
 ]
 EVERYWHERE = [Row(80, ORDERED), Row(90, variants.forward(full(90, FP16, 64)))]
 # For each run of the suite: each source, and tiles that take their registers to the limit.
@@ -231,7 +236,7 @@ def count(loop: Counter[str], *names: str) -> int:
 
 @pytest.mark.parametrize(("D", "type"), some_of([(128, BF16_AS_FP16), (128, FP16), (64, BF16_AS_FP16), (64, FP16)], 4))
 def test_decoding_over_8_bits_spills_nothing_on_turing(D: int, type: int, compiler: Compiler) -> None:
-    kind = Kind(75, type, Sizes(D), Features(local=True, paged=True, cache=E4M3))
+    kind = Kind(75, type, Sizes(D), KernelFeatures(local=True, paged=True, cache=E4M3))
     found = offline.compiled(compiler, variants.decode(kind), "sm_75")
     assert found.spilled == 0 and not list(offline.complaints(variants.decode(kind), found, 75))
 
@@ -240,7 +245,9 @@ def test_8_bit_values_are_converted_between_the_products_of_scores(compiler: Com
     """Behind them, the tensor cores would wait for all warps' conversions at once."""
     if offline.cuobjdump() is None:
         pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
-    found = offline.compiled(compiler, variants.forward(Kind(75, FP16, Sizes(128), Features(cache=E4M3))), "sm_75")
+    found = offline.compiled(
+        compiler, variants.forward(Kind(75, FP16, Sizes(128), KernelFeatures(cache=E4M3))), "sm_75"
+    )
     names = [text.split()[0] for _, text in offline.instructions(found.cubin)]
     products = [place for place, name in enumerate(names) if name.startswith("HMMA")]
     scores = names[products[0] : products[127]]  # the products with one tile of K
@@ -267,7 +274,7 @@ def test_the_pass_over_a_mask_waits_for_many_loads_at_once(
     if offline.cuobjdump() is None:
         pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
     found = offline.compiled(
-        compiler, variants.mask(Kind(75, FP16, Sizes(64, bias_words=words), Features(bias=bias))), "sm_75"
+        compiler, variants.mask(Kind(75, FP16, Sizes(64, bias_words=words), KernelFeatures(bias=bias))), "sm_75"
     )
     texts = [text for _, text in offline.instructions(found.cubin)]
     loads = [place for place, text in enumerate(texts) if "LDG" in text]

@@ -17,7 +17,7 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     BF16_AS_FP16,
     FP16,
     HEAD_DIMS,
-    Features,
+    KernelFeatures,
     Kind,
     Sizes,
     choose_tile,
@@ -227,7 +227,7 @@ def test_dense_calls_with_fewer_tall_tiles_than_multiprocessors_take_small_tiles
 @pytest.mark.parametrize("D", HEAD_DIMS)
 def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
     for group, local, blocks in itertools.product((2, 5, 32, 71), (False, True), (1, 7, 32, 64, 500)):
-        variant = variants.dkdv(Kind(75, FP16, Sizes(D), Features(local=local)))
+        variant = variants.dkdv(Kind(75, FP16, Sizes(D), KernelFeatures(local=local)))
         splits = grids.count_head_splits(variant, blocks, group, 2048, grids.resident_blocks(variant, PROCESSORS, 75))
         each = -(-group // splits)
         assert 0 < group - (splits - 1) * each <= each

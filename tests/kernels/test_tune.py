@@ -17,7 +17,15 @@ from flash_attn_compat import backend_counts, cli, explain, flash_attn_func, res
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError
 from flash_attn_compat.backends.fused.choosing import variants
-from flash_attn_compat.backends.fused.choosing.kinds import FP16, HEAD_DIMS, Features, Hints, Kind, Sizes, choose_tile
+from flash_attn_compat.backends.fused.choosing.kinds import (
+    FP16,
+    HEAD_DIMS,
+    Hints,
+    KernelFeatures,
+    Kind,
+    Sizes,
+    choose_tile,
+)
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.tuning import candidates, tuned
@@ -203,7 +211,7 @@ def test_tuned_tiles_serve_kinds_like_the_timed_ones(name: str) -> None:
         75,
         FP16,
         Sizes(64),
-        Features(local=True),
+        KernelFeatures(local=True),
         Hints(tiles=(("forward", EIGHT_WARPS), ("dkdv", EIGHT_WARPS), ("dq", EIGHT_WARPS))),
     )
     for make in (variants.forward, variants.dkdv, variants.dq):
@@ -220,7 +228,7 @@ CANDIDATES = [
     for entry in candidates.ENTRIES
     for D in HEAD_DIMS
     for tile in candidates.candidate_tiles(entry, number, D)
-    if tile != choose_tile(entry, Kind(number, FP16, Sizes(D), Features(local=True)))
+    if tile != choose_tile(entry, Kind(number, FP16, Sizes(D), KernelFeatures(local=True)))
 ]
 
 
@@ -244,7 +252,7 @@ def test_turings_candidates_fit_its_registers() -> None:
     if not compilers:
         pytest.skip("no NVRTC here: it comes with the test extra on x86-64 Linux")
     variant = variants.dkdv(
-        Kind(75, FP16, Sizes(128), Features(local=True), Hints(tiles=(("dkdv", Tile(16, 8, 1, 1)),)))
+        Kind(75, FP16, Sizes(128), KernelFeatures(local=True), Hints(tiles=(("dkdv", Tile(16, 8, 1, 1)),)))
     )
     found = offline.compiled(compilers[max(compilers, key=float)], variant, "sm_75")
     assert list(offline.complaints(variant, found, 75)) == []

@@ -118,8 +118,8 @@ class FlexUpstream(NamedTuple):
     dlse: Tensor | None = None
 
 
-ForwardRun = Callable[[FlexInputs], tuple[Tensor, Tensor]]
-BackwardRun = Callable[[FlexInputs, FlexUpstream], tuple[Tensor, ...]]
+FlexRun = Callable[[FlexInputs], tuple[Tensor, Tensor]]
+FlexBackwardRun = Callable[[FlexInputs, FlexUpstream], tuple[Tensor, ...]]
 
 _CAPTURED_DTYPES = frozenset(
     {*HALF_DTYPES, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -188,7 +188,7 @@ def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:
         nvrtc.kernel(variant, device)
 
 
-def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
+def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> FlexRun:
     """Return a function (run) that computes every forward with the text, shapes, strides, dtypes and numbers given.
 
     The run returns out and the LSE. out has q's dtype, and its axes lie in memory in the order of q's. The LSE is that
@@ -223,7 +223,7 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> ForwardRun:
     return run
 
 
-def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: FlexUpstream) -> BackwardRun:
+def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: FlexUpstream) -> FlexBackwardRun:
     """Return a function (run) that computes every backward with the text, shapes, strides, dtypes and numbers given.
 
     The run returns dq, dk and dv in the shapes and dtypes of q, k and v, then the gradients of ``mods.gradients``. The

@@ -47,7 +47,7 @@ def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:
     return flex.load(_tiled_mods(mods, inputs), _with_our_sizes(inputs), backward)
 
 
-def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> flex.ForwardRun:
+def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> flex.FlexRun:
     """Return the function (run) that computes a forward, as ``flex.prepare`` does."""
     if flex.has_tiles(mods, inputs, False):
         return flex.prepare(mods, inputs, scale)
@@ -56,7 +56,7 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> flex.ForwardRun:
     return lambda inputs: run(_tiled(inputs, False))
 
 
-def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: FlexUpstream) -> flex.BackwardRun:
+def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: FlexUpstream) -> flex.FlexBackwardRun:
     """Return the function (run) for a backward, as ``flex.prepare_backward`` does. Its lists q_* come from kv_*."""
     if flex.has_tiles(mods, inputs, True):
         return flex.prepare_backward(mods, inputs, scale, upstream)

@@ -20,8 +20,8 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     NARROW,
     ONE_TILE,
     SHORT,
-    Features,
     Hints,
+    KernelFeatures,
     Kind,
     Sizes,
     half_of,
@@ -42,7 +42,7 @@ def every_kind(number: int) -> Iterator[Kind]:
     choices = itertools.product(KERNEL_RULES, flags, types, HEAD_DIMS, (8, 1))
     for local, (alibi, softcap, dropout, paged), type, D, vec in choices:
         for window, few_rows in itertools.product((None, NARROW) if local else (None,), (False, True)):
-            features = Features(local, alibi, softcap, dropout, paged)
+            features = KernelFeatures(local, alibi, softcap, dropout, paged)
             kind = Kind(number, type, Sizes(D, window=window, vec=vec), features, Hints(few_rows))
             yield kind
             if not dropout:

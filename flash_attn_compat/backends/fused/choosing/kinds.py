@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
     bias_words: int = PART_KEYS // 32
 
 
-class Features(NamedTuple):
+class KernelFeatures(NamedTuple):
     """Features of a call beyond dense attention. Each is a macro of the kernels by its name; the macro is 0 without it.
 
     local: how positions hide keys, one of KERNEL_RULES of core/mask.py; 0 if they hide none
@@ -110,11 +110,11 @@ class Kind(NamedTuple):
     number: int
     type: int
     sizes: Sizes
-    features: Features = Features()
+    features: KernelFeatures = KernelFeatures()
     hints: Hints = Hints()
 
     def replace(self, **changes: Any) -> Kind:
-        """Return a changed copy. changes: fields of Kind, Sizes, Features or Hints; TypeError for any other name."""
+        """Return a changed copy. changes: fields of Kind or of its three groups; TypeError for any other name."""
         own: dict[str, Any] = {}
         for name in ("sizes", "features", "hints"):
             group = changes.pop(name, getattr(self, name))
@@ -144,7 +144,7 @@ class Kind(NamedTuple):
     @property
     def may_be_long(self) -> bool:
         """Whether tiles for LONG sequences suit the call: Turing, aligned fp16 or fp16 copies, and no other feature."""
-        dense = Features(copied=self.type == BF16_AS_FP16)
+        dense = KernelFeatures(copied=self.type == BF16_AS_FP16)
         is_small = self.hints.few_rows or self.hints.few_keys > 0
         return (
             self.number < 80 and self.features == dense and self.sizes.vec == 8 and self.D == self.DV and not is_small

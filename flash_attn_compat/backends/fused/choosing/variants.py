@@ -12,7 +12,7 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     BAND,
     FP16,
     HALF_BIAS,
-    Features,
+    KernelFeatures,
     Kind,
     choose_tile,
 )
@@ -36,7 +36,7 @@ _OFF = (
     *("APPEND", "SHARED_GRID", "MMA_K16", "CP_ASYNC", "FLEX", "FLEX_SCORE", "FLEX_MASK", "FLEX_GRADIENTS"),
 )
 # The macros of all features, for kernels with tiles of rows and keys.
-_FEATURES = tuple(name.upper() for name in Features._fields)
+_FEATURES = tuple(name.upper() for name in KernelFeatures._fields)
 _NOT_DECODED = "DROPOUT", "COPIED", "BIAS", "BIAS_PAIRS"
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
 

@@ -16,8 +16,8 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     FP16,
     LONG,
     SHORT,
-    Features,
     Hints,
+    KernelFeatures,
     Kind,
     Sizes,
 )
@@ -49,7 +49,7 @@ def choose_kind(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
         window=call.mask.width,
         vec=vec,
     )
-    features = Features(
+    features = KernelFeatures(
         local=local,
         alibi=call.alibi_slopes is not None,
         softcap=call.softcap > 0.0,
