@@ -349,8 +349,11 @@ def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | No
         raise RuntimeError("rng_state must be given when dropout_p > 0: it holds the forward's dropout mask")
 
 
-def is_writable_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise RuntimeError unless the caller's ``out`` has this shape, dtype and device, and can be written."""
+def is_writable_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether ``out`` is contiguous.
+
+    Raises RuntimeError unless ``out`` has this shape, dtype and device, and can be written.
+    """
     if out.shape != tuple(shape) or out.dtype != dtype:
         raise RuntimeError(f"out must have shape {tuple(shape)} and {dtype}, got {tuple(out.shape)} and {out.dtype}")
     is_on("out", out, device)
@@ -358,10 +361,11 @@ def is_writable_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, devic
         raise RuntimeError("out must not be a lazily negated view")
     if not out.is_contiguous():
         overlap.refuse("out", out)
-    else:
-        held, needed = out.untyped_storage().nbytes(), (out.storage_offset() + out.numel()) * out.element_size()
-        if needed > held and out.numel():
-            raise RuntimeError(f"out reaches beyond its memory: it needs {needed} bytes, its storage has {held}")
+        return False
+    held, needed = out.untyped_storage().nbytes(), (out.storage_offset() + out.numel()) * out.element_size()
+    if needed > held and out.numel():
+        raise RuntimeError(f"out reaches beyond its memory: it needs {needed} bytes, its storage has {held}")
+    return True
 
 
 def is_int32(name: str, tensor: Tensor, device: torch.device) -> None:

@@ -106,8 +106,9 @@ def run(
 
 def _run_into(entry: Entry, x: Inputs, out: Tensor) -> Result:
     """Run a prepared call that writes to the caller's ``out``: the kernel does if it can, else the result is copied."""
-    checks.is_writable_out(out, (*x.q.shape[:-1], x.v.shape[-1]), x.q.dtype, x.q.device)  # before the run appends
-    result = entry.run(x, None, out if out.is_contiguous() else None)
+    shape = (*x.q.shape[:-1], x.v.shape[-1])
+    is_contiguous = checks.is_writable_out(out, shape, x.q.dtype, x.q.device)  # raises before the run appends
+    result = entry.run(x, None, out if is_contiguous else None)
     return result if result.out is out else result._replace(out=out.copy_(result.out))
 
 
