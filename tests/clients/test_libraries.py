@@ -353,12 +353,12 @@ def results(function, *inputs, **options):
 
 
 DENSE = [(2, 17, heads, 32) for heads in (4, 2, 2)]
-STARTS, LENGTHS = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 7, 7, 20], [5, 7]))
+STARTS, CACHED = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 7, 7, 20], [5, 7]))
 CALLS = [
     ("flash_attn_func", DENSE, {}),
     ("flash_attn_func", DENSE, {"window_size": (4, 0), "softcap": 3.0}),
     ("flash_attn_varlen_qkvpacked_func", [(20, 3, 4, 32)], {"cu_seqlens": STARTS, "max_seqlen": 13, "causal": True}),
-    ("flash_attn_with_kvcache", [(2, 1, 4, 32), (2, 1, 2, 32), *[(2, 32, 2, 32)] * 2], {"cache_seqlens": LENGTHS}),
+    ("flash_attn_with_kvcache", [(2, 1, 4, 32), (2, 1, 2, 32), *[(2, 32, 2, 32)] * 2], {"cache_seqlens": CACHED}),
 ]
 
 
