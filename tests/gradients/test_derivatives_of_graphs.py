@@ -203,10 +203,14 @@ def check_same(found: Tensor, right: Tensor, call: str) -> None:
     torch.testing.assert_close(found, right, rtol=bound, atol=bound)
 
 
+EACH = [*zip(itertools.cycle(AUTOGRAD), SERVED)]  # call, with one way by turns
+
+
 @pytest.mark.parametrize(("graph", "way", "call"), [
     *some_of(pairwise(TRACERS, AUTOGRAD, SERVED), 3),
-    *(("compiled, run by Python", *row) for row in zip(itertools.cycle(AUTOGRAD), SERVED)),
-    *(pytest.param(*row, marks=pytest.mark.thorough) for row in pairwise(["compiled"], AUTOGRAD, SERVED)),
+    *(("compiled, run by Python", *row) for row in EACH),
+    *(pytest.param("compiled, run by Python", *row, marks=pytest.mark.thorough)
+      for row in itertools.product(AUTOGRAD, SERVED) if row not in EACH),
     *some_of(pairwise([BREAKING], ("once", "batched gradients"), SERVED), 14),
 ])  # fmt: skip
 def test_autograd_of_a_graph_gives_the_eager_gradients(graph: str, way: str, call: str) -> None:
