@@ -65,20 +65,6 @@ def test_a_running_maximum_stored_at_the_wrong_index_is_named(planted, said, row
     assert data["growth"] == {"A": [False, True, True]}
 
 
-CARRIED = {
-    "maximum at next tile": "the running maximum m",
-    "maximum without tile offset": "the running maximum m",
-    "row sum not rescaled": "the row sum l is not rescaled to the new maximum",
-    "output not rescaled": "the output O is not rescaled to the new maximum",
-}
-
-
-@pytest.mark.parametrize(("mistake", "causal"), in_turns(CARRIED, (False, True)))
-def test_state_carried_wrongly_between_key_tiles_is_named_from_outside(mistake, causal):
-    kernel = partial(planted(mistake), block_rows=24, block_columns=40)
-    assert CARRIED[mistake] in named(located(kernel, n=100, causal=causal, tile=40))
-
-
 # ---- other mistakes -------------------------------------------------------------------------------------------------
 
 
@@ -119,20 +105,22 @@ def test_a_changed_input_is_remarked_even_where_the_answer_is_right():
     assert found.kernels["A"].remarks == ["it changed its input q"]
 
 
-def test_a_kernel_of_one_length_only_is_still_located():
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (planted("row sum not rescaled"), "grown key tile by key tile: the kernel declines smaller problems"),
+        (half_inputs, "rounded to fp16 somewhere"),
+    ],
+)
+def test_a_kernel_of_one_length_only_is_still_located(kernel, said):
     def of_96(q, k, v, causal=False):
         if q.shape[1] != 96:
             raise ValueError("96 or nothing")
-        return planted("row sum not rescaled")(q, k, v, causal)
+        return kernel(q, k, v, causal=causal)
 
     found = located(of_96)
     assert found.first is not None and found.key_tile is None
-    assert "grown key tile by key tile: the kernel declines smaller problems" in found.wrong["A"].sentences
-
-
-def test_a_compiled_function_that_tells_no_parameters_is_asked_too(capsys):
-    assert main(["locate", "torch.nn.functional:scaled_dot_product_attention", *SMALL]) == 1  # another layout
-    assert "A (torch.nn.functional:scaled_dot_product_attention) is wrong" in " ".join(capsys.readouterr().out.split())
+    assert said in " ".join(found.wrong["A"].sentences)
 
 
 # ---- right, but in lower precision -----------------------------------------------------------------------------------
@@ -153,15 +141,6 @@ def test_a_right_kernel_of_lower_precision_is_told_that_it_rounds_and_nothing_el
     assert said in named(found) and "no other mistake" in named(found)
     headings = [line for line in report(found, {}).conclusion if line.startswith("A (mine) is ")]
     assert headings == [f"A (mine) is right in {'bf16' if 'bf16' in said else 'fp16'} only:"]
-
-
-def test_rounding_is_named_for_a_kernel_of_one_length_too():
-    def of_96(q, k, v, causal=False):
-        if q.shape[1] != 96:
-            raise ValueError("96 or nothing")
-        return half_inputs(q, k, v)
-
-    assert "rounded to fp16 somewhere" in named(located(of_96))
 
 
 def test_fp16_is_called_less_than_fp32_where_fp64_was_asked_for():
@@ -230,50 +209,53 @@ def test_two_right_kernels_are_the_same(dtype, n, keys, causal):
     assert found.first is None and all(each.check.ok for each in found.kernels.values())
 
 
-def test_two_backends_are_compared_by_import_path(capsys):
-    assert main(["locate", "chunked", "reference", *SMALL]) == 0
-    assert "SAME" in capsys.readouterr().out
-
-
-def test_two_right_outputs_are_the_same_and_the_verdict_says_that_gradients_were_not_looked_at(capsys):
-    assert main(["locate", "tests.verify.seven_kernels:wrong_gradient", *SMALL]) == 0
-    assert "SAME: no element of out differs" in (shown := " ".join(capsys.readouterr().out.split()))
-    assert shown.endswith("(compared: out alone; --backward compares dq, dk and dv too)")
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_a_gradient_that_is_a_little_too_large_is_different_also_within_the_slack_of_two_right_ones(dtype, capsys):
-    arguments = ["locate", "tests.verify.seven_kernels:wrong_gradient", *SMALL, "--dtype", dtype, "--backward"]
-    assert main(arguments) == 1
-    assert "=> dk: all of it is 1.05 times the right value" in " ".join(capsys.readouterr().out.split())
-
-
-def test_gradients_of_a_wrong_output_are_reported_as_not_examined(capsys):
-    assert main(["locate", "verify.planted:row_sum_not_rescaled", *SMALL, "--backward"]) == 1
-    assert "dq, dk and dv were not compared" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_kernel_without_a_backward_is_named_where_its_gradients_are_asked_for(capsys):
-    assert main(["locate", "tests.verify.test_verdicts:detached", *SMALL, "--backward"]) == 2
-    assert "tests.verify.test_verdicts:detached gives no gradients" in capsys.readouterr().err
-
-
+WRONG_GRADIENT, NO_MAXIMUM = (f"tests.verify.seven_kernels:{name}" for name in ("wrong_gradient", "no_maximum"))
 OPTIONS = ["--window", "20", "-1", "--softcap", "4", "--softmax-scale", "0.3", "--alibi"]
+# A question, its exit code, and words of the answer.
+COMMANDS = {
+    "a compiled function, which tells no parameters": (
+        ["torch.nn.functional:scaled_dot_product_attention"], 1,
+        ["A (torch.nn.functional:scaled_dot_product_attention) is wrong"],
+    ),
+    "two backends": (["chunked", "reference"], 0, ["SAME"]),
+    "outputs alone of a wrong gradient": (
+        [WRONG_GRADIENT], 0,
+        ["SAME: no element of out differs", "(compared: out alone; --backward compares dq, dk and dv too)"],
+    ),
+    **{
+        f"a gradient that is a little too large, within the slack of two right ones, {dtype}": (
+            [WRONG_GRADIENT, "--dtype", dtype, "--backward"], 1, ["=> dk: all of it is 1.05 times the right value"],
+        )
+        for dtype in ("fp16", "fp32")
+    },
+    "gradients of a wrong output": (
+        ["verify.planted:row_sum_not_rescaled", "--backward"], 1, ["dq, dk and dv were not compared"],
+    ),
+    "gradients of a kernel without a backward": (
+        ["tests.verify.test_verdicts:detached", "--backward"], 2,
+        ["tests.verify.test_verdicts:detached gives no gradients"],
+    ),
+    "no maximum subtracted from usual scores": ([NO_MAXIMUM], 0, ["SAME"]),
+    "no maximum subtracted from large scores": (
+        [NO_MAXIMUM, "--magnitude", "12"], 1,
+        ["=> NaN or infinity: no maximum subtracted before exp", "q and k times 12 before .to"],
+    ),
+    "options of a kernel that takes them": (["tests.verify.mutants:correct", *OPTIONS, "--backward"], 0, ["SAME"]),
+    "an option in which a kernel is wrong": (
+        ["tests.verify.mutants:left_edge_one_too_far", *OPTIONS[:3]], 1, ["left side shows one key too many"],
+    ),
+    "options of a kernel that does not take them": (
+        ["tests.verify.seven_kernels:right", *OPTIONS], 2, ["unexpected keyword argument"],
+    ),
+}  # fmt: skip
 
 
-def test_large_scores_show_a_maximum_that_is_not_subtracted_and_the_recipe_says_how_large(capsys):
-    assert main(["locate", "tests.verify.seven_kernels:no_maximum", *SMALL]) == 0
-    capsys.readouterr()
-    assert main(["locate", "tests.verify.seven_kernels:no_maximum", *SMALL, "--magnitude", "12"]) == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "=> NaN or infinity: no maximum subtracted before exp" in shown and "q and k times 12 before .to" in shown
-
-
-def test_options_reach_a_kernel_that_takes_them_and_fail_one_that_does_not(capsys):
-    assert main(["locate", "tests.verify.mutants:correct", *SMALL, *OPTIONS, "--backward"]) == 0
-    assert main(["locate", "tests.verify.mutants:left_edge_one_too_far", *SMALL, *OPTIONS[:3]]) == 1
-    assert main(["locate", "tests.verify.seven_kernels:right", *SMALL, *OPTIONS]) == 2
-    assert "unexpected keyword argument" in capsys.readouterr().err
+@pytest.mark.parametrize("asked", COMMANDS)
+def test_the_command_answers_and_has_the_exit_code_of_its_answer(asked, capsys):
+    arguments, code, said = COMMANDS[asked]
+    assert main(["locate", *arguments, *SMALL]) == code
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert [part for part in said if part not in shown] == [], shown
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------

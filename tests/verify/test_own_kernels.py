@@ -25,7 +25,7 @@ from verify.examination import Verdict
 from verify.judge import Check, broken, difference
 from verify.native import is_isolated, loads_native_code
 from verify.own import own
-from verify.tables import Bar, counted
+from verify.tables import Bar
 from verify.timing import DeviceLost, Timing
 from verify.workloads import PLAIN, SMALL, of_lengths, shrunk
 
@@ -228,11 +228,6 @@ def test_a_run_of_which_a_quarter_of_the_times_scatter_is_said_to_be_noisy(sprea
     assert bool(lines) is noisy
     if noisy:
         assert lines[0].startswith("2 of 6 times vary by more than ±25%")
-
-
-@pytest.mark.parametrize(("count", "words"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
-def test_one_thing_is_counted_in_the_singular(count, words) -> None:
-    assert counted([None] * count, "row") == words
 
 
 def test_every_workload_says_its_mask_and_features() -> None:

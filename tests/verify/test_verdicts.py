@@ -446,7 +446,4 @@ def test_whether_a_file_loads_native_code_is_found_without_running_it(
 def test_pytorchs_own_functions_need_no_child_process() -> None:
     assert not loads_native_code("torch.nn.functional:scaled_dot_product_attention")
     assert not loads_native_code("verify.planted:right") and loads_native_code("ctypes:CDLL")
-
-
-def test_a_file_of_python_kernels_loads_no_native_code() -> None:
-    assert not loads_native_code(f"{FILE}:right") and torch.float16.itemsize == 2
+    assert not loads_native_code(f"{FILE}:right")
