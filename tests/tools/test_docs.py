@@ -96,14 +96,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @each_page
 def test_files_that_are_named_are_there(page: Path) -> None:
-    for name in _FILE.findall(page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    for name in _FILE.findall(text):
         assert any((folder / name).exists() for folder in (ROOT, page.parent, *FOLDERS)), name
-
-
-@each_page
-def test_sources_that_are_named_without_a_folder_are_there(page: Path) -> None:
-    named = set(_SOURCE.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))))
-    assert named <= SOURCES
+    assert {*_SOURCE.findall(_FENCE.sub("", text))} <= SOURCES
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/vllm.md", "examples/t4.ipynb"])

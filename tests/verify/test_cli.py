@@ -20,7 +20,7 @@ from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.utils.testing import attention_ref
 from tests.forms.support import check_refused_in_one_line
 from tests.kernels import fused_on_cpu
-from tests.tools.interpreters import REPOSITORY, forked
+from tests.tools.interpreters import REPOSITORY, Answer, forked
 from tests.verify.test_verdicts import FILE, SEVEN
 from verify import EXTRA, compare
 from verify.cli import build_parser, main
@@ -300,11 +300,14 @@ def wheel(tmp_path) -> Path:
     return site
 
 
+def in_wheel(site: Path, folder: Path, code: str) -> Answer:
+    """Run code in an interpreter of that folder, which finds the wheel and not the clone."""
+    path = f"sys.path[:] = [{str(site)!r}, *(p for p in sys.path if p not in ('', {REPOSITORY!r}))]"
+    return forked(f"import os, sys\n{path}\nos.chdir({str(folder)!r})\n{code}")
+
+
 def test_the_command_of_a_wheel_judges_a_kernel_of_the_folder_it_is_called_in(wheel, kernel):
-    code = f"""
-import os, sys
-sys.path[:] = [{str(wheel)!r}, *(p for p in sys.path if p not in ("", {REPOSITORY!r}))]
-os.chdir({str(Path(kernel).parent)!r})
+    code = """
 from flash_attn_compat.cli import main
 codes = [main(["verify", "--implementation", name, "--device", "cpu", "-k", "func causal gqa fp32"])
          for name in ("kernel:right", "kernel.py:right", "kernel.py:wrong")]
@@ -312,7 +315,7 @@ codes.append(main(["verify", "locate", "verify.planted:right", "--n", "32", "--h
 assert "verify" not in sys.modules
 sys.exit(0 if codes == [0, 0, 1, 0] and main(["verify", "--nonsense"]) else 7)
 """
-    done = forked(code)
+    done = in_wheel(wheel, Path(kernel).parent, code)
     assert done.returncode == 2 and "flash-attn-compat verify: unrecognized arguments" in done.stderr, done.stderr
     assert " ".join(done.stdout.split()).count(ABSENT) == 3
 
@@ -321,9 +324,6 @@ sys.exit(0 if codes == [0, 0, 1, 0] and main(["verify", "--nonsense"]) else 7)
 def test_a_wheel_says_the_same_of_the_seven_kernels(wheel, tmp_path) -> None:
     shutil.copy(FILE, tmp_path / "kernels.py")
     code = f"""
-import os, sys
-sys.path[:] = [{str(wheel)!r}, *(p for p in sys.path if p not in ("", {REPOSITORY!r}))]
-os.chdir({str(tmp_path)!r})
 from flash_attn_compat import isolation
 isolation._START = "fork"
 from flash_attn_compat.cli import main
@@ -337,7 +337,7 @@ timed = ["--only", "plain_d64", "--repeats", "1", "--rivals", "none"]
 benched = [main(["verify", "bench", "--implementation", f"kernels.py:{{name}}", *timed]) for name in names[:-1]]
 print("codes", compared, located, benched)
 """
-    done = forked(code)
+    done = in_wheel(wheel, tmp_path, code)
     assert done.returncode == 0, done.stderr
     # right, edge, alignment, half precision, squares, gradient, crashing
     assert "codes [0, 1, 1, 1, 1, 1, 1] [0, 1, 1, 1, 1, 0] [0, 1, 1, 1, 1, 1]" in done.stdout, done.stdout[-3000:]
@@ -356,19 +356,16 @@ def test_a_file_of_the_current_folder_that_is_named_like_a_library_is_not_run(wh
     for name in ("torch", "rich", "einops"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the downloaded file ran')")
     code = f"""
-import os, sys
-sys.path[:] = [{str(wheel)!r}, *(p for p in sys.path if p not in ("", {REPOSITORY!r}))]
 before = list(sys.path)
 class Watch:
     def find_spec(name, path=None, target=None):
         if name == "flash_attn_compat.verify.cli":  # which imports torch
             assert sys.path == [*before, {str(tmp_path)!r}], sys.path
 sys.meta_path.insert(0, Watch)
-os.chdir({str(tmp_path)!r})
 from flash_attn_compat.cli import main
 sys.exit(0 if main(["verify", "--device", "tpu"]) == 2 else 7)
 """
-    done = forked(code)
+    done = in_wheel(wheel, tmp_path, code)
     assert done.returncode == 0 and "no device 'tpu' here" in done.stderr, done.stderr
 
 

@@ -115,10 +115,40 @@ def test_the_packages_verdict_comes_first_and_ignores_other_kernels(tmp_path):
     assert places == sorted(places) and code == 1
 
 
-def test_a_page_of_a_users_kernel_is_about_that_kernel(tmp_path):
-    text = written(tmp_path, replace(WRONG, subject="their.py:kernel"))[1]
-    assert "<h1>Is their.py:kernel right on this machine?</h1>" in text
-    assert "flash_attn_compat is meant to" not in text
+# Runs, what their page has, and what it has not.
+PAGES = {
+    "a user's kernel is what the page is about": (
+        replace(WRONG, subject="their.py:kernel"),
+        ["<h1>Is their.py:kernel right on this machine?</h1>"], ["flash_attn_compat is meant to"],
+    ),
+    "names from a file cannot become markup": (
+        replace(COMPARED, tables=[Table("<script>alert(1)</script>", ("backend",), [('"><img src=x>',)])]),
+        ["&lt;script&gt;"], ["<script>alert", "<img src=x"],
+    ),
+    "the options of a command are not broken at their hyphens": (
+        replace(WRONG, conclusion=["locate a --seqlen-k 131 --n -5 a-b", "FAIL: 1"]),
+        ['<span class="whole">--seqlen-k</span> 131 <span class="whole">--n</span>', "</span> a-b</p>"], [],
+    ),
+    "a table without anything in it is left out": (
+        replace(COMPARED, tables=[Table("Nothing", ("a",), [("-",)]), ANSWERS]), [ANSWERS.title], ["Nothing"],
+    ),
+    "a verdict on too little is neither green nor red": (
+        replace(WRONG, conclusion=["TOO LITTLE TO SAY: 1 of 1 answers right, 9 declined"]),
+        ['<p class="verdict declined">flash_attn_compat: TOO LITTLE TO SAY: 1 of 1'], [],
+    ),
+    "a short table under a verdict is open": (
+        replace(COMPARED, under=[Table("By feature", ("feature", "verdict"), [("causal", "pass")])]),
+        ["<details open><summary>By feature"], [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_what_its_run_needs_and_nothing_else(name, tmp_path):
+    run, there, absent = PAGES[name]
+    code, text = written(tmp_path, run)
+    assert code == (not run.ok)
+    assert [part for part in there if part not in text] == [] == [part for part in absent if part in text]
 
 
 def test_a_file_of_before_there_were_pictures_is_still_read(tmp_path):
@@ -139,12 +169,6 @@ def test_a_picture_is_the_same_after_a_trip_through_a_file_and_is_drawn_into_the
 def test_small_numbers_at_an_axis_are_written_as_numbers() -> None:
     text = svg(Curves("Speed", "N", "TFLOP/s", [("naive", [(16, 2e-6), (128, 3e-2)])]))
     assert "mathdefault" not in text and "$" not in text and ">0.001<" in text
-
-
-def test_the_options_of_a_command_are_not_broken_at_their_hyphens() -> None:
-    text = to_html("Right?", {"": replace(WRONG, conclusion=["locate a --seqlen-k 131 --n -5 a-b", "FAIL: 1"])})
-    assert '<span class="whole">--seqlen-k</span> 131 <span class="whole">--n</span>' in text
-    assert "</span> a-b</p>" in text
 
 
 def test_without_matplotlib_a_page_names_the_package_for_its_figures(tmp_path, monkeypatch):
@@ -184,12 +208,6 @@ def test_a_forced_capability_is_said_and_accelerators_come_first(label, fact, fo
     text = written(tmp_path, run)[1]
     assert ("capability was forced" in text) is forced
     assert f"{run.environment['device cuda']}; A Processor" in text
-
-
-def test_names_from_a_file_cannot_become_markup(tmp_path):
-    evil = Table("<script>alert(1)</script>", ("backend",), [('"><img src=x>',)])
-    text = written(tmp_path, replace(COMPARED, tables=[evil]))[1]
-    assert "<script>alert" not in text and "<img src=x" not in text and "&lt;script&gt;" in text
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]x[/red] :bomb: <img src=x> $\\nothing$ \u202egnp \ud800 `a` | *b* __c__ &lt;"
@@ -241,11 +259,6 @@ def test_markdown_reads_as_the_text_does():
 def test_a_name_in_an_error_is_shown_as_text(capsys):
     assert main(["report", "\x1b[2Jmissing.json"]) == 2
     assert capsys.readouterr().err.endswith("cannot read \\x1b[2Jmissing.json: No such file or directory\n")
-
-
-def test_a_table_without_anything_in_it_is_left_out(tmp_path):
-    code, text = written(tmp_path, replace(COMPARED, tables=[Table("Nothing", ("a",), [("-",)]), ANSWERS]))
-    assert code == 0 and "Nothing" not in text and ANSWERS.title in text
 
 
 def test_the_verdict_comes_first_then_the_short_tables_then_the_folded_ones():
@@ -393,11 +406,6 @@ def test_a_single_row_is_singular_and_a_note_explains_its_figures(tmp_path, caps
     assert "in brackets: error / bound" in output.to_markdown(replace(COMPARED, tables=[table]))
 
 
-def test_a_verdict_on_too_little_is_neither_green_nor_red(tmp_path):
-    code, text = written(tmp_path, replace(WRONG, conclusion=["TOO LITTLE TO SAY: 1 of 1 answers right, 9 declined"]))
-    assert code == 1 and '<p class="verdict declined">flash_attn_compat: TOO LITTLE TO SAY: 1 of 1' in text
-
-
 def test_the_box_of_a_verdict_holds_the_next_command_and_the_worst_mistake_above_a_long_folded_table(tmp_path):
     under = Table("By feature", ("feature", "verdict"), [(f"feature {index}", "pass") for index in range(40)])
     headline = ["look closer: verify locate a.py:b", "the worst mistake: out off by 2"]
@@ -417,8 +425,3 @@ def test_the_features_behind_a_verdict_stand_below_its_next_command(tmp_path):
     words = Reader(written(tmp_path, run)[1]).words
     places = [words.index(part) for part in ("FAIL: 2 of 3", "look closer: verify", "judged: fp16")]
     assert places == sorted(places)
-
-
-def test_a_short_table_under_a_verdict_is_open(tmp_path):
-    under = Table("By feature", ("feature", "verdict"), [("causal", "pass")])
-    assert "<details open><summary>By feature" in written(tmp_path, replace(COMPARED, under=[under]))[1]
