@@ -246,19 +246,16 @@ def test_loss_curves_are_held_against_each_other_in_means_of_ten_steps():
 
 
 def test_answers_of_two_engines_are_equal_up_to_a_tie() -> None:
-    """The first pair is equal, the second parts at a tie, the third at tokens that are no tie."""
+    """The first pair is equal, the second parts at a tie, the third at no tie. An unranked token is no tie either."""
     sure, close = {"1": -0.1, "2": -3.0}, {"1": -0.70, "2": -0.69}
     ours = {"tokens": [[1, 1], [1, 1], [1, 2]], "logprobs": [[sure, sure], [sure, close], [sure, sure]]}
     theirs = {"tokens": [[1, 1], [1, 2], [1, 1]], "logprobs": [[sure, sure], [sure, close], [sure, sure]]}
     found = vllm_serving.compare(ours, theirs, 0.03)
     assert (found["equal"], found["ties"], found["differences"], found["widest"]) == (1, 1, 1, 0.0)
     assert found["first"] == [{"prompt": 2, "step": 1, "gap": pytest.approx(2.9)}]
-
-
-def test_a_token_that_the_other_engine_did_not_rank_is_no_tie() -> None:
     ours = {"tokens": [[1]], "logprobs": [[{"1": -0.1}]]}
-    theirs = {"tokens": [[2]], "logprobs": [[{"2": -0.1, "1": -0.1}]]}
-    assert vllm_serving.compare(ours, theirs, 0.03)["differences"] == 1
+    unranked = {"tokens": [[2]], "logprobs": [[{"2": -0.1, "1": -0.1}]]}
+    assert vllm_serving.compare(ours, unranked, 0.03)["differences"] == 1
 
 
 def test_engines_find_the_plugin_and_only_ours_counts_as_turing(tmp_path: Path) -> None:
@@ -384,17 +381,16 @@ def test_runs_that_do_not_belong_together_are_refused(
         speed.data_of(native, forced)
 
 
-def test_a_wrong_answer_is_refused(speed: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"verdict": {"ok": False}}, "wrong answers"), ({"served_by": "official"}, "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL")],
+)
+def test_a_wrong_answer_and_calls_that_flash_attn_served_are_refused(
+    fields: dict[str, Any], said: str, speed: ModuleType
+) -> None:
     native = run_of(1.0, 1.0)
-    native["rows"][0]["verdict"] = {"ok": False}
-    with pytest.raises(SystemExit, match="wrong answers"):
-        speed.data_of(native, run_of(1.0, 1.0, forced=True))
-
-
-def test_a_run_in_which_flash_attn_served_our_calls_is_refused(speed: ModuleType) -> None:
-    native = run_of(1.0, 1.0)
-    native["rows"][0]["served_by"] = "official"
-    with pytest.raises(SystemExit, match="FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"):
+    native["rows"][0] |= fields
+    with pytest.raises(SystemExit, match=said):
         speed.data_of(native, run_of(1.0, 1.0, forced=True))
 
 

@@ -359,15 +359,12 @@ def test_iterators_that_advance_side_by_side_give_their_own_results_and_errors_i
 has_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 
 
-def test_a_new_file_is_not_left_behind(tmp_path: Path) -> None:
-    assert output_path(str(tmp_path / "new.json")) == tmp_path / "new.json" and not list(tmp_path.iterdir())
-
-
-def test_a_file_that_is_there_keeps_its_content_and_its_time(tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text("{}")
-    os.utime(tmp_path / "old.json", (1, 1))
-    output_path(str(tmp_path / "old.json"))
-    assert (tmp_path / "old.json").read_text() == "{}" and (tmp_path / "old.json").stat().st_mtime == 1
+def test_a_new_file_is_not_left_behind_and_an_old_one_keeps_its_content_and_time(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}")
+    os.utime(old, (1, 1))
+    assert [output_path(str(path)) for path in (old, new)] == [old, new] and [*tmp_path.iterdir()] == [old]
+    assert old.read_text() == "{}" and old.stat().st_mtime == 1
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")

@@ -241,24 +241,18 @@ def test_panels_and_lengths_changed_by_up_to_a_third_so_they_do_not_compare():
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_the_simulation_is_within_8_hundredths_of_both_charts_for_rivals_of_one_panel(tokens):
-    alike = [found for found in compare(tokens) if found.alike]
-    assert len(alike) == 2
-    assert all(max(found.distances) < 0.08 for found in alike)
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_the_simulation_is_within_8_hundredths_for_the_backward_beside_the_forward_of_one_kernel(tokens):
-    found = [each for each in compare(tokens) if each.one[0] == "backward" and each.other[0] == "forward"]
-    assert len(found) == 2
-    assert all(max(each.distances) < 0.08 for each in found)
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_the_simulation_is_within_6_hundredths_of_june_for_one_kernels_head_dims(tokens):
-    found = [each for each in compare(tokens) if each.one[1:] == (64, PEER) and each.other[1:] == (128, PEER)]
-    assert len(found) == 2
-    assert all(each.distances[0] < 0.06 for each in found)
+@pytest.mark.parametrize(
+    ("is_meant", "charts", "bound"),
+    [
+        (lambda pair: pair.alike, 2, 0.08),
+        (lambda pair: pair.one[0] == "backward" and pair.other[0] == "forward", 2, 0.08),
+        (lambda pair: pair.one[1:] == (64, PEER) and pair.other[1:] == (128, PEER), 1, 0.06),
+    ],
+    ids=["rivals of one panel", "a backward beside its forward", "one kernel's head dims, in June"],
+)
+def test_the_simulation_is_within_some_hundredths_of_the_charts(is_meant, charts, bound, tokens):
+    found = [pair for pair in compare(tokens) if is_meant(pair)]
+    assert len(found) == 2 and all(max(pair.distances[:charts]) < bound for pair in found)
 
 
 def test_a_backward_counts_five_of_its_seven_products(monkeypatch):

@@ -291,10 +291,10 @@ def kernel(tmp_path, monkeypatch) -> str:
     return str(folder / "kernel.py")
 
 
-@pytest.fixture
-def wheel(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
     """The files of an unpacked wheel: the package with verify and without recorded answers."""
-    site, left = tmp_path / "site-packages", shutil.ignore_patterns("__pycache__", "recorded_answers")
+    site, left = tmp_path_factory.mktemp("wheel"), shutil.ignore_patterns("__pycache__", "recorded_answers")
     shutil.copytree(Path(REPOSITORY, "flash_attn_compat"), site / "flash_attn_compat", ignore=left)
     shutil.copytree(Path(REPOSITORY, "verify"), site / "flash_attn_compat/verify", ignore=left)
     return site
