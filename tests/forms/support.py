@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -192,3 +193,13 @@ class Environment:
 
     def files(self) -> set[str]:
         return {path.relative_to(self.site_packages).as_posix() for path in self.site_packages.rglob("*")}
+
+
+def compare_quickly(implementation: str, folder: Path, cases: str = "", *more: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the rows, by case, of ``verify --quick`` on a CPU. more: options"""
+    from verify.cli import main
+
+    saved = folder / "rows.json"
+    asked = ["--quick", "--device", "cpu", "--implementation", implementation, "-k", cases, "--json", str(saved)]
+    code = main([*asked, *(more if "--isolate" in more else ("--no-isolate", *more))])
+    return code, {row["case"]: row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]}

@@ -18,7 +18,7 @@ import torch
 
 from flash_attn_compat.backends.fused.judging import faults
 from flash_attn_compat.utils.testing import attention_ref
-from tests.forms.support import check_refused_in_one_line
+from tests.forms.support import check_refused_in_one_line, compare_quickly
 from tests.kernels import fused_on_cpu
 from tests.tools.interpreters import REPOSITORY, Answer, forked
 from tests.verify.test_verdicts import FILE, SEVEN
@@ -126,16 +126,11 @@ def test_markdown_and_html_hold_the_same_rows_as_the_terminal(tmp_path, capsys):
     assert "http" not in page.read_text(encoding="utf-8") and "allclose" not in page.read_text(encoding="utf-8")
 
 
-def judged(name: str, cases: str, tmp_path: Path, *more: str) -> tuple[int, dict[str, dict]]:
-    """The exit code and the rows, by case, of a function of this file."""
-    saved = tmp_path / "a.json"
-    implementation = ["--implementation", f"tests.verify.test_cli:{name}", "-k", cases, "--device", "cpu"]
-    code = main(["--quick", *implementation, "--json", str(saved), *more])
-    return code, {row["case"]: row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]}
+HERE = "tests.verify.test_cli"
 
 
 def test_a_single_function_stands_for_flash_attn_func_and_the_rest_is_not_supported(tmp_path, capsys):
-    code, rows = judged("only_plain_attention", "mqa_cross,window_zero,varlen0", tmp_path)
+    code, rows = compare_quickly(f"{HERE}:only_plain_attention", tmp_path, "mqa_cross,window_zero,varlen0")
     verdicts = {case: (row["verdict"], row["note"]) for case, row in rows.items()}
     assert code == 1 and "TOO LITTLE TO SAY: 1 of 1 answers right, 2 declined" in capsys.readouterr().out
     assert verdicts["mqa_cross"][0] == "pass"
@@ -150,7 +145,7 @@ def only_plain_attention(q, k, v):
 
 
 def test_an_implementation_without_softmax_lse_is_judged_by_its_output(tmp_path):
-    code, rows = judged("REFUSES_LSE", "mqa_cross", tmp_path)
+    code, rows = compare_quickly(f"{HERE}:REFUSES_LSE", tmp_path, "mqa_cross")
     row = rows["mqa_cross"]
     assert (code, row["verdict"], row["note"]) == (0, "pass", "without softmax_lse: planted")
     assert {check["quantity"] for check in row["checks"]} == {"out", "dq", "dk", "dv"}
@@ -165,7 +160,7 @@ class REFUSES_LSE:
 
 
 def test_an_implementation_that_serves_nothing_is_a_failure(tmp_path, capsys):
-    assert judged("only_plain_attention", "varlen0", tmp_path)[0] == 1
+    assert compare_quickly(f"{HERE}:only_plain_attention", tmp_path, "varlen0")[0] == 1
     assert "no case ran" in capsys.readouterr().out
 
 
@@ -188,7 +183,7 @@ def scales_in_place(q, k, v):
     ("name", "note"), [("raises", "ZeroDivisionError: planted"), ("scales_in_place", "q was written to")]
 )
 def test_an_exception_or_a_write_into_an_input_is_a_failed_case_that_says_so(name, note, tmp_path):
-    code, rows = judged(name, "mqa_cross", tmp_path, "--forward-only")
+    code, rows = compare_quickly(f"{HERE}:{name}", tmp_path, "mqa_cross", "--forward-only")
     assert (code, rows["mqa_cross"]["verdict"], rows["mqa_cross"]["note"]) == (1, "FAIL", note)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from flash_attn_compat import flash_attn_interface
 from tests.forms.plain import pairwise, some
+from tests.forms.support import compare_quickly
 from tests.verify import mutants
 from verify import inputs, ladder, oracle
 from verify.call import Answer, Call
@@ -248,21 +249,6 @@ UNTOUCHED = {
 }
 
 
-def verify(implementation: str, tmp_path: Path, *arguments: str) -> tuple[int, list[dict]]:
-    """The exit code and the rows of a quick comparison."""
-    saved = tmp_path / "rows.json"
-    judged = [
-        "--quick",
-        "--implementation",
-        f"tests.verify.mutants:{implementation}",
-        "--device",
-        "cpu",
-        "--no-isolate",
-    ]
-    code = main([*judged, "--json", str(saved), *arguments])
-    return code, json.loads(saved.read_text())["rows"]
-
-
 def test_every_mutant_has_an_expectation():
     defined = {name for name, value in vars(mutants).items() if isinstance(value, mutants.Naive)}
     assert defined == {*FOUND, "correct"}
@@ -270,8 +256,8 @@ def test_every_mutant_has_an_expectation():
 
 @pytest.mark.thorough  # CI has `verify --quick` judge the package itself
 def test_the_right_implementation_passes_every_quick_case(tmp_path):
-    code, rows = verify("correct", tmp_path)
-    others = {row["case"]: row["verdict"] for row in rows if row["verdict"] != "pass"}
+    code, rows = compare_quickly("tests.verify.mutants:correct", tmp_path)
+    others = {case: row["verdict"] for case, row in rows.items() if row["verdict"] != "pass"}
     assert set(others.values()) == {"declined"} and all("e4m3" in case or "e5m2" in case for case in others)
     assert code == 0 and len(rows) > 62
 
@@ -279,15 +265,15 @@ def test_the_right_implementation_passes_every_quick_case(tmp_path):
 @pytest.mark.parametrize("mutant", FOUND)
 def test_a_wrong_implementation_is_found_in_the_quantity_that_is_wrong(mutant, tmp_path):
     cases, expected = FOUND[mutant]
-    code, rows = verify(mutant, tmp_path, "-k", cases)
-    wrong = {check["quantity"] for row in rows for check in row["checks"] if not check["ok"]}
+    code, rows = compare_quickly(f"tests.verify.mutants:{mutant}", tmp_path, cases)
+    wrong = {check["quantity"] for row in rows.values() for check in row["checks"] if not check["ok"]}
     assert code == 1
     assert expected <= wrong
     assert not wrong & UNTOUCHED.get(mutant, set())
 
 
 def test_the_command_names_the_case_that_a_mutant_fails(tmp_path, capsys):
-    assert verify("top_left_causal", tmp_path, "-k", "causal_sq_lt_sk")[0] == 1
+    assert compare_quickly("tests.verify.mutants:top_left_causal", tmp_path, "causal_sq_lt_sk")[0] == 1
     shown = capsys.readouterr().out
     assert "causal_sq_lt_sk" in shown and "FAIL" in shown
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from flash_attn_compat import isolation
+from tests.forms.support import compare_quickly
 from verify import COMMAND
 from verify.cases import Case, generated, plain
 from verify.cli import main
@@ -42,10 +42,7 @@ class Judged(NamedTuple):
 
 
 def judge(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], cases: str, *more: str) -> Judged:
-    saved = tmp_path / "a.json"
-    judged = ["--quick", "--device", "cpu", "--implementation", f"{FILE}:{name}", "-k", cases, "--json", str(saved)]
-    code = main([*judged, *(more if "--isolate" in more else ["--no-isolate", *more])])
-    rows = {row["case"]: row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]}
+    code, rows = compare_quickly(f"{FILE}:{name}", tmp_path, cases, *more)
     return Judged(code, " ".join(capsys.readouterr().out.split()), rows)
 
 
@@ -306,14 +303,12 @@ def half_only(q, k, v, causal=False):
 
 
 def test_declined_cases_are_counted_with_reasons_beside_wrong_ones(tmp_path, capsys):
-    saved = tmp_path / "a.json"
-    given = ["--implementation", "tests.verify.test_verdicts:half_only", "--forward-only", "--json", str(saved)]
-    assert main([*CASES, *given]) == 1
+    code, rows = compare_quickly(
+        "tests.verify.test_verdicts:half_only", tmp_path, "mqa_cross,func causal gqa", "--forward-only"
+    )
     shown = " ".join(capsys.readouterr().out.split())
-    verdicts = {
-        row["case"]: (row["verdict"], row["note"]) for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]
-    }
-    assert verdicts["mqa_cross"][0] == "pass"
+    verdicts = {case: (row["verdict"], row["note"]) for case, row in rows.items()}
+    assert code == 1 and verdicts["mqa_cross"][0] == "pass"
     assert verdicts["func causal gqa fp16"] == ("FAIL", "ZeroDivisionError: planted")
     assert verdicts["func causal gqa fp32"] == ("declined", "float32 is not supported")
     assert "declined: 1 x float32 is not supported" in shown and "a case counts as declined, not as wrong, if" in shown
