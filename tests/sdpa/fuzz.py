@@ -94,7 +94,7 @@ _DENSE = Problem(
 )
 _MASKED = _DENSE._replace(lengths=((150, 150),), bias="bool none left")
 NAMED = {
-    "head_dim 512": _DENSE._replace(dims=(512, 512), mask=originals.TOP_LEFT),
+    "head_dim 512": _DENSE._replace(dims=(512, 512), lengths=((33, 70),), mask=originals.TOP_LEFT),
     "causal, more rows than keys": _DENSE._replace(lengths=((70, 33),) * 2, mask=originals.TOP_LEFT),
     "1,100 keys under booleans": _MASKED._replace(lengths=((20, 1100),), heads=(2, 1), bias="bool none some"),
     "1,100 keys under biases": _MASKED._replace(lengths=((20, 1100),), heads=(2, 1), bias="own none some"),
