@@ -137,7 +137,8 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
       }
     }
     CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT + next_vo_slot * VO_TILE_BYTES, block.vo_scale);
-    block.store_row_value(p, streamed, value, tile, this_head, position_slope(p, b, head + this_head), thread,
+    const int next_head = min(this_head, streamed.heads - 1);   // behind the last tile the walk stands at no head
+    block.store_row_value(p, streamed, value, tile, next_head, position_slope(p, b, head + next_head), thread,
                           next_slot);
     if (lags) wait_anywhere(THREADS);
     if (active && ROLES) {
