@@ -102,8 +102,11 @@ def kinds(number: int) -> Iterator[Kind]:
             yield plain.replace(local=True, alibi=True, softcap=True, dropout=True, window=104)
             if type == BF16_AS_FP16:
                 yield plain.replace(copied=True)
-            if number < 80 and any(tiles.LONG in tiles.TURING[entry][D] for entry in candidates.ENTRIES):
+            conditions = set().union(*(tiles.TURING[entry][D] for entry in candidates.ENTRIES))
+            if number < 80 and conditions & {tiles.LONG, tiles.LONG_FP16}:
                 yield plain.replace(copied=type == BF16_AS_FP16, long=True)
+            if number < 80 and type == FP16 and tiles.LONG_CAUSAL in conditions:
+                yield plain.replace(local=True, long=True)
             if D == 192:
                 yield plain.replace(head_dim_v=128)
             if D not in _USUAL:
@@ -216,6 +219,8 @@ def problems(kind: Kind) -> dict[str, Problem]:
         rows, keys = (900, 700), (1700, 1500)
     if kind.hints.long:
         rows, keys = (2080, 2020), (2050, 2060)
+    if kind.hints.long and kind.features.local:
+        rows, keys, nheads_k, group = (8210, 8190), (8200, 8195), 1, 1
     asked = kind.features
     common = Problem(
         "varlen", rows, keys, nheads_k, group,

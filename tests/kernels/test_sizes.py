@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -139,8 +140,10 @@ def test_blocks_that_share_a_tile_add_partial_results_of_any_size(
     assert {one.fields["splits"] for one in launches.seen if one.variant.entry == "forward"} == {3}
 
 
-# Of `tune`, and of 192 and 256 channels.
+# Of `tune`, of long calls, and of 192 and 256 channels.
 STAGED = {
+    32: {"forward": Tile(64, 8, 1, 2, stages=3)},
+    80: {"dkdv": Tile(32, 8, 1, 1, stages=3)},
     64: {entry: Tile(32, 8, 1, 1, stages=3) for entry in ("forward", "dkdv", "dq")},
     192: {"forward": Tile(32, 8, 1, 1, stages=3), "dkdv": Tile(32, 8, 1, 1, roles=True, stages=2)},
     256: {"forward": Tile(16, 8, 1, 1, stages=3), "dkdv": Tile(16, 8, 1, 1, roles=True, stages=3)},
@@ -406,22 +409,27 @@ def test_small_tiles_take_few_rows_of_which_a_tall_one_would_waste_more(
 
 
 BOTH = {"forward", "dkdv"}
+CAUSAL, WINDOW = {"causal": True}, {"causal": True, "window_size": (4096, 0)}
 
 
 @pytest.mark.parametrize(
-    ("length", "head_dim", "dtype", "causal", "staged"),
+    ("length", "head_dim", "dtype", "mask", "staged"),
     [
-        (2048, 64, "float16", False, BOTH), (2048, 64, "bfloat16", False, BOTH),
-        (2048, 40, "float16", False, {"forward"}), (2047, 64, "float16", False, set()),
-        (2048, 64, "float16", True, set()), (2048, 32, "float16", False, set()),
+        (2048, 64, "float16", {}, BOTH), (2048, 64, "bfloat16", {}, BOTH),
+        (2048, 40, "float16", {}, {"forward"}), (2047, 64, "float16", {}, set()),
+        (2048, 32, "float16", {}, {"forward"}), (2048, 32, "bfloat16", {}, set()),
+        (2048, 80, "float16", {}, set()), (8191, 64, "float16", CAUSAL, set()),
+        (8192, 32, "float16", CAUSAL, {"forward"}), (8192, 64, "float16", CAUSAL, {"forward"}),
+        (8192, 80, "float16", CAUSAL, set()), (8192, 64, "bfloat16", CAUSAL, set()),
+        (8192, 64, "float16", WINDOW, set()),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("packed", [False, True])
-def test_long_calls_without_a_mask_take_tiles_of_three_stages_at_48_and_64(
+def test_long_calls_take_tiles_of_three_stages_without_a_mask_sooner_than_under_a_causal_one(
     length: int,
     head_dim: int,
     dtype: str,
-    causal: bool,
+    mask: dict[str, Any],
     staged: set[str],
     packed: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -432,8 +440,20 @@ def test_long_calls_without_a_mask_take_tiles_of_three_stages_at_48_and_64(
     rows, others = (q.flatten(0, 1), (starts, starts, 2 * length, 2 * length)) if packed else (q, ())
     attend = flash_attn_compat.flash_attn_varlen_func if packed else flash_attn_compat.flash_attn_func
     with flash_attn_compat.use_backend("fused"):
-        attend(rows, rows, rows, *others, causal=causal).sum().backward()
+        attend(rows, rows, rows, *others, **mask).sum().backward()
     assert {one.variant.entry for one in launches.seen if dict(one.variant.macros).get("STAGES")} == staged
+
+
+@pytest.mark.parametrize(
+    ("length", "mask", "groups"), [(8192, CAUSAL, 2), (8191, CAUSAL, 0), (8192, WINDOW, 0)], ids=str
+)
+def test_a_long_causal_forward_at_128_takes_two_groups_of_warps(
+    length: int, mask: dict[str, Any], groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, q = fused_on_cpu.record(monkeypatch), torch.zeros(1, length, 1, 128, dtype=torch.float16)
+    with flash_attn_compat.use_backend("fused"):
+        flash_attn_compat.flash_attn_func(q, q, q, **mask)
+    assert dict(launches.seen[0].variant.macros).get("KEY_GROUPS", 0) == groups
 
 
 def test_sequences_share_a_grid_unasked_where_one_of_many_is_long(monkeypatch: pytest.MonkeyPatch) -> None:

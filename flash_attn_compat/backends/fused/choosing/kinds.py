@@ -25,6 +25,8 @@ FEW_ROWS = 64
 # Sequences of at least so many rows and keys use tiles with three stages: their delay of half a turn at the start and
 # the end of each block then costs less than it saves.
 LONG = 2048
+# Likewise under a causal mask, where a row sees half of the keys.
+LONG_CAUSAL = 8192
 # A sequence of at most so many rows and keys leaves half of a tile of 64 rows empty.
 SHORT = 32
 # ONE_TILE: sizes of a tile that holds all keys of a sequence, and the head dims for which the backward has such a tile.
@@ -88,7 +90,7 @@ class Hints(NamedTuple):
     few_rows: tall tiles would be half empty, or leave multiprocessors idle (grids.takes_small_tiles)
     short: SHORT or FEW_ROWS if no sequence has more rows or keys, else 0
     few_keys: a size of ONE_TILE if no sequence has more keys, so that one kernel computes all gradients; else 0
-    long: sequences have at least LONG rows and keys, and ``Kind.may_be_long`` holds
+    long: sequences have at least ``Kind.least_long`` rows and keys, and ``Kind.may_be_long`` holds
     flex: whether the kernel gets a score_mod, mask_mod or BlockMask of FlexAttention
     tiles: the fastest tiles on this GPU by kernel, as ``tune`` found them
     """
@@ -143,12 +145,20 @@ class Kind(NamedTuple):
 
     @property
     def may_be_long(self) -> bool:
-        """Whether tiles for LONG sequences suit the call: Turing, aligned fp16 or fp16 copies, and no other feature."""
-        dense = KernelFeatures(copied=self.type == BF16_AS_FP16)
+        """Whether tiles for long sequences suit the call: Turing, aligned fp16 or fp16 copies, and no other feature.
+
+        In fp16 a causal mask may hide scores, but no window.
+        """
+        dense = self.features == KernelFeatures(copied=self.type == BF16_AS_FP16)
+        is_causal = self.type == FP16 and self.features == KernelFeatures(local=1) and self.sizes.window is None
         is_small = self.hints.few_rows or self.hints.few_keys > 0
-        return (
-            self.number < 80 and self.features == dense and self.sizes.vec == 8 and self.D == self.DV and not is_small
-        )
+        is_aligned = self.sizes.vec == 8 and self.D == self.DV
+        return self.number < 80 and (dense or is_causal) and is_aligned and not is_small
+
+    @property
+    def least_long(self) -> int:
+        """The fewest rows and keys of sequences that count as long."""
+        return LONG_CAUSAL if self.features.local else LONG
 
     def macros(self, *names: str, D: int = 0) -> list[tuple[str, int]]:
         """Return macros with values: head dims, TYPE, VEC, and the features among ``names`` that the call has.
@@ -199,7 +209,9 @@ def conditions(kind: Kind) -> list[str]:
         tiles.PLAIN_LOCAL: has_plain_scores(kind) and kind.features.local,
         tiles.CONVERTED: kind.type == BF16_AS_FP16 and not kind.features.copied,
         tiles.LOCAL: kind.features.local,
-        tiles.LONG: kind.hints.long,
+        tiles.LONG_CAUSAL: kind.hints.long and kind.features.local > 0,
+        tiles.LONG_FP16: kind.hints.long and not kind.features.local and kind.type == FP16,
+        tiles.LONG: kind.hints.long and not kind.features.local,
         tiles.LESS_SHARED: kind.number not in (80, 90),
         tiles.USUAL: True,
     }

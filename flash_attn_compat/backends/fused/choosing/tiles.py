@@ -43,14 +43,15 @@ class Tile(NamedTuple):
 # tile, or tall tiles would leave multiprocessors idle. FEW_ROWS_AND_KEYS, FEW_LOCAL_ROWS, FEW_FREE_ROWS: few rows, and
 # the kernel has registers to load V together with K, so that blocks wait less for their first loads. UNLIKE: q and v
 # have different head dims. CONVERTED: each tile converts bf16. LESS_SHARED: a multiprocessor has less shared memory
-# than an A100's or H100's. LONG: many rows and keys, and nothing changes or hides scores. PLAIN and PLAIN_LOCAL:
+# than an A100's or H100's. LONG: many rows and keys, and nothing changes or hides scores; LONG_FP16: LONG in fp16.
+# LONG_CAUSAL: still more rows and keys, in fp16 under a mask without a window. PLAIN and PLAIN_LOCAL:
 # aligned calls whose features leave two groups of warps enough registers, without and with a causal mask or window.
 # PLAIN_LOCAL_COPIES: PLAIN_LOCAL over fp16 copies of bf16.
 SHORT_SEQUENCES, NARROW_WINDOW, SOFTCAP, DROPOUT = "short sequences", "narrow window", "softcap", "dropout"
 FEW_ROWS_AND_KEYS, FEW_LOCAL_ROWS, FEW_FREE_ROWS = "few rows and keys", "few local rows", "few free rows"
 FEW_ROWS, UNLIKE, BIASES, DENSE_MASK = "few rows", "unlike head dims", "biases", "dense mask"
 UNALIGNED, CONVERTED, LOCAL, LESS_SHARED, USUAL = "unaligned", "converted", "local", "less shared memory", "usual"
-LONG = "long"
+LONG, LONG_FP16, LONG_CAUSAL = "long", "long fp16", "long causal"
 PLAIN, PLAIN_LOCAL, PLAIN_LOCAL_COPIES = "plain", "plain local", "plain local copies"
 
 Row = dict[str, Tile]
@@ -97,13 +98,22 @@ def _named(others: dict[str, Tile]) -> Row:
 TURING: dict[str, dict[int, Row]] = {
     "forward": {
         16: _narrow_forward(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), converted=Tile(64, 4, 2, 2)),
-        32: _narrow_forward(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), converted=Tile(64, 4, 2, 2)),
+        32: _narrow_forward(
+            Tile(128, 4, 1, 3), Tile(64, 4, 1, 3), converted=Tile(64, 4, 2, 2),
+            long_fp16=Tile(64, 8, 1, 2, stages=3), long_causal=Tile(64, 8, 1, 2, stages=3),
+        ),
         48: _narrow_forward(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), long=Tile(64, 8, 2, 1, stages=3)),
-        64: _narrow_forward(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), long=Tile(64, 8, 2, 1, stages=3)),
+        64: _narrow_forward(
+            Tile(64, 4, 2, 2), Tile(64, 4, 1, 3),
+            long=Tile(64, 8, 2, 1, stages=3), long_causal=Tile(64, 8, 2, 1, stages=3),
+        ),
         80: _forward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), biases=Tile(64, 4, 1, 2)),
         96: _forward(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), biases=Tile(64, 4, 1, 2)),
         112: _forward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), plain=TWO_GROUPS, plain_local=TWO_GROUPS),
-        128: _forward(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), plain=TWO_GROUPS, plain_local_copies=TWO_GROUPS),
+        128: _forward(
+            Tile(64, 8, 1, 1), Tile(64, 4, 1, 2),
+            plain=TWO_GROUPS, plain_local_copies=TWO_GROUPS, long_causal=TWO_GROUPS,
+        ),
         160: _forward(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         192: _forward(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2), biases=Tile(32, 8, 1, 1)),
         224: _forward(Tile(32, 8, 1, 1), Tile(16, 4, 1, 2)),

@@ -14,7 +14,6 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     BF16_AS_FP16,
     FEW_ROWS,
     FP16,
-    LONG,
     SHORT,
     Hints,
     KernelFeatures,
@@ -194,11 +193,11 @@ def enable_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
 
 
 def mark_long(call: AttentionCall, kind: Kind) -> Kind:
-    """Return ``kind`` with the hint ``long`` if sequences have at least LONG rows and keys, packed ones on average."""
+    """Return ``kind`` with the hint ``long`` if sequences (packed: their mean) have ``least_long`` rows and keys."""
     if not kind.may_be_long:
         return kind
     rows, keys = (
         x.shape[1] if starts is None else x.shape[0] / max(call.batch, 1)
         for x, starts in ((call.q, call.cu_seqlens_q), (call.k, call.cu_seqlens_k))
     )
-    return kind.replace(long=min(rows, keys) >= LONG)
+    return kind.replace(long=min(rows, keys) >= kind.least_long)
