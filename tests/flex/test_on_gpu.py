@@ -12,11 +12,11 @@ pytest.importorskip("torch.nn.attention.flex_attention", reason="PyTorch 2.5 bro
 
 import flash_attn_compat
 from flash_attn_compat import backend_counts, explain, reset_backend_counts, settings
-from tests.flex import calls, gym
+from tests.flex import calls, known_functions
 
 pytestmark = pytest.mark.gpu
 TOKENS = 700
-NAMES = tuple(gym.collection(1, 1, TOKENS)) if torch.cuda.is_available() else ()
+NAMES = tuple(known_functions.collection(1, 1, TOKENS)) if torch.cuda.is_available() else ()
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def qkv(dtype: torch.dtype = torch.float16, dim: int = 64) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_an_entry_of_attention_gym_is_right_forward_and_backward(name: str, backend: str) -> None:
     tensors = qkv()
-    score_mod, mask_mod, per_head = gym.collection(2, 4, TOKENS, "cuda")[name]
+    score_mod, mask_mod, per_head = known_functions.collection(2, 4, TOKENS, "cuda")[name]
     mask = mask_mod and calls.make_mask(mask_mod, *tensors[:2], per_head=per_head)
     reset_backend_counts()
     found = calls.call(tensors, score_mod, mask, backend=backend)

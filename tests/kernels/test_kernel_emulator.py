@@ -270,7 +270,7 @@ def answers(name: str, move: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 # Along a tensor's first dimension, its rows (the second one where there are four) and its heads.
-@pytest.mark.parametrize(("name", "dim"), some_of(itertools.product(CALLS, (-4, -3, -2)), 4))
+@pytest.mark.parametrize(("name", "dim"), some_of(itertools.product(CALLS, (-4, -3, -2)), 5))
 def test_answers_have_the_same_bits_however_far_their_tensors_reach(turing: LaunchRecord, name: str, dim: int) -> None:
     check(turing, name, dim)
 

@@ -98,7 +98,7 @@ NEWER = {
 }
 
 
-@pytest.mark.parametrize("name", some(TRAINING, 4))
+@pytest.mark.parametrize("name", some(TRAINING, 6))
 def test_answers_and_gradients_are_right_for_every_feature_type_and_size(turing: LaunchRecord, name: str) -> None:
     check(TRAINING[name])
     assert set(BACKWARD) < set(turing.entries)
@@ -164,7 +164,7 @@ def test_copies_of_bf16_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = torch.randn(2, 1, 1100, 1, 32, generator=generator) * torch.stack([sizes / 1e2, sizes.flip(0)])[:, None]
     leaves = [tensor.bfloat16().requires_grad_() for tensor in (q, k, v)]
     found = []
-    for copies, seed in ((False, 1), (True, 2), (True, 3), (True, 6)):
+    for copies, seed in ((False, 1), (True, 2), (True, 6)):
         monkeypatch.setattr(variants, "pays_to_copy", lambda *shapes, copies=copies: copies)
         with flash_attn_compat.use_backend("fused"):
             launches = fused_on_cpu.emulate(monkeypatch, 75, seed=seed)
@@ -281,8 +281,8 @@ WIDEST = "odd channels, widest"  # which Turing has no registers for
 @pytest.mark.parametrize(
     ("gpu", "name"),
     [
-        *some_of([("turing", name) for name in SPLIT if name != WIDEST], 4),
-        *some_of([("hopper", WIDEST), ("hopper", "converted"), ("hopper", "head_dim 128")], 2),
+        *some_of([("turing", name) for name in SPLIT if name != WIDEST], 5),
+        *some_of([("hopper", "converted"), ("hopper", WIDEST), ("hopper", "head_dim 128")], 3),
     ],
 )
 def test_blocks_may_share_the_keys_of_many_rows(

@@ -144,7 +144,6 @@ KERNELS = [
 EVERYWHERE = [Row(80, ORDERED), Row(90, variants.forward(full(90, FP16, 64)))]
 # For each run of the suite: each source, and tiles that take their registers to the limit.
 EVERY_RUN = {
-    variants.forward(Kind(75, FP16, Sizes(64))),
     IN_GROUPS,
     variants.dkdv(CAUSAL.replace(head_dim=192)),
     variants.dq(CAUSAL.replace(head_dim=48)),
@@ -179,7 +178,7 @@ def compiler() -> Compiler:
     ("row", "version"),
     [
         *(pytest.param(row, VERSIONS[-1], marks=[] if row.variant in EVERY_RUN else THOROUGH) for row in KERNELS),
-        *some_of(itertools.product(EVERYWHERE, reversed(VERSIONS)), 2),
+        *some_of(itertools.product(EVERYWHERE, reversed(VERSIONS)), 4),
         *some_of(itertools.product((row for row in KERNELS if row.number == 75), VERSIONS[:-1]), 99),
         *(pytest.param(*each, marks=THOROUGH) for each in itertools.product(OTHERS, VERSIONS)),
     ],

@@ -16,7 +16,7 @@ import torch
 from flash_attn_compat import backend_counts, cli, explain, flash_attn_func, reset_backend_counts, settings, tune
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.building.nvrtc import KernelError
-from flash_attn_compat.backends.fused.choosing import variants
+from flash_attn_compat.backends.fused.choosing import enumeration, variants
 from flash_attn_compat.backends.fused.choosing.kinds import (
     FP16,
     HEAD_DIMS,
@@ -26,8 +26,9 @@ from flash_attn_compat.backends.fused.choosing.kinds import (
     Sizes,
     choose_tile,
 )
-from flash_attn_compat.backends.fused.choosing.tiles import Tile
+from flash_attn_compat.backends.fused.choosing.tiles import TWO_GROUPS, Tile
 from flash_attn_compat.backends.fused.choosing.variants import Variant
+from flash_attn_compat.backends.fused.launching import grids
 from flash_attn_compat.backends.fused.tuning import candidates, tuned
 from flash_attn_compat.backends.fused.tuning.tuned import Card
 from flash_attn_compat.backends.sdpa import Sdpa
@@ -37,9 +38,11 @@ from flash_attn_compat.gpu_state import GpuState, Monitor
 from flash_attn_compat.tune import Tuning
 from tests import paper_gpu
 from tests.forms.inputs import randn
-from tests.forms.plain import some_of
+from tests.forms.plain import pairwise, some_of
 from tests.kernels import emulate, fused_on_cpu, offline
 from tests.kernels.fused_on_cpu import LaunchRecord
+from tests.kernels.test_kernels import check
+from tests.kernels.test_sizes import MASKS, TRAINED
 from verify.examination import Examination
 from verify.problems import Problem
 
@@ -256,6 +259,46 @@ def test_turings_candidates_fit_its_registers() -> None:
     )
     found = offline.compiled(compilers[max(compilers, key=float)], variant, "sm_75")
     assert list(offline.complaints(variant, found, 75)) == []
+
+
+# ---- two groups of a forward's warps share rows and take alternate tiles of keys (cuda/groups.cuh)
+
+# Rows and keys: tiles for one group alone, for both and an odd number of them; sequences without rows or without keys.
+OF_GROUPS = (
+    ((140,), (1,)), ((140,), (33,)), ((200,), (129,)), ((130,), (290,)), ((129, 0, 1, 77, 5), (70, 9, 99, 129, 0)),
+)  # fmt: skip
+
+
+@pytest.mark.skipif(bool(emulate.skip_reason()), reason=emulate.skip_reason())
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "mask", "lengths", "splits"),
+    some_of(pairwise((128, 120, 112), ("float16", "bfloat16"), ("full", "causal", "window"), OF_GROUPS, (1, 3)), 8),
+)
+def test_two_groups_of_warps_merge_their_results_of_alternate_tiles(
+    head_dim: int, dtype: str, mask: str, lengths: tuple[tuple[int, ...], ...], splits: int,
+    turing: LaunchRecord, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(grids, "count_splits", lambda *shapes: splits)
+    monkeypatch.setattr(variants, "choose_tile", lambda *asked: TWO_GROUPS)
+    rows, keys = lengths
+    problem = replace(TRAINED, kind="varlen" if len(rows) > 1 else "dense", backward=False, **MASKS[mask])
+    check(replace(problem, seqlens_q=rows, seqlens_k=keys, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype))
+    assert any(("KEY_GROUPS", 2) in one.variant.macros for one in turing.seen)
+
+
+@pytest.mark.parametrize("D", [112, 128])
+def test_no_call_with_more_than_a_mask_by_position_takes_two_groups(D: int) -> None:
+    """Even if `tune` found that tile: with other features the kernel spills, or skips tiles of its own."""
+    found = set()
+    for kind in enumeration.every_kind(75):
+        if kind.D == D and not kind.features.bias_pairs:
+            variant = variants.forward(kind.replace(tiles=(("forward", TWO_GROUPS),)))
+            found |= {frozenset(variant.macros)} if ("KEY_GROUPS", 2) in variant.macros else set()
+    features = {name for macros in found for name, value in macros if value} - {name for name, _ in TWO_GROUPS.macros()}
+    assert features == {"D", "TYPE", "VEC", "LOCAL", "COPIED", "KEY_GROUPS"}
+    assert all(("VEC", 8) in macros for macros in found)
+    flex = variants.forward(Kind(75, FP16, Sizes(D), hints=Hints(tiles=(("forward", TWO_GROUPS),), flex=True)))
+    assert ("KEY_GROUPS", 2) not in flex.macros
 
 
 # ---- the command

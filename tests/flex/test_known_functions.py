@@ -1,4 +1,4 @@
-"""The problems of PyTorch's own tests: served and right, or left to PyTorch for the reason that the list says."""
+"""The functions that people run flex_attention with, and random ones, against PyTorch's composition in fp32."""
 
 from __future__ import annotations
 
@@ -9,13 +9,31 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from flash_attn_compat import explain
-from tests.flex import calls
-from tests.flex.pytorchs_cases import BATCH, HEADS, ROWS, Case, make_cases
+from tests.flex import calls, fuzz, known_functions
+from tests.flex.known_functions import BATCH, HEADS, ROWS, Case, make_cases
 from tests.forms.plain import some
 from tests.kernels.fused_on_cpu import LaunchRecord
 
+TOKENS = 144
+GYM = known_functions.collection(1, 1, TOKENS)
 NAMES = [*make_cases()]
 SERVED = [name for name, case in make_cases().items() if case.reason is None]
+
+
+@pytest.mark.parametrize("name", some(GYM, 8))
+def test_an_entry_of_attention_gym_is_right_forward_and_backward(name: str, served: LaunchRecord) -> None:
+    batch, heads = 2, 2
+    qkv = calls.tensors(batch, heads, 1, TOKENS, TOKENS, seed=len(name))
+    score_mod, mask_mod, per_head = known_functions.collection(batch, heads, TOKENS)[name]
+    mask = mask_mod and calls.make_mask(mask_mod, *qkv[:2], per_head=per_head)
+    found, right = calls.call(qkv, score_mod, mask), calls.in_fp32(qkv, score_mod, mask)
+    assert served.entries == ["forward", "delta", "dkdv", "dq"]
+    calls.assert_close(found, right, qkv[0].dtype)
+
+
+@pytest.mark.parametrize("seed", some((1, 0, *range(2, 9)), 9))
+def test_random_functions_are_right(seed: int, served: LaunchRecord) -> None:
+    assert fuzz.mistake(fuzz.make_problem(seed, "cpu")) is None
 
 
 def problem(case: Case) -> tuple[tuple[torch.Tensor, ...], BlockMask | None]:
