@@ -178,7 +178,7 @@ def compiler() -> Compiler:
     ("row", "version"),
     [
         *(pytest.param(row, VERSIONS[-1], marks=[] if row.variant in EVERY_RUN else THOROUGH) for row in KERNELS),
-        *some_of(itertools.product(EVERYWHERE, reversed(VERSIONS)), 4),
+        *some_of(itertools.product(EVERYWHERE, reversed(VERSIONS)), 2),
         *some_of(itertools.product((row for row in KERNELS if row.number == 75), VERSIONS[:-1]), 99),
         *(pytest.param(*each, marks=THOROUGH) for each in itertools.product(OTHERS, VERSIONS)),
     ],
