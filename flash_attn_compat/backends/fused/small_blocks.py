@@ -18,7 +18,9 @@ from flash_attn_compat.backends.fused.launching import params
 
 SIZE, UNIT = 128, 16  # SIZE: rows and keys of our blocks; UNIT: a caller's block sizes are multiples of it
 _PARTIAL, _FULL, _OUTSIDE = 1, 2, 3  # values in a map of blocks; _OUTSIDE: after the sequence's end
+_RENAMED = "#define flex_mask flex_mask_of_partial\n#define flex_sight flex_sight_of_partial\n"
 _MASK = """#undef flex_mask
+#undef flex_sight
 #undef FLEX_SIGHT
 DEVICE bool flex_mask(const FlexParams &f, int b, int h, int q, int kv) {{
   const int listed = flex_u8(f, {i}, (i64)b * f.stride[{i}][0] + (i64)h * f.stride[{i}][1] +
@@ -70,7 +72,7 @@ def _tiled_mods(mods: Mods, inputs: FlexInputs) -> Mods:
     assert inputs.blocks is not None
     rows, keys = inputs.blocks[:2]
     mask = _MASK.format(i=len(inputs.captured), rows=rows, keys=keys, full=_FULL, partial=_PARTIAL)
-    return mods._replace(text=f"#define flex_mask flex_mask_of_partial\n{mods.text}{mask}", has_mask=True)
+    return mods._replace(text=f"{_RENAMED}{mods.text}{mask}", has_mask=True)
 
 
 def _with_our_sizes(inputs: FlexInputs) -> FlexInputs:
