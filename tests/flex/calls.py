@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 
 def tensors(
-    batch: int = 2, heads: int = 4, heads_k: int = 2, rows: int = 130, keys: int = 130, dim: int = 32,
+    batch: int = 1, heads: int = 4, heads_k: int = 2, rows: int = 130, keys: int = 130, dim: int = 32,
     dim_v: int | None = None, dtype: torch.dtype = torch.float16, device: str = "cpu", seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k and v as models make them: (batch, rows, heads, dim) transposed."""

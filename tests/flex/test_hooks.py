@@ -32,7 +32,7 @@ def alibi(slopes: Tensor) -> calls.Mod:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.usefixtures("inductor_cache")
 def test_a_call_and_its_gradients_are_computed_by_our_kernels(backend: str, served: LaunchRecord) -> None:
-    qkv = tensors()
+    qkv = tensors(2)
     documents = torch.sort(torch.randint(0, 3, (2, 130)))[0]
     mask = make_mask(lambda b, h, q, kv: (q >= kv) & (documents[b, q] == documents[b, kv]), *qkv[:2], per_head=True)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -71,7 +71,7 @@ def test_out_and_gradients_have_pytorchs_strides(order: tuple[int, ...], served:
 
 
 def test_values_of_another_head_dim_and_keys_of_one_batch(served: LaunchRecord) -> None:
-    q, k, v = tensors(dim=64, dim_v=32)
+    q, k, v = tensors(2, dim=64, dim_v=32)
     qkv = q, k[:1], v[:1]
     mask = make_mask(causal, *qkv[:2], per_head=True)
     found = calls.call(qkv, calls.identity, mask)
@@ -179,30 +179,29 @@ def test_a_captured_tensor_that_is_too_short_raises_pytorchs_error(served: Launc
     assert not served.seen
 
 
-def explained(*arguments: Any, **named: Any) -> list[str]:
+def explained(function: Any, *arguments: Any, **named: Any) -> list[str]:
     with torch.no_grad():
-        return explain(torch.compile(flex_attention, backend="eager"), *arguments, **named).reasons["fused"]
+        return explain(torch.compile(function, backend="eager"), *arguments, **named).reasons["fused"]
 
 
 def test_explain_says_who_serves_and_every_reason_against_us(served: LaunchRecord) -> None:
-    q, k, v = tensors(heads_k=4)
-    assert explained(q, k, v, score_mod=softcap) == [] and not served.seen
-    reasons = explained(
-        q.float(), k.float(), v.float(), score_mod=lambda score, b, h, q, kv: torch.special.i0(score),
-        kernel_options={"BACKEND": "TRITON_DECODE"},
-    )  # fmt: skip
+    qkv = tensors(heads_k=4)
+    assert explained(flex_attention, *qkv, score_mod=softcap) == [] and not served.seen
+    wide = [x.float() for x in qkv]
+    score_mod, options = lambda score, b, h, q, kv: torch.special.i0(score), {"BACKEND": "TRITON_DECODE"}
+    reasons = explained(calls.of_operator(wide, score_mod, options=options), *wide)
     for words in ("not float32", "TRITON_DECODE", "i0"):
         assert any(words in reason for reason in reasons)
 
 
 def test_a_warm_call_neither_traces_nor_prepares(served: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = tensors()
-    run = torch.compile(flex_attention, backend="eager")
+    run = torch.compile(calls.of_operator(qkv, softcap), backend="eager")
     with torch.no_grad():
-        run(*qkv, score_mod=softcap, enable_gqa=True)
+        run(*qkv)
         monkeypatch.setattr(functions, "_print", None)
         monkeypatch.setattr("flash_attn_compat.backends.fused.flex.prepare", None)
-        run(*qkv, score_mod=softcap, enable_gqa=True)
+        run(*qkv)
     assert served.entries == ["forward"] * 2
 
 

@@ -87,6 +87,7 @@ struct FlexSum;
 struct Mods {
   float (*score)(const FlexParams &, float, int, int, int, int), (*slope)(const FlexParams &, float, int, int, int, int);
   bool (*mask)(const FlexParams &, int, int, int, int);
+  int (*sight)(const FlexParams &, int, int, int, int, int, int);
   void (*gradients)(const FlexParams &, FlexSum *, float, float, int, int, int, int);
 };
 extern "C" __attribute__((visibility("default"))) Mods emulated_mods;

@@ -5,6 +5,10 @@ Mods emulated_mods;   // set before each launch
 DEVICE float flex_score(const FlexParams &f, float score, int b, int h, int q, int kv) { return emulated_mods.score(f, score, b, h, q, kv); }
 DEVICE float flex_slope(const FlexParams &f, float score, int b, int h, int q, int kv) { return emulated_mods.slope(f, score, b, h, q, kv); }
 DEVICE bool flex_mask(const FlexParams &f, int b, int h, int q, int kv) { return emulated_mods.mask(f, b, h, q, kv); }
+#define FLEX_SIGHT
+DEVICE int flex_sight(const FlexParams &f, int b, int h, int q, int q_last, int kv, int kv_last) {
+  return emulated_mods.sight(f, b, h, q, q_last, kv, kv_last);
+}
 #if FLEX_GRADIENTS
 constexpr int FLEX_SUMS = EMULATED_SUMS;
 DEVICE void flex_gradients(const FlexParams &f, FlexSum (&sums)[FLEX_SUMS], float dscore, float score, int b, int h, int q, int kv) {
