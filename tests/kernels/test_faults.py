@@ -8,6 +8,7 @@ import os
 import signal
 import struct
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -215,6 +216,25 @@ def test_a_mark_writable_by_others_is_ignored(folder: Path) -> None:
     mark.chmod(0o644)
     mark.write_bytes(b"rubbish" + content)
     assert faults.decline_reason(TRIAL) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "days", "locked", "stays"),
+    [(b"", 2, False, False), (b"", 0, False, True), (b"", 2, True, True), (b"x", 2, False, True)],
+    ids=["empty and old", "empty and new", "empty and locked", "not empty"],
+)
+def test_a_look_removes_an_old_empty_mark_that_no_process_locks_and_no_other(
+    content: bytes, days: int, locked: bool, stays: bool, folder: Path
+) -> None:
+    folder.mkdir()
+    mark = folder / "tried-another.process.token"
+    mark.write_bytes(content)
+    written = time.time() - days * 86400
+    os.utime(mark, (written, written))
+    with open(mark, "rb+", buffering=0) as file:
+        assert not locked or faults._acquire_lock(file, wait=True)
+        assert faults.decline_reason(TRIAL) is None
+        assert mark.exists() == stays
 
 
 @pytest.mark.parametrize("how", ["no locks", "not writable"])

@@ -16,8 +16,10 @@ import contextlib
 import io
 import os
 import secrets
+import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,6 +33,7 @@ _FOLDER = "trials"
 # with _BROKEN counts even while a process locks it.
 _TRYING, _BROKEN = b"trying ", b"broken "
 _MAX_MARK_BYTES = 2**20
+_DAY = 24 * 3600.0
 RETRY_COMMAND = "flash-attn-compat doctor --again"
 
 
@@ -188,9 +191,9 @@ def _find_fault_marks(trial: str = "") -> Iterator[tuple[Path, str]]:
     except (OSError, RuntimeError):
         return
     for name in names:
-        if trial and name.partition(".")[0] != trial:
-            continue
         path = marks_folder() / name
+        if _remove_if_left_empty(path) or (trial and name.partition(".")[0] != trial):
+            continue
         content = kernel_files.read(f"{_FOLDER}/{name}") or b""
         if not content.startswith(_BROKEN):
             is_whole = content.startswith(_TRYING)
@@ -200,6 +203,23 @@ def _find_fault_marks(trial: str = "") -> Iterator[tuple[Path, str]]:
                 continue
         reason = content.partition(b" ")[2].decode(errors="replace")
         yield path, f"{reason} ({path}; `{RETRY_COMMAND}` lets it be tried again)"
+
+
+def _remove_if_left_empty(path: Path) -> bool:
+    """Remove an empty mark that no process locks, and return whether it was one.
+
+    Its process ended before it wrote to the mark, or after it emptied it. A younger mark than a day may belong to a
+    process that is about to lock or to remove it.
+    """
+    with contextlib.suppress(OSError):
+        with open(path, "rb", buffering=0, opener=kernel_files.open_nonblocking) as file:
+            status = os.fstat(file.fileno())
+            is_old = stat.S_ISREG(status.st_mode) and not status.st_size and status.st_mtime < time.time() - _DAY
+            is_left = is_old and _acquire_lock(file, wait=False)
+        if is_left:
+            os.unlink(path)  # after the closing: Windows removes no open file
+            return True
+    return False
 
 
 def _remove_if_told_to_end(name: str, names: list[str]) -> bool:
