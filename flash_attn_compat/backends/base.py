@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends import alibi
 from flash_attn_compat.backends.varlen import Block, Layout, Places, whole_block, with_folded_factor
-from flash_attn_compat.core import dropout
+from flash_attn_compat.core import checks, dropout
 from flash_attn_compat.core.append import by_operators
 from flash_attn_compat.core.arguments import call_of
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients, Result
@@ -145,6 +145,8 @@ class Backend(abc.ABC):
             return lambda x, length, out=None: forward(described.over(x))
 
         def run(x: Inputs, length: int | None, out: Tensor | None = None) -> Result:
+            if out is not None:
+                checks.is_writable_for(out, x.q, x.v)
             with torch.no_grad():
                 call, new = call_of(x, options, length)
                 return forward(call if new is None else call._replace(q=by_operators(call, new)))

@@ -368,6 +368,11 @@ def is_writable_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, devic
     return True
 
 
+def is_writable_for(out: Tensor, q: Tensor, v: Tensor) -> bool:
+    """Check ``out`` for the result of a call of q and v, as is_writable_out does."""
+    return is_writable_out(out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
+
+
 def is_int32(name: str, tensor: Tensor, device: torch.device) -> None:
     """Raise RuntimeError unless ``tensor`` is a dense int32 tensor on ``device``."""
     is_tensor(name, tensor)

@@ -27,8 +27,8 @@ class Run(Protocol):
     """The function that computes every call of one cache key.
 
     length: cache_seqlens if that is an int, else None
-    out: contiguous memory that no input shares, of the result's shape, dtype and device. A run may write the result's
-        ``out`` there and return it, or leave it alone and return another
+    out: memory that no input shares. A run may write the result's ``out`` there and return it, or leave it alone and
+        return another. A run that appends raises before if checks.is_writable_out does
     """
 
     def __call__(self, x: Inputs, length: int | None, out: Tensor | None = None, /) -> Result: ...

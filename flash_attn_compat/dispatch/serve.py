@@ -106,10 +106,11 @@ def run(
 
 def _run_into(entry: Entry, x: Inputs, out: Tensor) -> Result:
     """Run a prepared call that writes to the caller's ``out``: the kernel does if it can, else the result is copied."""
-    shape = (*x.q.shape[:-1], x.v.shape[-1])
-    is_contiguous = checks.is_writable_out(out, shape, x.q.dtype, x.q.device)  # raises before the run appends
-    result = entry.run(x, None, out if is_contiguous else None)
-    return result if result.out is out else result._replace(out=out.copy_(result.out))
+    result = entry.run(x, None, out)
+    if result.out is out:
+        return result
+    checks.is_writable_for(out, x.q, x.v)
+    return result._replace(out=out.copy_(result.out))
 
 
 def _without_negated_views(entry: Entry, x: Inputs) -> Inputs:
@@ -323,6 +324,8 @@ def _nothing(options: Options) -> Run:
 
     def run(x: Inputs, length: int | None, out: Tensor | None = None) -> Result:
         call, new = call_of(x, options, length)
+        if out is not None:
+            checks.is_writable_for(out, x.q, x.v)
         if new is not None:
             with torch.no_grad():
                 by_operators(call, new)

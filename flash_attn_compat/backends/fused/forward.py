@@ -18,7 +18,7 @@ from flash_attn_compat.backends.fused.judging import self_test
 from flash_attn_compat.backends.fused.launching import calls, grids, launcher, layouts, masks
 from flash_attn_compat.backends.fused.launching.launcher import Plan
 from flash_attn_compat.backends.fused.tuning import tuned
-from flash_attn_compat.core import dropout, kernel_layout
+from flash_attn_compat.core import checks, dropout, kernel_layout
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall, Result
 from flash_attn_compat.core.entry import Run
@@ -81,6 +81,8 @@ def prepare(call: AttentionCall, new: Append | None, is_over_cache: bool) -> Run
         return forward.run
 
     def run(tensors: Inputs, length: int | None, out: Tensor | None = None) -> Result:
+        if out is not None:
+            checks.is_writable_for(out, tensors.q, tensors.v)
         result = forward.run(_apply_copies(tensors, copies), length)
         return result._replace(out=kernel_layout.narrowed(result.out, head_dim_v))
 

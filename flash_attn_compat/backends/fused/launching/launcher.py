@@ -26,6 +26,7 @@ from flash_attn_compat.backends.fused.choosing.kinds import BOOLEANS, Kind
 from flash_attn_compat.backends.fused.choosing.variants import Variant
 from flash_attn_compat.backends.fused.launching import calls, eight_bit, grids, layouts, masks, params, workspaces
 from flash_attn_compat.backends.fused.launching.grids import Grid
+from flash_attn_compat.core import checks
 from flash_attn_compat.core.append import Append
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.cuda_capture import current_device
@@ -259,8 +260,7 @@ class Plan:
         tensors: the inputs by name; others: the plan's further inputs, in its order
         length: how many keys each sequence has before the append, which may differ from call to call; None for the
             plan's own number, which counts the appended keys
-        given_out: contiguous memory for the output "out" that no input shares and that passed
-            checks.is_writable_out; None for a new tensor
+        given_out: memory for the output "out" that no input shares, used if it is contiguous; None for a new tensor
         Raises RuntimeError for a tensor without memory or with too little, NegatedView for a lazily negated view, and
         KernelError, with ``appended`` set if new keys are in the cache already.
         """
@@ -276,7 +276,11 @@ class Plan:
             addresses.append(tensor.data_ptr())
         outputs, allocate = {}, allocator(self.torch_device, self.device)
         for name, shape, strides, dtype in self._outputs:
-            if given_out is not None and name == "out":
+            if (
+                given_out is not None
+                and name == "out"
+                and checks.is_writable_out(given_out, shape, dtype, self.torch_device)
+            ):
                 output = given_out
             else:
                 output = allocate(shape, strides, dtype)
