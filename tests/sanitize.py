@@ -89,6 +89,7 @@ def of_flex(place: torch.device) -> Iterator[Check]:
         score_mod, mask_mod, per_head = gym.collection(2, 4, 300, place.type)[name]
         qkv = calls.tensors(2, 4, 2, 300, 300, dim, dtype=dtype, device=place.type)
         mask = calls.make_mask(mask_mod or calls.causal, *qkv[:2], per_head=per_head)
+        torch._dynamo.reset()  # which compiles one line of calls.py for a few functions only
         with flash_attn_compat.flex():
             found = calls.call(qkv, score_mod, mask)
         calls.assert_close(found, calls.in_fp32(qkv, score_mod, mask), dtype)
@@ -103,6 +104,7 @@ def of_flex(place: torch.device) -> Iterator[Check]:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return cast(Tensor, mod(leaves, score, b, h, q, kv))
 
+        torch._dynamo.reset()  # which compiles one line of calls.py for a few functions only
         with flash_attn_compat.flex():
             found = calls.call(qkv, score_mod, mask, more=leaves)
             own = calls.composed(qkv, score_mod, mask, more=leaves)
