@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,9 +18,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from flash_attn_compat import explain, flash_attn_func, use_backend
 from flash_attn_compat.backends.torch_efficient import TorchEfficient
 from flash_attn_compat.core.torch_state import as_decided
-from flash_attn_compat.torch_sdpa.efficient import Problem
 from tests.forms.inputs import cumulative, ints, randn
-from tests.forms.plain import all_but_thorough, pairwise, some_of
+from tests.forms.plain import all_but_thorough
 from tests.kernels.fused_on_cpu import LaunchRecord
 from tests.sdpa import originals
 from tests.sdpa.originals import POLICY, counted, stand_in_backward, stand_in_forward
@@ -65,11 +65,16 @@ def doubled(out: Tensor, how: str) -> Tensor:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "dropout": {"dropout_p": 0.3}, "mask": {"attn_mask": mask()}}
+WRITTEN = [*itertools.product(OPTIONS, ("in place", "reshaped"), ("nothing", "hooks", "a checkpoint", "create_graph"))]
+OFTEN = [
+    ("plain", "in place", "nothing"), ("plain", "reshaped", "a checkpoint"), ("dropout", "in place", "create_graph"),
+    ("dropout", "reshaped", "hooks"), ("mask", "reshaped", "nothing"), ("mask", "in place", "a checkpoint"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("options", "how", "under"),
-    some_of(pairwise(OPTIONS, ("in place", "reshaped"), ("nothing", "hooks", "a checkpoint", "create_graph")), 2),
+    [pytest.param(*row, marks=[] if row in OFTEN else [pytest.mark.thorough]) for row in WRITTEN],
 )
 def test_an_answer_may_be_written_to_before_its_backward(
     options: str, how: str, under: str, served: LaunchRecord
@@ -472,9 +477,3 @@ def test_explain(served: LaunchRecord) -> None:
         "it has a mask, and is causal or packed too"
     ]
     assert explain(aten._efficient_attention_forward, *left()[0]).backend == "fused"
-
-
-def test_problems_are_named_as_the_operators_arguments() -> None:
-    for operator in (aten._efficient_attention_forward, aten._efficient_attention_backward):
-        names = {argument.name for argument in operator.default._schema.arguments} | {"seqlen_k"}
-        assert names.issuperset(Problem._fields)

@@ -75,6 +75,12 @@ def test_operators_that_a_mode_executes_are_served(served: LaunchRecord) -> None
     close(out, F.scaled_dot_product_attention(*leaves(), is_causal=True))
 
 
+def test_problems_are_named_as_the_operators_arguments() -> None:
+    for operator in (aten._efficient_attention_forward, aten._efficient_attention_backward):
+        names = {argument.name for argument in operator.default._schema.arguments} | {"seqlen_k"}
+        assert names.issuperset(operators.Problem._fields)
+
+
 def test_a_fake_call_goes_to_its_meta_function(recorded: LaunchRecord) -> None:
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(x).transpose(1, 2) for x in leaves())
