@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from flash_attn_compat.held import HeldPolicies
 from flash_attn_compat.torch_flex import graphs, operator
 from flash_attn_compat.torch_flex.operator import Switch
 from flash_attn_compat.torch_flex.policy import Policy
@@ -18,8 +18,6 @@ from flash_attn_compat.torch_flex.policy import Policy
 LEAST_VERSION = (2, 6)
 _KEYS = {"cuda": DispatchKey.CUDA, "cpu": DispatchKey.CPU}
 
-_lock = threading.RLock()
-_holders: list[Policy] = []
 _active: Switch | None = None
 
 
@@ -49,13 +47,7 @@ def acquire(policy: Policy) -> None:
     old = find_old_version()
     if old is not None:
         raise RuntimeError(f"flex needs PyTorch 2.6 or newer, and this is {old}: leave flex off, or upgrade")
-    with _lock:
-        _holders.append(policy)
-        try:
-            _apply_policy()
-        except BaseException:  # the caller cannot release it
-            _holders.remove(policy)
-            raise
+    _held.acquire(policy)
 
 
 def find_old_version() -> str | None:
@@ -66,10 +58,7 @@ def find_old_version() -> str | None:
 
 def release(policy: Policy) -> None:
     """Undo one ``acquire``; once all are undone, PyTorch's operators are as before."""
-    with _lock:
-        if policy in _holders:
-            _holders.remove(policy)
-        _apply_policy()
+    _held.release(policy)
 
 
 def active_policy() -> Policy | None:
@@ -77,9 +66,8 @@ def active_policy() -> Policy | None:
     return _active.policy if _active else None
 
 
-def _apply_policy() -> None:
+def _activate(policy: Policy | None) -> None:
     global _active  # noqa: PLW0603
-    policy = max(_holders, key=lambda policy: policy.always, default=None)
     if (
         _active is not None
         and _active.policy is not None
@@ -94,6 +82,9 @@ def _apply_policy() -> None:
             _register(_active, policy)
         _active.policy = policy
     graphs.follow(policy)
+
+
+_held = HeldPolicies[Policy](lambda policy: policy.always, _activate)
 
 
 def _operators() -> tuple[Any, Any]:

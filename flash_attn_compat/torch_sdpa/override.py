@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from flash_attn_compat.held import HeldPolicies
 from flash_attn_compat.torch_sdpa import attention, efficient, graphs
 from flash_attn_compat.torch_sdpa.policy import Override, Policy
 
 _KEYS = {"cuda": ("CUDA", "AutogradCUDA"), "cpu": ("CPU", "AutogradCPU")}
 HOOK = "flash_attn_compat"
 
-_lock = threading.RLock()
-_holders: list[Policy] = []
 _active: tuple[Override, Library] | None = None
 
 
@@ -53,21 +52,12 @@ def acquire(policy: Policy) -> None:
         message = f"sdpa needs PyTorch 2.5, and this is {torch.__version__}: its own attention stays"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return
-    with _lock:
-        _holders.append(policy)
-        try:
-            _apply_policy()
-        except BaseException:  # the caller cannot release it
-            _holders.remove(policy)
-            raise
+    _held.acquire(policy)
 
 
 def release(policy: Policy) -> None:
     """Undo one ``acquire``; once all are undone, PyTorch's operators are as before."""
-    with _lock:
-        if policy in _holders:
-            _holders.remove(policy)
-        _apply_policy()
+    _held.release(policy)
 
 
 def active_policy() -> Policy | None:
@@ -75,16 +65,18 @@ def active_policy() -> Policy | None:
     return _active[0].policy if _active else None
 
 
-def _apply_policy() -> None:
+def _activate(policy: Policy | None) -> None:
     try:
-        _register_or_remove()
+        _register_or_remove(policy)
     finally:
         graphs.follow(active_policy())
 
 
-def _register_or_remove() -> None:
+_held = HeldPolicies[Policy](lambda policy: (policy.always, -policy.least_products), _activate)
+
+
+def _register_or_remove(policy: Policy | None) -> None:
     global _active
-    policy = max(_holders, key=lambda policy: (policy.always, -policy.least_products), default=None)
     if _active is not None:
         override, library = _active
         if policy is not None and policy.device == override.device:

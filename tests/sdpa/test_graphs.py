@@ -263,8 +263,8 @@ def test_an_override_stays_registered_beside_other_threads_and_passes_all_calls(
     q = randn(1, 2, 20, 32, dtype=torch.float16)
     efficient_before = torch.ops.aten._efficient_attention_forward(q, q, q, *(None,) * 5, 0.0, 0)[0]
     monkeypatch.setattr(override, "_other_threads_run", lambda: True)
-    monkeypatch.setattr(override, "_holders", [])
-    override._apply_policy()
+    monkeypatch.setattr(override._held, "policies", [])
+    override._activate(None)
     assert override.active_policy() is None and ours() == [2, 1, 1]
     reset_backend_counts()
     F.scaled_dot_product_attention(q, q, q)
@@ -304,7 +304,7 @@ def test_an_error_in_a_block_or_a_registration_leaves_no_policy(monkeypatch: pyt
     with monkeypatch.context() as patched, pytest.raises(KeyError):
         patched.setattr(override, "_register", fail)
         override.acquire(Policy())
-    assert override.active_policy() is None and not override._holders
+    assert override.active_policy() is None and not override._held.policies
 
 
 @leaves_nothing

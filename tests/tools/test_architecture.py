@@ -27,7 +27,7 @@ PACKAGE = ROOT / "flash_attn_compat"
 COMMANDS = ("progress", "output_path", "isolation", "card", "gpu_state", "self_check", "doctor", "tune", "cli")
 # Bottom to top. A name stands for its submodules too, unless they are named themselves; "" is the package itself.
 LAYERS = (
-    ("settings", "installed", "bert_padding"),
+    ("settings", "installed", "bert_padding", "held"),
     ("core",),  # values and arithmetic
     (
         "backends.base",
