@@ -83,10 +83,10 @@ def of_flex(place: torch.device) -> Iterator[Check]:
         import torch.nn.attention.flex_attention
     except ImportError:  # PyTorch 2.5 brought it
         return
-    from tests.flex import calls, gym, test_gradients
+    from tests.flex import calls, known_functions, test_gradients
 
     def masked(name: str, dim: int, dtype: torch.dtype) -> None:
-        score_mod, mask_mod, per_head = gym.collection(2, 4, 300, place.type)[name]
+        score_mod, mask_mod, per_head = known_functions.collection(2, 4, 300, place.type)[name]
         qkv = calls.tensors(2, 4, 2, 300, 300, dim, dtype=dtype, device=place.type)
         mask = calls.make_mask(mask_mod or calls.causal, *qkv[:2], per_head=per_head)
         torch._dynamo.reset()  # which compiles one line of calls.py for a few functions only
