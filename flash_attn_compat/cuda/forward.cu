@@ -289,10 +289,10 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     if (active) exponentiate();
     const u32 next_v = v_stage == (STAGES - 1) * V_BYTES ? 0 : v_stage + V_BYTES;
     if (more) copy_v.store(staged[0], v_tile + next_v, v_scale);
-    if (lags) wait_anywhere(THREADS);
+    if (lags) __syncthreads();
     if (active) accumulate(O, S, v_at + v_stage, Nothing());
     v_stage = next_v;
-    if (!lags) wait_anywhere(THREADS);
+    if (!lags) __syncthreads();
 #else
     if (active) {
       exponentiate();
@@ -304,7 +304,7 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
     group.meet();
 #endif
   }
-  if (STAGES) wait_anywhere(THREADS);
+  if (STAGES) __syncthreads();
 #if KEY_GROUPS
   group.even_out(last_tile - first_tile);
 #endif

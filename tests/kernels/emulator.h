@@ -58,7 +58,6 @@ void ldmatrix_transposed(u32 (&r)[4], u32 address);
 void __syncwarp();
 void __syncthreads();
 void wait_at(u32 barrier, u32 threads);
-inline void wait_anywhere(u32 threads) { wait_at(15, threads); }
 inline void wait_cycles(u32) {}
 inline int thread_again() { return threadIdx.x; }
 bool __syncthreads_or(bool x);

@@ -78,9 +78,6 @@ DEVICE void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 DEVICE void wait_at(u32 barrier, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// The whole block, whose warps may wait at different lines. For __syncthreads() that would be an error of synccheck's,
-// though the hardware counts threads alone.
-DEVICE void wait_anywhere(u32 threads) { wait_at(15, threads); }
 DEVICE void wait_cycles(u32 cycles) {
   u32 began, now;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(began));

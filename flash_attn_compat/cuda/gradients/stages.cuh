@@ -140,7 +140,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
     const int next_head = min(this_head, streamed.heads - 1);   // behind the last tile the walk stands at no head
     block.store_row_value(p, streamed, value, tile, next_head, position_slope(p, b, head + next_head), thread,
                           next_slot);
-    if (lags) wait_anywhere(THREADS);
+    if (lags) __syncthreads();
     if (active && ROLES) {
       if (side) {
         if (!LAGS) wait_at(barrier, 64);
@@ -167,7 +167,7 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
       }
     }
     slot = next_slot, vo_slot = next_vo_slot;
-    if (!lags) wait_anywhere(THREADS);
+    if (!lags) __syncthreads();
   }
   if (LAGS) __syncthreads();
 }
