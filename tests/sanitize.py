@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,11 @@ from flash_attn_compat.backends.fused.choosing.kinds import Kind, choose_tile
 from flash_attn_compat.backends.fused.choosing.tiles import Tile
 from flash_attn_compat.backends.fused.tuning import candidates
 
-Check: TypeAlias = Callable[[], object]
+
+class Check(NamedTuple):
+    name: str
+    run: Callable[[], object]
+
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ENTRIES = "forward|decode|append|absmax|to_half|mask|delta|dkdv|dq"
@@ -42,6 +46,7 @@ FINDING = re.compile(rf"=========\s+(?:at|by|Error|Warning|Invalid|Uninitialized
 LATE, GRACE = 1.3, 30.0
 # Of --within: the share for compiling, that for checks begun under a tool, and that after which a check is stopped.
 COMPILING, BEGINNING, STOPPING = 0.3, 0.85, 0.95
+BEGIN = "begin "
 KILLED = "\nkilled: a check did not end\n"
 STATES = ("default dtype torch.float64", "autocast torch.bfloat16", "cuda: another stream", "a second thread")
 
@@ -52,15 +57,16 @@ def child(shard: int, shards: int, every: int, seconds: float, tool: str) -> Non
 
     start, place = time.monotonic(), torch.device("cuda", torch.cuda.current_device())
     known = [check for check in fused_coverage.checks(place) if tool != "synccheck" or not lags(*check[:2])]
-    ranked = [(rank(name, kind), check) for name, kind, check in known]
+    ranked = [(rank(name, kind), Check(name, run)) for name, kind, run in known]
     groups, lagging, others = ([check for found, check in ranked if found == which] for which in range(3))
     flex = [] if tool == "synccheck" else list(of_flex(place))  # which has such kernels at most head_dims
     runs = [*interleave([*groups, *lagging], flex), *others, *of_the_table(place, tool)]
     runs, done = runs[::every][shard::shards], 0
-    for run in runs:
+    for check in runs:
         if time.monotonic() - start > seconds:
             break
-        run()
+        print(f"{BEGIN}{check.name}", flush=True)
+        check.run()
         done += 1
         print(f"ran {done} checks of {len(runs)}", flush=True)  # what a check that does not end leaves
     torch.cuda.synchronize()
@@ -129,10 +135,10 @@ def of_flex(place: torch.device) -> Iterator[Check]:
     half, bf16 = torch.float16, torch.bfloat16
     names = [name for name in test_gradients.LEARNED if "constant" not in name]  # which lies on the host
     for (dim, dtype), name in itertools.product(((64, half), (128, half), (64, bf16), (128, bf16), (256, half)), names):
-        yield functools.partial(learned, name, dim, dtype)
+        yield Check(f"flex {name}, d{dim} {dtype}", functools.partial(learned, name, dim, dtype))
     masks = "sliding_window", "document", "natten", "alibi + causal", "tanh_softcap + document"
     for (dim, dtype), name in itertools.product(((64, half), (128, half), (128, bf16)), masks):
-        yield functools.partial(masked, name, dim, dtype)
+        yield Check(f"flex {name}, d{dim} {dtype}", functools.partial(masked, name, dim, dtype))
 
 
 def of_the_table(place: torch.device, tool: str) -> Iterator[Check]:
@@ -152,10 +158,10 @@ def of_the_table(place: torch.device, tool: str) -> Iterator[Check]:
         for state in states if flash_attn_compat.backend_counts().get("fused") else ():
             caller_state.answer(call, place, state)
 
-    for call in TABLE.values():
+    for name, call in TABLE.items():
         if call.casts and tool == "racecheck":
             continue
-        yield functools.partial(answers, call)
+        yield Check(f"call {name}", functools.partial(answers, call))
 
 
 def run(tool: str | None, shard: int, shards: int, seconds: float, every: int = 1, stop: float = float("inf")) -> str:
@@ -183,6 +189,12 @@ def run(tool: str | None, shard: int, shards: int, seconds: float, every: int = 
     return said.decode(errors="replace")
 
 
+def where_found(text: str) -> list[str]:
+    """Return the names of the checks during which a report names a kernel of ours."""
+    parts = re.split(f"^{BEGIN}", text, flags=re.MULTILINE)[1:]
+    return [part.partition("\n")[0] for part in parts if findings(part)]
+
+
 def findings(text: str) -> list[str]:
     """The lines of a report that name a kernel of ours."""
     return [line for line in text.splitlines() if FINDING.search(line)]
@@ -206,6 +218,9 @@ def judge(tool: str | None, jobs: int, seconds: float, every: int, stop: float =
           flush=True)  # fmt: skip
     for text in failed[:2]:
         print(text[-1500:], flush=True)
+    for text in texts:
+        for name in where_found(text):
+            print(f"found in: {name}", flush=True)
     for line in found[:10]:
         print(line, flush=True)
     for text in others[:2]:  # whoever it was, and where it began
