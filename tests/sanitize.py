@@ -56,7 +56,9 @@ def child(shard: int, shards: int, every: int, seconds: float, tool: str) -> Non
     from tests import fused_coverage
 
     start, place = time.monotonic(), torch.device("cuda", torch.cuda.current_device())
-    known = [check for check in fused_coverage.checks(place) if tool != "synccheck" or not lags(*check[:2])]
+    known = [
+        check for check in fused_coverage.checks(place) if tool != "synccheck" or not meets_in_two_lines(*check[:2])
+    ]
     ranked = [(rank(name, kind), Check(name, run)) for name, kind, run in known]
     groups, lagging, others = ([check for found, check in ranked if found == which] for which in range(3))
     flex = [] if tool == "synccheck" else list(of_flex(place))  # which has such kernels at most head_dims
@@ -74,17 +76,18 @@ def child(shard: int, shards: int, every: int, seconds: float, tool: str) -> Non
 
 
 def chosen_tiles(name: str, kind: Kind) -> list[Tile]:
-    entries = candidates.ENTRIES if "backward" in name else ("forward",) if "forward" in name else ()
+    has_backward = "backward" in name or name.startswith("masked")
+    entries = candidates.ENTRIES if has_backward else ("forward",) if "forward" in name else ()
     return [choose_tile(entry, kind) for entry in entries]
 
 
-def lags(name: str, kind: Kind) -> bool:
-    """Whether a check has a kernel whose warps are half a turn apart.
+def meets_in_two_lines(name: str, kind: Kind) -> bool:
+    """Whether a check has a kernel whose warps meet at one barrier of the hardware by two lines of the code.
 
-    They meet at one barrier of the hardware by two lines of the code. PTX allows that: it counts a block's warps,
-    wherever each waits. synccheck reports it as an error, also where the barrier states its number of threads.
+    Warps that are half a turn apart do, and pairs of warps with different tasks. PTX allows that: a barrier counts
+    warps, wherever each waits. synccheck reports it as an error, also where the barrier states its number of threads.
     """
-    return any(tile.stages == 3 for tile in chosen_tiles(name, kind))
+    return any(tile.stages == 3 or tile.roles for tile in chosen_tiles(name, kind))
 
 
 def rank(name: str, kind: Kind) -> int:

@@ -102,9 +102,10 @@ class Backend(abc.ABC):
         return 0
 
     def measured_times(self, traits: Traits) -> Mapping[str, float] | None:
-        """Return milliseconds of calls with these traits by backend name; None if none were timed on this GPU.
+        """Return how many milliseconds each backend took for calls with these traits, by its name.
 
-        The backends in it, this one among them, are then sorted by time and not by rank. The others keep their places.
+        `tune` measures this backend and its rivals and stores the times. The backends of the mapping are then tried in
+        the order of their times, not of their ranks; other backends keep their places. None if this GPU has no times.
         """
         return None
 

@@ -63,7 +63,10 @@ def _serve(module: ModuleType, undo: ExitStack) -> None:
 
 
 def _with_paged_caches_left(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return our function, which leaves the paged caches of continuous batching to transformers' own."""
+    """Return our attention function, but with ``original`` for the paged caches of continuous batching.
+
+    original: the attention function of transformers, which knows such caches
+    """
     from flash_attn_compat.dropin.attention_function import attention
 
     @functools.wraps(attention)

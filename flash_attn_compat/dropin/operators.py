@@ -124,7 +124,11 @@ class _OperatorCall(torch.autograd.Function):
 
 
 def _operator_options(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return flash-attn's arguments from the lengths to alibi_slopes, in its operators' order."""
+    """Return the arguments that flash-attn's operator takes after q, k, v and out, in its order.
+
+    arguments: those of our operator, in the order of ops.NAMES. The result is the cu_seqlens and max_seqlens of a
+    packed call, then dropout_p and the others up to alibi_slopes.
+    """
     x = dict(zip(ops.NAMES, arguments))
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k") if x["cu_seqlens_q"] is not None else ()
     x["softmax_scale"] = x["q"].shape[-1] ** -0.5 if x["softmax_scale"] is None else x["softmax_scale"]

@@ -112,7 +112,10 @@ class CachedAttention(nn.Module):
         )
 
     def _update_kvcache_attention(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
-        """Append kv to the cache, then attend; shapes as `_apply_rotary_update_kvcache_attention`."""
+        """Append kv to the cache, then attend to the whole cache.
+
+        q (batch, seqlen, nheads, headdim), kv (batch, seqlen, 2, nheads_k, headdim); returns q's shape.
+        """
         if inference_params.seqlen_offset == 0 or not self.use_flash_attn:
             if inference_params.seqlen_offset > 0 and q.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("decoding in a CUDA graph needs use_flash_attn=True")

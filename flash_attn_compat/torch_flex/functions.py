@@ -38,7 +38,7 @@ def of_printed(printed: Printed) -> Functions:
     return Functions(Mods(printed.text, printed.has_score, printed.has_mask, printed.gradients), printed)
 
 
-# ---- By the graphs of eager calls
+# ---- A cache of printed functions, found by the FX graphs that dynamo keeps for an eager call
 
 
 class _Entry(NamedTuple):

@@ -63,7 +63,11 @@ def count_decodes(batch: Any, threshold: int) -> tuple[int, int]:
 
 
 def with_parts(batch: CompatMetadata, few: int) -> CompatMetadata:
-    """Fill in the parts: the decode steps, of at most ``few`` rows each, and the prefills."""
+    """Return a copy of the batch whose ``parts`` are set. Each part is one call of our kernels.
+
+    One part holds the sequences that decode, with at most ``few`` query tokens each, and one the prefills. A batch that
+    has only one kind of sequence has one part.
+    """
     first, tokens = batch.num_decodes, batch.num_decode_tokens
     longest = batch.max_query_len
     if longest > _ROUNDED:

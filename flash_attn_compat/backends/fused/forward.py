@@ -167,7 +167,11 @@ class _Forward:
         self_test.check_kernels(plan.variants[-1:], plan.device, find_error)
 
     def run(self, tensors: Any, length: int | None = None, out: Tensor | None = None) -> Result:
-        """Launch the plan and return its Result; the arguments are those of a Run of core/entry.py."""
+        """Launch the call's kernels over its tensors and return the Result.
+
+        tensors: the inputs by name; length: cache_seqlens where that is one int; out: the tensor that receives the
+        output, or None for a new one
+        """
         rng_state = None
         if self.drops:
             if any([x.is_neg() for x in (tensors.q, tensors.k, tensors.v)]):  # before the generator advances

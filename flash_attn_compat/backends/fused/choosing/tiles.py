@@ -199,7 +199,7 @@ NEWER: dict[str, dict[int, Row]] = {
         ((16, 32), {USUAL: Tile(64, 4, 1, 2, cp_async=True)}),
         ((48, 64), {USUAL: Tile(32, 4, 2, 2, qk_in_regs=False, vo_in_regs=False, cp_async=True)}),
         ((80, 96, 112, 128), {USUAL: _ASYNC}),
-        ((160,), {USUAL: _ASYNC._replace(streamed_rows=32)}),  # at this size dk and dv both fit into registers
+        ((160,), {USUAL: _ASYNC._replace(streamed_rows=32)}),  # dk and dv still fit into registers unsplit
         ((192,), {USUAL: SPLIT_N._replace(cp_async=True)}),
         ((224, 256), {USUAL: SPLIT_K_2._replace(cp_async=True)}),
         ((512,), {USUAL: SPLIT_K_4._replace(cp_async=True)}),

@@ -141,7 +141,10 @@ def max_keys(call: AttentionCall) -> int:
 
 
 def choose_splits(call: AttentionCall, variant: Variant, tiles: int) -> int:
-    """Return the number of blocks that share the keys of one tile. tiles: the number of tiles of the whole call"""
+    """Return the number of blocks among which the keys of one tile of query rows are divided.
+
+    tiles: the number of tiles of query rows in the whole call
+    """
     if tiles > workspaces.COUNTERS:  # so many tiles fill any GPU without splits
         return 1
     keys, width = max_keys(call), call.mask.width
