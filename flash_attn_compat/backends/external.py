@@ -53,7 +53,10 @@ class SingleLaunchBackend(Backend):
 
     @abc.abstractmethod
     def launch_forward(self, call: AttentionCall) -> KernelResult:
-        """Launch the forward of a call in the kernel's layout. Tokens outside of all sequences may have any LSE."""
+        """Launch the forward over the call's tensors, which the caller has brought into the kernel's layout.
+
+        The LSE that it returns for tokens outside of all sequences may be anything: the caller replaces it.
+        """
 
     @abc.abstractmethod
     def launch_backward(

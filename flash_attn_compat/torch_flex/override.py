@@ -62,7 +62,7 @@ def release(policy: Policy) -> None:
 
 
 def active_policy() -> Policy | None:
-    """Return the active policy, or None if PyTorch's operators are as PyTorch made them."""
+    """Return the policy that says which calls our kernels take, or None while PyTorch computes all of them."""
     return _active.policy if _active else None
 
 

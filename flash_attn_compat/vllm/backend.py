@@ -108,8 +108,8 @@ class CompatMetadataBuilder(AttentionMetadataBuilder):
         if getattr(vllm_config.model_config, "rswa_window", None) is not None:
             raise NotImplementedError("reference sliding windows (rswa_window) are not supported: name another backend")
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        # One tensor for all batches, since CUDA graphs read it in each replay. Empty with speculative decoding, which
-        # changes lengths after the metadata was built: it is not used then.
+        # The sequences' lengths before the new keys. All batches share the tensor, since CUDA graphs read it in each
+        # replay. Empty with speculative decoding, which changes lengths after the metadata was built: nothing reads it then.
         count = 0 if vllm_config.speculative_config else vllm_config.scheduler_config.max_num_seqs
         self._before = torch.empty(count, dtype=torch.int32, device=device)
         if device.type == "cuda":  # now, or the first requests would wait for compilation

@@ -66,7 +66,10 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _kept_mask(entry: Entry, mask: Tensor, saved: tuple[Any, ...]) -> Tensor:
-    """Return the boolean mask as the forward saw it. Raises RuntimeError if the backend kept no copy."""
+    """Return the boolean mask as the forward saw it, for a backward whose mask the caller has changed in place since.
+
+    saved: what the backend's forward kept. Raises RuntimeError if no copy of the mask is in it.
+    """
     found: Tensor | None = entry.backend.saved_mask(mask, saved)
     if found is None:
         raise RuntimeError(
