@@ -27,10 +27,8 @@ _PAGED = {"k": "(num_blocks, page_block_size, num_heads_k, head_size)"}
 
 def wrong_type(name: str, expected: str, value: object, hint: str = "") -> RuntimeError:
     """Return the error for an argument of a wrong type, in the words of PyTorch's operators, as flash-attn's are."""
-    found = type(value).__name__
-    return RuntimeError(
-        f"Expected a value of type '{expected}' for argument '{name}' but instead found type '{found}'{hint}"
-    )
+    message = f"Expected a value of type '{expected}' for argument '{name}' but instead found type"
+    return RuntimeError(f"{message} '{type(value).__name__}'{hint}")
 
 
 def causal(value: object) -> bool:
@@ -350,10 +348,7 @@ def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | No
 
 
 def is_writable_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ``out`` is contiguous.
-
-    Raises RuntimeError unless ``out`` has this shape, dtype and device, and can be written.
-    """
+    """Return whether ``out`` is contiguous. RuntimeError unless it fits, by shape, dtype and device, and is writable."""
     if out.shape != tuple(shape) or out.dtype != dtype:
         raise RuntimeError(f"out must have shape {tuple(shape)} and {dtype}, got {tuple(out.shape)} and {out.dtype}")
     is_on("out", out, device)
@@ -368,8 +363,7 @@ def is_writable_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, devic
     return True
 
 
-def is_writable_for(out: Tensor, q: Tensor, v: Tensor) -> bool:
-    """Check ``out`` for the result of a call of q and v, as is_writable_out does."""
+def is_writable_for(out: Tensor, q: Tensor, v: Tensor) -> bool:  # for the result of a call of q and v
     return is_writable_out(out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
 
 
@@ -422,12 +416,9 @@ def descales(
         is_on(name, tensor, k.device)
         if tensor.dtype != torch.float32:
             raise RuntimeError(f"{name} must have dtype fp32, got {tensor.dtype}")
-        nheads_k = k.shape[-2]
-        if tensor.dim() != 2 or tensor.shape[0] not in (1, batch) or tensor.shape[1] not in (1, nheads_k):
-            raise RuntimeError(
-                f"{name} must have shape (batch_size or 1, num_heads_k or 1) = ({batch} or 1, {nheads_k} or 1), "
-                f"got {tuple(tensor.shape)}"
-            )
+        if tensor.dim() != 2 or tensor.shape[0] not in (1, batch) or tensor.shape[1] not in (1, k.shape[-2]):
+            expected = f"(batch_size or 1, num_heads_k or 1) = ({batch} or 1, {k.shape[-2]} or 1)"
+            raise RuntimeError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
 
 
 def no_gradients(k: Tensor) -> None:

@@ -109,7 +109,7 @@ class CompatMetadataBuilder(AttentionMetadataBuilder):
             raise NotImplementedError("reference sliding windows (rswa_window) are not supported: name another backend")
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         # The sequences' lengths before the new keys. All batches share the tensor, since CUDA graphs read it in each
-        # replay. Empty with speculative decoding, which changes lengths after the metadata was built: nothing reads it then.
+        # replay. Empty with speculative decoding, where nothing reads it: lengths change after the metadata was built.
         count = 0 if vllm_config.speculative_config else vllm_config.scheduler_config.max_num_seqs
         self._before = torch.empty(count, dtype=torch.int32, device=device)
         if device.type == "cuda":  # now, or the first requests would wait for compilation
