@@ -348,7 +348,7 @@ def upstream(call: AttentionCall, given: BackwardInputs, *gradients: Tensor | No
 
 
 def is_writable_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ``out`` is contiguous. RuntimeError unless it fits, by shape, dtype and device, and is writable."""
+    """Return whether ``out`` is contiguous. RuntimeError unless it fits (shape, dtype, device) and is writable."""
     if out.shape != tuple(shape) or out.dtype != dtype:
         raise RuntimeError(f"out must have shape {tuple(shape)} and {dtype}, got {tuple(out.shape)} and {out.dtype}")
     is_on("out", out, device)
