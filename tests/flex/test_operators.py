@@ -312,6 +312,7 @@ DECLINED: dict[str, tuple[Function, tuple[Any, ...]]] = {
         tuple(torch.ones(3) for _ in range(17)),
     ),
     "constant tensor inside": (lambda s, b, h, q, kv: s + torch.tensor([1.0, 2.0])[q], ()),
+    "as another dtype": (lambda s, b, h, q, kv: s + s.view(torch.int32), ()),
     "rand": (lambda s, b, h, q, kv: s + torch.rand(()), ()),
 }
 
@@ -377,6 +378,9 @@ MASKS: list[tuple[Function, bool]] = [
     (lambda q, kv: torch.maximum(q, kv) * 3 > 90, True),
     (lambda q, kv: (q % 7 == 0) | (q >= 50), False),
     (lambda q, kv: (q.to(torch.int8) * 4 > 0) & (kv >= q), False),
+    (lambda q, kv: torch.add(q >= kv, kv >= 0, alpha=0), False),
+    (lambda q, kv: (q + 2**24 - 2 < torch.full((), 2**24 + 1, dtype=torch.float32)) & (kv >= 0), False),
+    (lambda q, kv: (q + 2**24 == torch.full((), 2**24 + 1, dtype=torch.float32)) & (kv >= 0), False),
 ]
 
 

@@ -357,6 +357,8 @@ class _Function:
 
     def _print_operator(self, name: str, node: Node, c_type: str) -> _Value:
         args, keywords = node.args, {k: v for k, v in node.kwargs.items() if k not in IGNORED_KEYWORDS}
+        if name == "view" and getattr(node.target, "_overloadname", "") == "dtype":
+            raise Declined("the bits of a number as another dtype")
         if name in SAME:
             return self._assign(self._as(args[0], c_type), c_type)
         if name in FULL:

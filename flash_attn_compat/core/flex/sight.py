@@ -95,13 +95,15 @@ def _operator(node: Node, values: Mapping[Node, Value], ranges: Ranges) -> Value
         return None
     is_condition = example.dtype == torch.bool
     if name in FULL and isinstance(number := node.args[FULL[name]], (bool, int)):
+        if not is_condition and example.dtype not in _INTEGERS:  # fp32 may round the number
+            return None
         return _literal(bool(number) if is_condition else number)
     of = [values.get(x) if isinstance(x, Node) else _literal(x) for x in node.args]
     if name in SAME and of:
         kept = of[0] if isinstance(of[0], Holds if is_condition else Between) else None
         return kept if is_condition or example.dtype in _INTEGERS else None
     if is_condition:
-        return _condition(name, of)
+        return _UNKNOWN if node.kwargs else _condition(name, of)  # a sum of booleans may have a factor
     if example.dtype not in _INTEGERS or node.kwargs or not all(isinstance(x, Between) for x in of):
         return None
     numbers = [x for x in of if isinstance(x, Between)]
