@@ -61,7 +61,7 @@ def child(shard: int, shards: int, every: int, seconds: float, tool: str) -> Non
     ]
     ranked = [(rank(name, kind), Check(name, run)) for name, kind, run in known]
     groups, lagging, others = ([check for found, check in ranked if found == which] for which in range(3))
-    flex = [] if tool == "synccheck" else list(of_flex(place))  # which has such kernels at most head_dims
+    flex = [] if tool == "synccheck" else list(of_flex(place))  # its backward has such kernels at most head dims
     runs = [*interleave([*groups, *lagging], flex), *others, *of_the_table(place, tool)]
     runs, done = runs[::every][shard::shards], 0
     for check in runs:
