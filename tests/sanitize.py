@@ -2,8 +2,8 @@
 
 Every call of fused_coverage.py, flex_attention with captured tensors that want gradients, and each call of calls.py in
 some states of its caller, runs under memcheck (without PyTorch's caching allocator, so that a read past a tensor is
-seen), racecheck, initcheck and synccheck (threads that miss a barrier), shared out among processes. The kernels whose
-warps meet at several barriers come first. One line for each tool; exit code 1 where one found something in a kernel of
+seen), racecheck, initcheck and synccheck (threads that miss a barrier), shared out among processes and all GPUs. The
+kernels whose warps meet at several barriers come first. One line for each tool; exit code 1 where one found something in a kernel of
 ours. FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
 `python -m tests.sanitize --every 16 --together --seconds 30` runs a sample in two minutes; with `--within 100` all ends
 in 100 seconds, however far it came.
@@ -56,6 +56,7 @@ def child(shard: int, shards: int, every: int, seconds: float, tool: str) -> Non
     from tests import fused_coverage
 
     start, place = time.monotonic(), torch.device("cuda", torch.cuda.current_device())
+    torch.set_num_threads(1)  # the right answers of small checks are the CPU's, which all shards share
     known = [
         check for check in fused_coverage.checks(place) if tool != "synccheck" or not meets_in_two_lines(*check[:2])
     ]
@@ -174,7 +175,7 @@ def run(tool: str | None, shard: int, shards: int, seconds: float, every: int = 
     """
     command = [sys.executable, "-m", "tests.sanitize", "--shard", str(shard), "--jobs", str(shards)]
     command += ["--seconds", str(seconds), "--every", str(every), "--tool", tool or ""]
-    variables = dict(os.environ)
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": device_of(shard)}
     if tool is not None:
         sanitizer = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
         if tool != "initcheck":  # which must see who else wrote to memory
@@ -190,6 +191,13 @@ def run(tool: str | None, shard: int, shards: int, seconds: float, every: int = 
         process.kill()
         said = (late.stdout or b"") + KILLED.encode()
     return said.decode(errors="replace")
+
+
+def device_of(shard: int) -> str:
+    """Return the GPU, as CUDA_VISIBLE_DEVICES names it, on which a shard runs: they take turns."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count() or 1)))
+    names = visible.split(",")
+    return names[shard % len(names)]
 
 
 def where_found(text: str) -> list[str]:

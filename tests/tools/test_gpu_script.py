@@ -131,6 +131,11 @@ def test_findings_before_a_check_that_hangs_are_kept(tmp_path: Path, monkeypatch
     assert len(sanitize.findings(sanitize.run("racecheck", 0, 1, 600.0))) == 1
 
 
+def test_shards_of_the_sanitizer_take_turns_on_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert [sanitize.device_of(shard) for shard in range(3)] == ["3", "5", "3"]
+
+
 def test_the_sanitizers_states_are_states() -> None:
     from tests.forms.caller_state import states
 
