@@ -3,8 +3,8 @@
 Every call of fused_coverage.py, flex_attention with captured tensors that want gradients, and each call of calls.py in
 some states of its caller, runs under memcheck (without PyTorch's caching allocator, so that a read past a tensor is
 seen), racecheck, initcheck and synccheck (threads that miss a barrier), shared out among processes and all GPUs. The
-kernels whose warps meet at several barriers come first. One line for each tool; exit code 1 where one found something in a kernel of
-ours. FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
+kernels whose warps meet at several barriers come first. One line for each tool; exit code 1 where one found something
+in a kernel of ours. FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
 `python -m tests.sanitize --every 16 --together --seconds 30` runs a sample in two minutes; with `--within 100` all ends
 in 100 seconds, however far it came.
 """
