@@ -116,6 +116,8 @@ def examine(tell: Callable[[Machine], None] = lambda machine: None) -> Report:
     return Report(version, machine, calls, sdpa, flex, checks, faults.list_reasons(), _examine_name())
 
 
+_CHECKS = """Self-check: errors against fp64, in brackets plain PyTorch's in the same dtype
+  (ok: out is off by at most twice that, gradients by three times, plus one rounding of the dtype)"""
 _Result = list[TypicalCall] | dict[str, str] | Check | None
 
 
@@ -152,15 +154,13 @@ def format_rest(report: Report) -> str:
     refused = {"Kernels that are refused here": [line for fault in report.faults for line in _wrap("  ", fault)]}
     return _sections(
         {
-            "What would serve": _format_columns(
+            "What would serve calls like these here (found without running them)": _format_columns(
                 {f"{number} {call.name}": call.backend or "NOTHING" for number, call in enumerate(report.calls, 1)}
             ),
             "Backends, in order of preference": _format_columns(_format_backends(report.calls)),
             "F.scaled_dot_product_attention": _format_columns(report.sdpa),
             "torch.nn.attention.flex_attention": _format_columns(report.flex),
-            "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _format_checks(
-                report.checks
-            ),
+            _CHECKS: _format_checks(report.checks),
             **(refused if report.faults else {}),
             "The name flash_attn": _format_name(report.name),
             "All well." if report.healthy else f"Something is wrong: see NOTHING and FAIL above. {_ADVICE}": [],
