@@ -172,6 +172,21 @@ def test_declined_calls_match_pytorch_bit_for_bit(name: str, served: LaunchRecor
     assert torch.equal(found.out, right.out) and torch.equal(found.lse, right.lse)
 
 
+@pytest.mark.parametrize("size", [(2, 1, 20, 32), (2, 4, 9, 32)], ids=str)
+def test_values_of_other_batches_heads_or_rows_than_keys_are_left_to_pytorch(
+    size: tuple[int, ...], served: LaunchRecord
+) -> None:
+    q, k, v = (torch.randn(shape, dtype=HALF) for shape in ((2, 4, 20, 32), (2, 4, 20, 32), size))
+    mask = calls.make_mask(calls.causal, q, k, block=16)
+    if size[2] != k.shape[2]:
+        with pytest.raises(RuntimeError):
+            calls.call((q, k, v), mask=mask, gradients=False)
+    else:
+        found = calls.call((q, k, v), mask=mask, gradients=False)
+        calls.assert_close(found, calls.in_fp32((q, k, v), mask=mask, gradients=False), HALF)
+    assert not served.seen
+
+
 def test_a_captured_tensor_that_is_too_short_raises_pytorchs_error(served: LaunchRecord) -> None:
     short = torch.ones(100)
     with pytest.raises(IndexError):

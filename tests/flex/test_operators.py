@@ -217,6 +217,7 @@ OPTIONS: dict[str, Function] = {
     "elu": F.elu, "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
     "a cast to int and back": lambda x: x.clamp(-100, 100).nan_to_num(0.0).int().float(),
     "a cast to bool": lambda x: x.bool(),
+    "a logarithm of a tanh of something small": lambda x: torch.log(8 * torch.tanh((x * 1e-9) / 3.0)),
     "a mask beside True and False": lambda x: torch.where((x > 1) == True, x < 3, False),  # noqa: E712
     "integers": lambda x: (x.clamp(-100, 100).nan_to_num(0.0).int() * 7) // 3 % 5,
 }  # fmt: skip
@@ -337,6 +338,7 @@ INDEX_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a difference": lambda q, kv: (q - kv).abs() * 0.5,
     "a product": lambda q, kv: (q * 2 - kv * 3 + 1) * 0.25,
     "a product beyond fp32": lambda q, kv: (q * kv) * 1.0,
+    "a product that wraps": lambda q, kv: torch.maximum(-(q * q), kv) * 0.5,
     "a maximum": lambda q, kv: -torch.maximum(q - 7, kv - q).float(),
     "a relu": lambda q, kv: torch.relu(kv - q) / 3.0,
     "a remainder": lambda q, kv: (q % 64 - kv // 64).float(),

@@ -142,6 +142,8 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
         return f"q, k and v must all be fp16 or all bf16; got {q.dtype}, {k.dtype} and {v.dtype}"
     if max(q.shape[-1], v.shape[-1]) > HEAD_DIMS[-1]:
         return f"head dims up to {HEAD_DIMS[-1]}; got {q.shape[-1]} and {v.shape[-1]}"
+    if not _fit(q, k, v):
+        return f"shapes that do not fit, or values that broadcast: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
     if not all(x.numel() for x in (q, k, v)):
         return "tensors without elements"
     if len(inputs.captured) > params.CAPTURED or len(inputs.numbers) > params.NUMBERS:
@@ -168,11 +170,19 @@ def has_tiles(mods: Mods, inputs: FlexInputs, backward: bool) -> bool:
 
     backward: ask for the tiles of the backward, too
     """
-    if inputs.blocks is None or not (inputs.q.numel() and inputs.k.numel() and inputs.v.numel()):
+    q, k, v = inputs[:3]
+    if inputs.blocks is None or not (q.numel() and k.numel() and v.numel() and _fit(q, k, v)):
         return True
     kind = calls.choose_kind(_call_of(inputs, 1.0), 8)
     entries = ("forward", "dkdv", "dq") if backward else ("forward",)
     return all(_fit_tile(entry, kind, mods, inputs.blocks) is not None for entry in entries)
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether values have the batch, heads and rows of keys, and keys those that the kernels read for q."""
+    if k.shape[:3] != v.shape[:3] or k.shape[0] not in (1, q.shape[0]):
+        return False
+    return q.shape[-1] == k.shape[-1] and q.shape[1] % k.shape[1] == 0
 
 
 def load(mods: Mods, inputs: FlexInputs, backward: bool) -> None:

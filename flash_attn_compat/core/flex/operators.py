@@ -96,8 +96,6 @@ INTEGER_OPERATORS = {
     "add": "op_add", "sub": "op_sub", "mul": "op_mul", "floordiv": "op_floor_divide", "mod": "op_remainder",
     "neg": "op_neg", "sym_max": "op_maximum", "sym_min": "op_minimum", "pow": "op_pow",
 }  # fmt: skip
-# The largest soft cap that may use op_tanh_near: 1e-7, its absolute error, times the cap is less than scores' rounding.
-MOST_CAP = 1024.0
 
 
 def literal(x: float | int | bool, c_type: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from flash_attn_compat.core.flex.caps import is_soft_cap, name_of
 from flash_attn_compat.core.flex.capture import (
     MASK_ARGUMENTS,
     SCORE_ARGUMENTS,
@@ -25,7 +26,6 @@ from flash_attn_compat.core.flex.operators import (
     IGNORED_KEYWORDS,
     INTEGER_OPERATORS,
     LOADS,
-    MOST_CAP,
     OPERATORS,
     PREDICATES,
     SAME,
@@ -297,7 +297,7 @@ class _Function:
         if found is not None:
             return found
         value, (low, high) = self._value(x), self.ranges.of(x)
-        function = _EXACT_IN_FLOAT.get(_name_of(x)) if x.op == "call_function" and not x.kwargs else None
+        function = _EXACT_IN_FLOAT.get(name_of(x)) if x.op == "call_function" and not x.kwargs else None
         if not -EXACT_FLOAT <= low <= high <= EXACT_FLOAT:
             text = converted(value.text, value.c_type, "float")
         elif function is not None and all(map(self._is_exact, x.args)):
@@ -394,7 +394,7 @@ class _Function:
             mode = keywords.pop("rounding_mode", None)
             if mode:
                 return {"floor": "floor_divide", "trunc": "divide_trunc"}[mode], args
-            factor = division_factor(args[1], exact=not set(map(_name_of, node.users)) <= _SMOOTH)
+            factor = division_factor(args[1], exact=not set(map(name_of, node.users)) <= _SMOOTH)
             return ("true_divide", args) if factor is None else ("mul", (args[0], factor))
         if name == "clamp":
             low, high = (*args[1:], None, None)[:2]
@@ -412,7 +412,7 @@ class _Function:
             return "where", (args[1], args[2], args[0])
         if name == "pow" and c_type == "float" and isinstance(args[1], (int, float)):
             return self._power(args[0], float(args[1]))
-        if name == "tanh" and _is_scaled(args[0]):
+        if name == "tanh" and is_soft_cap(node):
             return "tanh_near", args
         return name, args
 
@@ -454,20 +454,6 @@ _SMOOTH = {"tanh", "sigmoid", "exp", "output"}
 _DTYPES = {c_type: dtype for dtype, c_type in C_TYPES.items()}  # "float" is fp32's, its last entry
 
 
-def _is_scaled(x: Any) -> bool:
-    """Whether a tanh's argument was divided by a number up to MOST_CAP, as a soft cap does."""
-    if not isinstance(x, Node) or x.op != "call_function" or len(x.args) < 2:
-        return False
-    name, number = getattr(x.target, "_opname", ""), x.args[1]
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number:
-        return False
-    return (name == "div" and abs(number) <= MOST_CAP) or (name == "mul" and abs(number) >= 1 / MOST_CAP)
-
-
-def _name_of(node: Node) -> str:
-    return "output" if node.op == "output" else str(getattr(node.target, "_opname", ""))
-
-
 def _needed(outputs: Sequence[Any]) -> set[Node]:
     """Return all nodes that ``outputs`` depend on, with themselves."""
     found: set[Node] = set()
@@ -476,5 +462,5 @@ def _needed(outputs: Sequence[Any]) -> set[Node]:
         node = left.pop()
         if node not in found:
             found.add(node)
-            left += [] if _name_of(node) in CONSTANT else node.all_input_nodes
+            left += [] if name_of(node) in CONSTANT else node.all_input_nodes
     return found

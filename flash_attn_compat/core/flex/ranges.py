@@ -13,6 +13,7 @@ MOST_INDEX = 2**23
 EXACT_FLOAT = 2**24
 Range = tuple[float, float]
 _ANY: Range = (-float("inf"), float("inf"))
+_WRAPS = 2**31  # an int32 beyond this wraps: its range is unknown, and that of what is computed from it
 
 
 class Ranges:
@@ -25,7 +26,8 @@ class Ranges:
         if not isinstance(x, Node):
             return (x, x) if isinstance(x, int) else _ANY
         if x not in self.found:
-            self.found[x] = self._compute(x)
+            low, high = self._compute(x)
+            self.found[x] = (low, high) if -_WRAPS <= low <= high < _WRAPS else _ANY
         return self.found[x]
 
     def _compute(self, node: Node) -> Range:
