@@ -1,11 +1,13 @@
 """The host's time of flex_attention on our kernels: a warm eager call, and a function's first call.
 
-`python -m benchmarks.flex_host [--head-dim 64 128] [--cores 2]` prints, for three pairs of functions:
+`python -m benchmarks.flex_host [--head-dim 64 128] [--only TEXT] [--warm] [--cores 2]` prints, for three pairs of
+functions:
 - microseconds of a warm eager forward by our kernels, and by a stub at the same place that returns ready tensors. The
   difference is ours; the rest is PyTorch's dispatch. Both take turns.
 - seconds of the first forward and of the first forward with backward in a new process that may use ``--cores`` cores:
-  with an empty cache, and again with the kernels on disk.
-Needs a GPU and PyTorch 2.6. FLASH_ATTN_COMPAT_CAPABILITY is 7.5 unless it is set.
+  with an empty cache, and again with the kernels on disk. Left out with ``--warm``.
+Without a GPU our kernels serve CPU tensors and their launches do nothing: warm calls alone are timed, to be compared
+with another time of the same machine. Needs PyTorch 2.6. FLASH_ATTN_COMPAT_CAPABILITY is 7.5 unless it is set.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ import torch
 
 import flash_attn_compat
 from benchmarks import flex
+from benchmarks.host_time import serve_without_gpu
 from flash_attn_compat import settings
+from flash_attn_compat.torch_flex import override
+from flash_attn_compat.torch_flex.policy import Policy
 
 ENTRIES = ("causal", "softcap", "ALiBi, causal")
 TOKENS, TURNS, CALLS = 256, 20, 50
@@ -49,25 +54,26 @@ def make_call(entry: flex.Entry, head_dim: int, device: str = "cuda") -> Callabl
     return call
 
 
-def microseconds(call: Callable[[bool], Any]) -> float:
+def microseconds(call: Callable[[bool], Any], device: str) -> float:
     """Return the microseconds that the host takes to launch one forward."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(flex.SLEEP)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda._sleep(flex.SLEEP)
     begun = time.perf_counter()
     for _ in range(CALLS):
         call(False)
     return 1e6 * (time.perf_counter() - begun) / CALLS
 
 
-def time_warm(entry: flex.Entry, head_dim: int) -> tuple[float, float]:
+def time_warm(entry: flex.Entry, head_dim: int, device: str) -> tuple[float, float]:
     """Return the microseconds of a warm eager forward by our kernels and by a stub in their place."""
     from torch._C import DispatchKey
 
-    operator = torch.ops.higher_order.flex_attention
-    call = make_call(entry, head_dim)
+    operator, key = torch.ops.higher_order.flex_attention, getattr(DispatchKey, device.upper())
+    call = make_call(entry, head_dim, device)
     readings: list[tuple[float, float]] = []
-    with flash_attn_compat.flex(), torch.no_grad():
-        ours = operator.py_kernels[DispatchKey.CUDA]
+    with override.applied(Policy(device)), torch.no_grad():
+        ours = operator.py_kernels[key]
         ready: Any = None
         for _ in range(3):
             call(False)
@@ -81,17 +87,20 @@ def time_warm(entry: flex.Entry, head_dim: int) -> tuple[float, float]:
             return ready
 
         def put(kernel: Any) -> None:
-            operator.py_kernels[DispatchKey.CUDA] = kernel
+            operator.py_kernels[key] = kernel
             operator._dispatch_cache.clear()
             call(False)
 
-        put(keep)
-        for _ in range(TURNS):
-            put(ours)
-            first = microseconds(call)
-            put(stub)
-            readings.append((first, microseconds(call)))
-        put(ours)
+        try:
+            put(keep)
+            for _ in range(TURNS):
+                put(ours)
+                first = microseconds(call, device)
+                put(stub)
+                readings.append((first, microseconds(call, device)))
+        finally:
+            operator.py_kernels[key] = ours
+            operator._dispatch_cache.clear()
     return statistics.median(a for a, _ in readings), statistics.median(b for _, b in readings)
 
 
@@ -128,20 +137,27 @@ def time_first_in_child(name: str, head_dim: int, cores: int, cache: str) -> lis
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flex_host", description=__doc__)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--only", default="", metavar="TEXT", help="only functions with this text in their name")
+    parser.add_argument("--warm", action="store_true", help="leave out the first calls")
     parser.add_argument("--cores", type=int, default=2, help="for the first call of a function (2)")
     options = parser.parse_args(argv)
     os.environ.setdefault(settings.CAPABILITY, "7.5")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        serve_without_gpu()
+    name = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
+    print(f"{name}, torch {torch.__version__}, {os.cpu_count()} cores")
     for head_dim in options.head_dim:
-        for name in ENTRIES:
-            with tempfile.TemporaryDirectory() as cache:
-                first, again = (time_first_in_child(name, head_dim, options.cores, cache) for _ in range(2))
-            ours, stub = time_warm(flex.entries(TOKENS, "cuda")[name], head_dim)
-            print(
-                f"d {head_dim} {name}: warm {ours:.1f} us, stub {stub:.1f} us, ours {ours - stub:.1f} us; first call "
-                f"{first[0]} s, with backward {first[1]} s more; kernels on disk {again[0]} s, {again[1]} s",
-                flush=True,
-            )
+        for entry in [each for each in ENTRIES if options.only in each]:
+            firsts = ""
+            if device == "cuda" and not options.warm:
+                with tempfile.TemporaryDirectory() as cache:
+                    first, again = (time_first_in_child(entry, head_dim, options.cores, cache) for _ in range(2))
+                firsts = f"; first call {first[0]} s, with backward {first[1]} s more"
+                firsts += f"; kernels on disk {again[0]} s, {again[1]} s"
+            ours, stub = time_warm(flex.entries(TOKENS, device)[entry], head_dim, device)
+            told = f"d {head_dim} {entry}: warm {ours:.1f} us, stub {stub:.1f} us, ours {ours - stub:.1f} us"
+            print(told + firsts, flush=True)
     return 0
 
 

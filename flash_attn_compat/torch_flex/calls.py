@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flash_attn_compat.backends.fused.flex import BlockLists, Blocks
+from flash_attn_compat.core.inputs import new_tuple
 
 # The size of a block that PyTorch passes if the caller gave no BlockMask.
 WHOLE = 1 << 30
@@ -79,11 +80,10 @@ def make_blocks(rows: int, keys: int, lists: Sequence[Tensor | None], backward: 
     """Return a BlockMask for our kernels; None if it has one block. rows, keys: of a block; lists: from ``lists_of``"""
     if (rows, keys) == (WHOLE, WHOLE):
         return None
-    num, indices, *full = lists[:4]
-    assert num is not None and indices is not None  # PyTorch makes no BlockMask without them
-    of_rows = BlockLists(num, indices, *full)
-    if not backward:
-        return Blocks(rows, keys, of_rows)
-    num, indices, *full = lists[4:8]
-    assert num is not None and indices is not None  # PyTorch refuses gradients without them
-    return Blocks(rows, keys, of_rows, BlockLists(num, indices, *full))
+    assert lists[0] is not None and lists[1] is not None  # PyTorch makes no BlockMask without them
+    of_keys = None
+    if backward:
+        assert lists[4] is not None and lists[5] is not None  # PyTorch refuses gradients without them
+        of_keys = new_tuple(BlockLists, lists[4:8])
+    found: Blocks = new_tuple(Blocks, (rows, keys, new_tuple(BlockLists, lists[:4]), of_keys))
+    return found

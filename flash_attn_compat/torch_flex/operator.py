@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused.flex import FlexInputs, FlexUpstream
+from flash_attn_compat.backends.fused.flex import FlexBackwardRun, FlexInputs, FlexRun, FlexUpstream
+from flash_attn_compat.core.inputs import new_tuple
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.settings import is_explaining
-from flash_attn_compat.torch_flex import functions, launch, policy
+from flash_attn_compat.torch_flex import functions, launch, policy, warm
 from flash_attn_compat.torch_flex.calls import FlexBackwardCall, FlexCall, lists_of, make_blocks, sizes_of
 from flash_attn_compat.torch_flex.functions import Functions
 from flash_attn_compat.torch_flex.policy import Policy
@@ -39,15 +40,11 @@ def make_forward(switch: Switch, original: Operator) -> Operator:
         active = switch.policy
         if active is None:
             return original(*arguments)
-        call = FlexCall(*arguments)
-        if is_explaining():
-            _explain(list(_all_reasons(active, call)))
-        run, inputs = _find_forward(active, call)
-        if isinstance(run, str):
+        results = warm.repeat(active, arguments) or _forward(active, FlexCall(*arguments))
+        if results is None:
             choice.served[launch.PYTORCH] += 1
             return original(*arguments)
-        assert inputs is not None
-        out, lse = run(inputs)
+        out, lse = results
         choice.served[launch.KERNELS] += 1
         return (out, lse, _no_maxima(lse)) if returns_maxima() else (out, lse)
 
@@ -78,28 +75,54 @@ def _no_maxima(lse: Tensor) -> Tensor:
     return torch.empty_like(lse)
 
 
-def _find_forward(active: Policy, call: FlexCall) -> tuple[Any, FlexInputs | None]:
-    """Return the function that computes a call and its inputs, or the first reason to decline the call and None."""
+def _forward(active: Policy, call: FlexCall) -> tuple[Tensor, Tensor] | None:
+    """Return out and LSE of a call that is not like the latest one; None if PyTorch computes it."""
+    key = warm.forward_key(active, call)
+    prepared, run = warm.find(key, call.score_mod, call.mask_mod), None
+    if prepared is not None:
+        inputs = _inputs_of(prepared.functions, call, backward=False)
+        run = prepared.runs.get(inputs.numbers)
+    if prepared is None or run is None:
+        if is_explaining():
+            _explain(list(_all_reasons(active, call)))
+        found = _prepare_forward(active, call)
+        if isinstance(found, str):
+            return None
+        functions, inputs, run = found
+        prepared = warm.keep(key, functions, inputs.numbers, run, call.score_mod, call.mask_mod)
+    warm.keep_latest(active, call, prepared)
+    results: tuple[Tensor, Tensor] = run(inputs)
+    return results
+
+
+def _prepare_forward(active: Policy, call: FlexCall) -> tuple[Functions, FlexInputs, FlexRun] | str:
+    """Return a call's functions, its inputs and the function that computes it, or the first reason to decline it."""
     reason = next(policy.eager_reasons(active, call), None)
     if reason is not None:
-        return reason, None
+        return reason
     found = functions.find(call, backward=False)
     if isinstance(found, str):
-        return found, None
+        return found
     inputs = _make_inputs(found, call, backward=False)
     if isinstance(inputs, str):
-        return inputs, None
-    return launch.find_forward(found, inputs, call.scale), inputs
+        return inputs
+    run = launch.find_forward(found, inputs, call.scale)
+    return run if isinstance(run, str) else (found, inputs, run)
 
 
 def _make_inputs(found: Functions, call: FlexCall, backward: bool) -> FlexInputs | str:
     """Return the kernels' inputs, or the reason to decline the call, for which PyTorch may raise its own error."""
     tensors = functions.captured_tensors(found, call.captured)
-    reason = functions.find_short_tensor(found, tensors, call[:2])
-    if reason is not None:
-        return reason
-    blocks = make_blocks(*sizes_of(call.block_mask), lists_of(call.block_mask), backward)
-    return FlexInputs(*call[:3], tensors, functions.captured_numbers(found, call.captured), blocks)
+    return functions.find_short_tensor(found, tensors, call[:2]) or _inputs_of(found, call, backward)
+
+
+def _inputs_of(found: Functions, call: FlexCall, backward: bool) -> FlexInputs:
+    captured, mask = call.captured, call.block_mask
+    tensors, numbers = functions.captured_tensors(found, captured), functions.captured_numbers(found, captured)
+    inputs: FlexInputs = new_tuple(
+        FlexInputs, (*call[:3], tensors, numbers, make_blocks(*sizes_of(mask), lists_of(mask), backward))
+    )
+    return inputs
 
 
 def _all_reasons(active: Policy, call: FlexCall) -> Iterator[str]:
@@ -130,19 +153,37 @@ def _require_gradients(call: FlexBackwardCall) -> bool:
 
 def _backward(active: Policy, call: FlexBackwardCall) -> Any:
     """Return the gradients of a call; None if PyTorch computes them."""
-    forward = call.forward()
-    if next(policy.eager_reasons(active, forward), None) or policy.gradient_reason(_require_gradients(call)):
-        return None
     if call.grad_out is None and call.grad_logsumexp is None:
         return None
-    found = functions.find(forward, backward=True)
-    inputs = found if isinstance(found, str) else _make_inputs(found, forward, backward=True)
-    if isinstance(found, str) or isinstance(inputs, str):
+    if policy.gradient_reason(_require_gradients(call)):
         return None
+    forward = call.forward()
     dout = torch.zeros_like(call.out) if call.grad_out is None else call.grad_out
     upstream = FlexUpstream(call.out, call.logsumexp, dout, call.grad_logsumexp)
-    run = launch.find_backward(found, inputs, call.scale, upstream)
-    if isinstance(run, str):
-        return None
+    key = warm.backward_key(active, call, dout)
+    prepared, run = warm.find(key, call.fw_graph, forward.mask_mod), None
+    if prepared is not None:
+        found, inputs = prepared.functions, _inputs_of(prepared.functions, forward, backward=True)
+        run = prepared.runs.get(inputs.numbers)
+    if run is None:
+        new = _prepare_backward(active, forward, upstream)
+        if new is None:
+            return None
+        found, inputs, run = new
+        warm.keep(key, found, inputs.numbers, run, call.fw_graph, forward.mask_mod)
     dq, dk, dv, *others = run(inputs, upstream)
     return dq, dk, dv, functions.captured_gradients(found, others, len(call.score_mod_other_buffers))
+
+
+def _prepare_backward(
+    active: Policy, call: FlexCall, upstream: FlexUpstream
+) -> tuple[Functions, FlexInputs, FlexBackwardRun] | None:
+    """Return a call's functions, its inputs and the function that computes its gradients; None to decline it."""
+    if next(policy.eager_reasons(active, call), None):
+        return None
+    found = functions.find(call, backward=True)
+    inputs = found if isinstance(found, str) else _make_inputs(found, call, backward=True)
+    if isinstance(found, str) or isinstance(inputs, str):
+        return None
+    run = launch.find_backward(found, inputs, call.scale, upstream)
+    return None if isinstance(run, str) else (found, inputs, run)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from flash_attn_compat.torch_flex import launch, warm
 
 import torch._higher_order_ops.flex_attention  # isort: skip
 
@@ -122,3 +125,9 @@ def assert_close(found: Answer, right: Answer, dtype: torch.dtype) -> None:
         largest = y.abs().max().item() or 1.0
         torch.testing.assert_close(x.float(), y.float(), rtol=4 * eps, atol=2 * eps * max(largest, 1.0))
     torch.testing.assert_close(found.lse, right.lse, rtol=2e-5, atol=2e-5)
+
+
+def forget_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start without prepared calls, which launch the kernels of the GPU or emulator for which they were prepared."""
+    for module, name in ((launch, "_runs"), (warm, "_prepared"), (warm, "_latest")):
+        monkeypatch.setattr(module, name, {})

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from flash_attn_compat.torch_flex import launch, override
+from flash_attn_compat.torch_flex import override
 from flash_attn_compat.torch_flex.policy import Policy
+from tests.flex import calls
 from tests.kernels import fused_on_cpu
 from tests.kernels.fused_on_cpu import LaunchRecord
 
@@ -30,8 +31,20 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
     """Our kernels under flex_attention on a CPU, emulated; every launch is written down."""
-    launches = fused_on_cpu.emulate(monkeypatch)
-    monkeypatch.setattr(launch, "_runs", {})
+    yield from _serve(fused_on_cpu.emulate, monkeypatch)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
+    """As ``served``, but nothing computes the launches, and nothing keeps their tensors."""
+    yield from _serve(fused_on_cpu.record, monkeypatch)
+
+
+def _serve(
+    act: Callable[[pytest.MonkeyPatch], LaunchRecord], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LaunchRecord]:
+    launches = act(monkeypatch)
+    calls.forget_prepared(monkeypatch)
     torch._dynamo.reset()
     with override.applied(Policy("cpu")):
         yield launches

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import backend_counts, reset_backend_counts
-from flash_attn_compat.torch_flex import launch, override
+from flash_attn_compat.torch_flex import override
 from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
 from tests.flex.calls import Answer
@@ -306,7 +306,7 @@ def kernels_on(device: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches:
         if device == "cpu":
             fused_on_cpu.emulate(patches)
-            patches.setattr(launch, "_runs", {})
+            calls.forget_prepared(patches)
         with override.applied(Policy(device, always=True)):
             yield
 

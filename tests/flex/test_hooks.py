@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +14,10 @@ from torch._C import DispatchKey
 from torch.nn.attention.flex_attention import flex_attention
 from torch.torch_version import TorchVersion
 
-from flash_attn_compat import backend_counts, explain, reset_backend_counts
+from flash_attn_compat import backend_counts, explain, reset_backend_counts, settings
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.torch_flex import functions, graphs, inductor, operator, override
-from flash_attn_compat.torch_flex.calls import FlexCall
+from flash_attn_compat.torch_flex.calls import FlexBackwardCall, FlexCall
 from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
 from tests.flex.calls import OPERATOR, Answer, causal, make_mask, softcap, tensors
@@ -218,6 +221,125 @@ def test_a_warm_call_neither_traces_nor_prepares(served: LaunchRecord, monkeypat
         monkeypatch.setattr("flash_attn_compat.backends.fused.flex.prepare", None)
         run(*qkv)
     assert served.entries == ["forward"] * 2
+
+
+# ---- Warm calls: what changes between two calls of the same functions
+
+
+def warm_call(**changed: Any) -> tuple[Any, ...]:
+    """Return the operator's arguments; each test that changes some of them shares the graphs SCORE and MASK."""
+    q, k, v = changed.pop("qkv", None) or tensors(rows=40, keys=40)
+    table = changed.pop("table", None)
+    table = torch.arange(200.0).view(4, 50) if table is None else table
+    mask = changed.pop("mask", None) or make_mask(causal, q, k)
+    lists = (*mask.as_tuple()[:-1], MASK)
+    scale, options, limit = changed.get("scale", 0.125), changed.get("options", {}), changed.get("limit", 30)
+    return q, k, v, SCORE, lists, scale, options, (table,), (limit,) if "limit" in changed else (torch.tensor(30),)
+
+
+SCORE = torch.fx.symbolic_trace(lambda score, b, h, q, kv, table: score + table[h, kv] * 0.01)
+MASK = torch.fx.symbolic_trace(lambda b, h, q, kv, limit: (q >= kv) & (kv < limit))
+CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "numbers in tensors": lambda: {"table": torch.randn(4, 50)},
+    "a captured tensor's dtype": lambda: {"table": torch.randn(4, 50).half()},
+    "a captured tensor's shape": lambda: {"table": torch.randn(4, 70)},
+    "a captured tensor's strides": lambda: {"table": torch.randn(50, 4).T},
+    "a captured integer for a tensor": lambda: {"limit": 20},
+    "another captured integer": lambda: {"limit": 25},
+    "lists of blocks": lambda: masked(lambda b, h, q, kv: (q >= kv) & (q < 16)),
+    "the size of blocks": lambda: masked(block=64),
+    "heads of the BlockMask": lambda: masked(per_head=True),
+    "the length": lambda: {"qkv": tensors(rows=24, keys=48)},
+    "strides of q, k and v": lambda: {"qkv": [x.contiguous() for x in tensors(rows=40, keys=40)]},
+    "alignment": lambda: {"qkv": [shifted(x) for x in tensors(rows=40, keys=40)]},
+    "the scale": lambda: {"scale": 0.5},
+}  # fmt: skip
+
+
+def masked(mask_mod: calls.Mod = causal, **options: Any) -> dict[str, Any]:
+    return {"mask": make_mask(mask_mod, *tensors(rows=40, keys=40)[:2], **options)}
+
+
+def shifted(x: Tensor) -> Tensor:
+    """A copy whose memory begins 2 bytes after a multiple of 16."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype)[1:]
+    return memory.view(x.shape).copy_(x)
+
+
+def test_whatever_changes_in_a_warm_call_gets_its_own_answer(served: LaunchRecord) -> None:
+    kernel = OPERATOR.py_kernels[DispatchKey.CPU]
+    with torch.no_grad():
+        for name, change in [*CHANGES.items(), *CHANGES.items()]:
+            for arguments in (warm_call(), warm_call(**change())):
+                before, found = len(served.seen), Answer(*kernel(*arguments)[:2])
+                assert len(served.seen) == before + 1, name
+                calls.assert_close(
+                    found, Answer(*calls.COMPOSED(*(x.float() for x in arguments[:3]), *arguments[3:])[:2]), HALF
+                )
+
+
+@pytest.mark.parametrize("change", ["switch", "variable", "backend", "max_scores"])
+def test_a_warm_call_follows_the_switch_the_settings_and_the_options(
+    change: str, served: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, arguments, policy = OPERATOR.py_kernels[DispatchKey.CPU], warm_call(), override.active_policy()
+    assert policy is not None
+    with torch.no_grad():
+        for _ in range(3):
+            kernel(*arguments)
+        count, options = len(served.seen), {"max_scores": {"OUTPUT_MAX": True}}.get(change, {})
+        with monkeypatch.context() as patches, settings.using_backend("sdpa" if change == "backend" else None):
+            if change == "switch":
+                override.release(policy)
+            if change == "variable":
+                patches.setenv(settings.FUSED, "0")
+            kernel(*warm_call(options=options))
+            assert len(served.seen) == count
+        if change == "switch":
+            override.acquire(policy)
+        OPERATOR.py_kernels[DispatchKey.CPU](*arguments)
+        assert len(served.seen) == count + 1
+
+
+def test_a_warm_backward_follows_what_wants_a_gradient_and_deterministic_mode(recorded: LaunchRecord) -> None:
+    policy, forward = override.active_policy(), OPERATOR.py_kernels[DispatchKey.CPU]
+    q, k, v, score, *rest = warm_call()
+    table = rest[3][0]
+    assert policy is not None
+
+    def gradients() -> Any:
+        with torch.no_grad():
+            out, lse, *_ = forward(q, k, v, score, *rest)
+            call = FlexBackwardCall(q, k, v, out, lse, torch.ones_like(out), None, score, score, *rest)
+            return operator._backward(policy, call)
+
+    for wants in (False, False, True, True, False):
+        table.requires_grad_(wants)
+        assert [x is not None for x in gradients()[3]] == [wants]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert gradients()[3] == (None,)
+        table.requires_grad_()
+        assert gradients() is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert recorded.entries == [*6 * BACKWARD, "forward"]
+
+
+def test_prepared_calls_keep_no_tensors_and_no_graphs_alive(recorded: LaunchRecord) -> None:
+    def run() -> list[weakref.ref[Any]]:
+        score = torch.fx.symbolic_trace(lambda score, b, h, q, kv, table: score + table[h, kv])
+        given = warm_call()
+        given = (*given[:3], score, *given[4:])
+        with torch.no_grad():
+            out, lse = [OPERATOR.py_kernels[DispatchKey.CPU](*given) for _ in range(3)][-1][:2]
+            backward = torch.ops.higher_order.flex_attention_backward.py_kernels[DispatchKey.CPU]
+            backward(*given[:3], out, lse, torch.ones_like(out), None, score, score, *given[4:])
+        return [weakref.ref(x) for x in (*given[:3], score, *given[4][2:4], *given[7], out)]
+
+    dead = run()
+    gc.collect()
+    assert recorded.entries == ["forward"] * 3 + BACKWARD[1:] and [x() for x in dead] == [None] * len(dead)
 
 
 def test_vmap_stays_pytorchs(served: LaunchRecord) -> None:

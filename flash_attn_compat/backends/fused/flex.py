@@ -39,7 +39,7 @@ b, h, q and kv are always those of the call: 0 <= b < batch, h < heads, q < rows
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ from flash_attn_compat.backends.fused.launching.launcher import Plan
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall
 from flash_attn_compat.core.flex.ranges import MOST_INDEX
-from flash_attn_compat.core.inputs import DenseInputs
+from flash_attn_compat.core.inputs import DenseInputs, new_tuple
 from flash_attn_compat.core.mask import Mask
 
 
@@ -224,11 +224,14 @@ def prepare(mods: Mods, inputs: FlexInputs, scale: float) -> FlexRun:
     plan.add_tiled_launch(variant, grid, call.nheads, None)
     names, others = _addresses(inputs, backward=False)
     plan, width = plan.load(others=dict(zip(names, others))), given.v.shape[-1]
+    is_widened = call.v.shape[-1] != width
 
     def run(inputs: FlexInputs) -> tuple[Tensor, Tensor]:
         q, k, v = inputs[:3] if vec else map(layouts.align, _rows_first(inputs))  # a plan reads only addresses
-        outputs = plan.run(DenseInputs(q, k, v), others=_addressed(inputs, backward=False))
-        return _narrowed(outputs["out"], width), outputs["lse"]
+        tensors = new_tuple(DenseInputs, (q, k, v, None, None, None))
+        outputs = plan.run(tensors, others=_addressed(inputs, backward=False))
+        out = outputs["out"]
+        return _narrowed(out, width) if is_widened else out, outputs["lse"]
 
     return run
 
@@ -286,8 +289,8 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
         sums = [_zeros_like(x) for x in wanting]
         others = dout, out, lse, dlse, *_addressed(inputs, backward=True), *sums
         found = plan.run(DenseInputs(q, k, v), others=others)
-        gradients = (_in_shape_of(x, found[name]) for name, x in zip(targets, inputs[:3]))
-        return (*gradients, *(total.to(x.dtype) for total, x in zip(sums, wanting)))
+        gradients = [_in_shape_of(x, found[name]) for name, x in zip(("dq", "dk", "dv"), inputs[:3])]
+        return (*gradients, *[total.to(x.dtype) for total, x in zip(sums, wanting)])
 
     return run
 
@@ -402,11 +405,17 @@ def _addresses(inputs: FlexInputs, backward: bool) -> tuple[list[str], list[Tens
     return [*present], [*present.values()]
 
 
-def _addressed(inputs: FlexInputs, backward: bool) -> list[Tensor]:
+def _addressed(inputs: FlexInputs, backward: bool) -> Sequence[Tensor]:
     """Return only the tensors of ``_addresses``, which takes less time in each call."""
-    blocks, lists = inputs.blocks, ()
-    if blocks is not None:
-        lists = (*blocks.of_rows, *(blocks.of_keys or ())) if backward else blocks.of_rows
+    blocks = inputs.blocks
+    if blocks is None:
+        return inputs.captured
+    if not backward:
+        num, indices, full_num, full_indices = blocks.of_rows
+        if full_num is not None and full_indices is not None:
+            return (num, full_num, indices, full_indices, *inputs.captured)
+        return (num, indices, *inputs.captured)
+    lists = (*blocks.of_rows, *(blocks.of_keys or ()))
     return [x for x in (*lists[::2], *lists[1::2], *inputs.captured) if x is not None]
 
 
