@@ -49,6 +49,7 @@ class Entry:
     run: the forward; raises AssertionError if the entry is for a backward alone
     tables: the cache tables that hold this entry; once they are discarded, so is the entry
     backward: (backend, run) of the backward, by the shapes, strides and dtypes of the incoming gradients
+    guards: of dispatch/call_cache.py, which find the same in less time
     """
 
     options: Options
@@ -58,3 +59,4 @@ class Entry:
     run: Run
     tables: object
     backward: dict[Key, tuple[Any, BackwardRun]] = field(default_factory=dict)
+    guards: dict[Key, Any] = field(default_factory=dict)

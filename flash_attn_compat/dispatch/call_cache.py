@@ -10,16 +10,18 @@ adds and drops entries, the oldest first.
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.core import torch_state
 from flash_attn_compat.core.arguments.build import have_equal_lengths
-from flash_attn_compat.core.entry import PLAIN, Entry, Key
+from flash_attn_compat.core.entry import PLAIN, BackwardRun, Entry, Key
 from flash_attn_compat.core.inputs import Inputs, Options, PackedInputs
 from flash_attn_compat.core.torch_state import is_any_autocast_on, transforms_are_on
 
@@ -27,15 +29,41 @@ MOST = 4096
 _context, _are_unset = settings.context, settings.are_unset  # functions in C
 
 
+# PyTorch's compiled graphs compare tensors with those of their compilation by this class, in one call of C++: types,
+# dtypes, devices, shapes, strides, lazy negation, and the thread's state that decides what operators do with them
+# (autocast, gradients, inference mode, transforms, traces). The tensors must be distinct objects.
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_MOST_GUARDS = 4  # of one outline; a call that meets none of them is found by its cache key
+
+
+class Guard(NamedTuple):
+    """Tells whether tensors are like earlier ones, whose addresses were multiples of 16, in less time than a cache key.
+
+    absent: positions of None; twins: positions that hold the object of another position; pick: returns all others
+    found: what is kept for calls of such tensors
+    """
+
+    absent: list[int]
+    twins: list[tuple[int, int]]
+    pick: Callable[[Sequence[Any]], tuple[Tensor, ...]]
+    matches: Callable[..., bool]
+    found: Any
+
+
+# Guards by outline, which holds all of a cache key except what a guard compares.
+Guards = dict[Key, list[Guard]]
+
+
 class Tables(NamedTuple):
-    """The cache's two tables: prepared calls by cache key, and chosen backends by traits and context."""
+    """The cache's tables: prepared calls by cache key, chosen backends by traits and context, and guards of calls."""
 
     calls: dict[Key, Entry]
     choices: dict[Key, Any]
+    guards: Guards
 
 
 def empty_tables() -> Tables:
-    return Tables({}, {})
+    return Tables({}, {}, {})
 
 
 _adding = threading.Lock()
@@ -69,19 +97,68 @@ def look_up(x: Inputs, options: Options, length: int | None) -> tuple[Key | None
 
     length: cache_seqlens if it is one int for all sequences, else None
     """
-    if transforms_are_on():
-        return None, None
     try:
-        signatures, family = tensor_signatures(x), type(x)
+        family, tables = type(x), _current
         relation: int | None = None
         if family is PackedInputs:
             relation = x.cu_seqlens_q is x.cu_seqlens_k or have_equal_lengths(x)
         elif length is not None:
             relation = _compare_lengths(x, length)
-        key = family, options, signatures, relation, context_key(x.q)
-        return key, _current.calls.get(key)
+        # The numbers of elements only tell most calls of other shapes apart.
+        outline = family, options, relation, x.q.numel(), x.k.numel()
+        found: tuple[Key, Entry] | None = find_guarded(tables.guards, outline, x)
+        if found is not None:
+            return found
+        if transforms_are_on():
+            return None, None
+        key = family, options, tensor_signatures(x), relation, context_key(x.q)
+        entry = tables.calls.get(key)
+        if entry is not None:
+            add_guard(tables.guards, outline, x, (key, entry))
+        return key, entry
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return None, None  # q is no tensor, a tensor has no address, or an option no hash: later checks raise
+
+
+def find_guarded(guards: Guards, outline: Key, tensors: Sequence[Any]) -> Any:
+    """Return what ``add_guard`` kept for tensors like these in the current context, or None."""
+    context = _context(), _are_unset() or settings.values(), torch_state.flash_implementation()
+    for absent, twins, pick, matches, found in guards.get((outline, context), ()):
+        for at in absent:
+            if tensors[at] is not None:
+                break
+        else:
+            for at, first in twins:
+                if tensors[at] is not tensors[first]:
+                    break
+            else:
+                picked = pick(tensors)
+                if matches(*picked):
+                    for tensor in picked:
+                        if tensor.data_ptr() & 15:
+                            return None
+                    return found
+    return None
+
+
+def add_guard(guards: Guards, outline: Key, tensors: Sequence[Any], found: Any) -> None:
+    """Keep ``found`` for tensors like these in this context, unless one is unaligned or there are guards enough.
+
+    outline: all of a cache key except the context and what a guard compares
+    """
+    context = _context(), _are_unset() or settings.values(), torch_state.flash_implementation()
+    known, first = guards.get((outline, context), []), {id(x): at for at, x in reversed([*enumerate(tensors)])}
+    absent = [at for at, x in enumerate(tensors) if x is None]
+    twins = [(at, first[id(x)]) for at, x in enumerate(tensors) if x is not None and first[id(x)] != at]
+    others = [at for at, x in enumerate(tensors) if x is not None and first[id(x)] == at]
+    picked = [tensors[at] for at in others]
+    if _TensorGuards is None or len(known) >= _MOST_GUARDS or len(picked) < 2:
+        return
+    if any([tensor.data_ptr() & 15 for tensor in picked]):
+        return
+    shapes, strides = [list(tensor.shape) for tensor in picked], [list(tensor.stride()) for tensor in picked]
+    matches = _TensorGuards(*picked, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    keep(guards, (outline, context), [*known, Guard(absent, twins, operator.itemgetter(*others), matches, found)])
 
 
 def _compare_lengths(x: Inputs, length: int) -> int | None:
@@ -93,12 +170,25 @@ def _compare_lengths(x: Inputs, length: int) -> int | None:
     return (keys > rows) - (keys < rows) if keys > 0 else None
 
 
-def backward_key(q: Tensor, tensors: Iterable[Any]) -> Key | None:
-    """Return the cache key of a backward's tensors, q among them; None if it cannot be cached."""
+def look_up_backward(
+    entry: Entry, q: Tensor, tensors: Sequence[Any]
+) -> tuple[Key | None, tuple[Any, BackwardRun] | None]:  # fmt: skip
+    """Return the cache key of a backward of ``entry``, None if it can have none, and its (backend, run) or None.
+
+    tensors: those of the backward, q among them
+    """
     try:
-        return tensor_signatures(tensors), context_key(q)
+        outline = len(tensors)
+        found: tuple[Key, tuple[Any, BackwardRun]] | None = find_guarded(entry.guards, outline, tensors)
+        if found is not None:
+            return found
+        key = tensor_signatures(tensors), context_key(q)
+        kept = entry.backward.get(key)
+        if kept is not None:
+            add_guard(entry.guards, outline, tensors, (key, kept))
+        return key, kept
     except RuntimeError:
-        return None
+        return None, None
 
 
 def tensor_signatures(tensors: Iterable[Tensor | None]) -> Key:

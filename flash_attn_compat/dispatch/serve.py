@@ -180,11 +180,10 @@ def gradients(
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
     if entry.tables is not call_cache.current():  # the cache was discarded; an autograd graph kept the entry
-        entry.tables, entry.backward = call_cache.current(), {}
+        entry.tables, entry.backward, entry.guards = call_cache.current(), {}, {}
     dout, out, lse, _, saved, dlse = upstream
     given = *x, dout, out, lse, dlse, *saved, *(into or ())  # in the key, since hooks may have moved saved tensors
-    key = call_cache.backward_key(x.q, given)
-    kept = None if key is None else entry.backward.get(key)
+    key, kept = call_cache.look_up_backward(entry, x.q, given)
     if kept is None or into is None:
         check()
     backend, run = kept or _prepare_backward(entry, key, x, upstream, into)
@@ -277,7 +276,7 @@ def _prepare_backward(
     backend = _note(failed, given, failure)
     tables = call_cache.current()
     if failed is not None:
-        entry.tables, entry.backward = tables, {}
+        entry.tables, entry.backward, entry.guards = tables, {}, {}
     if backend is None:
         if has_dlse and not own.capabilities.features & Feature.LSE_GRADIENT:
             backend = choice.choose_unforced(given)
