@@ -221,7 +221,9 @@ class Tally(NamedTuple):
 
 
 def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = lambda call: call.run()) -> Tally:
-    """Answer each call with an empty cache, and twice with one that holds all earlier calls; compare.
+    """Answer each call with an empty cache, and three times with one that holds all earlier calls; compare.
+
+    The cache prepares the call the first time, adds a guard the second time, and finds the call by it the third time.
 
     Compared are the answers, and the prepared calls of the requests.
     """
@@ -248,7 +250,7 @@ def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = la
             made += 1
             expected, requests = answered(call, call_cache.empty_tables())
             errors += is_error(expected)
-            for _ in range(2):
+            for _ in range(3):
                 found, taken_for = answered(call, lasting)
                 hits += sum(was_known for *_, was_known in asked)
                 if not equal(found, expected) or taken_for != requests:

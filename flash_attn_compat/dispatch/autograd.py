@@ -5,7 +5,6 @@ Packed inputs (qkv, or q and kv) enter the autograd graph whole. So their gradie
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
 import torch
@@ -78,10 +77,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if heads_first_by is not None:
             out, ctx.watch, x = heads_first.make_own(result.out, x)
-        _, _, _, *others = x
-        ctx.save_for_backward(
-            *inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved
-        )  # fmt: skip
+        ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *x[3:], *result.saved)
         if heads_first_by is not None:
             return out, None, None
         return _outputs(result) if ctx.entry.call.use & LSE else (result.out, None, None)
@@ -128,11 +124,11 @@ def _out_again(entry: Entry, x: Any, rng_state: Tensor | None) -> Tensor:
 
 def _restore(ctx: Any) -> tuple[tuple[Tensor, ...], Inputs, Result]:
     """Return what ``forward`` saved: the recorded tensors, the call's inputs (views of these), and its result."""
-    saved = iter(ctx.saved_tensors)  # read once: activation checkpointing recomputes them at the first access only
-    inputs = tuple(islice(saved, ctx.inputs))
-    out, lse, rng_state = islice(saved, 3)
-    x = new_tuple(ctx.family, (*unpack(inputs), *islice(saved, len(ctx.family._fields) - 3)))
-    return inputs, x, Result(out, lse, rng_state, tuple(saved))
+    saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them at the first access only
+    begin, end = ctx.inputs + 3, ctx.inputs + len(ctx.family._fields)
+    inputs = saved[: ctx.inputs]
+    x = new_tuple(ctx.family, unpack(inputs) + saved[begin:end])
+    return inputs, x, new_tuple(Result, (*saved[ctx.inputs : begin], saved[end:], None))
 
 
 def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | None) -> Tensor:

@@ -6,10 +6,14 @@ packed inputs the comparison says whether all sequences have as many queries as 
 int, whether there are more keys than rows. A key holds no identity, address or version of a tensor, since
 ``x.data = y`` changes the shape and keeps all three. Each call still checks the numbers in its tensors. Only this file
 adds and drops entries, the oldest first.
+
+A key takes six reads of each tensor. So the second call of a key adds a guard, by which one call of PyTorch's C++ finds
+the entry of the third.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -152,13 +156,37 @@ def add_guard(guards: Guards, outline: Key, tensors: Sequence[Any], found: Any) 
     twins = [(at, first[id(x)]) for at, x in enumerate(tensors) if x is not None and first[id(x)] != at]
     others = [at for at, x in enumerate(tensors) if x is not None and first[id(x)] == at]
     picked = [tensors[at] for at in others]
-    if _TensorGuards is None or len(known) >= _MOST_GUARDS or len(picked) < 2:
+    if len(known) >= _MOST_GUARDS or len(picked) < 2 or not _guards_are_exact():
         return
     if any([tensor.data_ptr() & 15 for tensor in picked]):
         return
-    shapes, strides = [list(tensor.shape) for tensor in picked], [list(tensor.stride()) for tensor in picked]
-    matches = _TensorGuards(*picked, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    matches = _make_matcher(picked)
     keep(guards, (outline, context), [*known, Guard(absent, twins, operator.itemgetter(*others), matches, found)])
+
+
+def _make_matcher(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    shapes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    matches: Callable[..., bool]
+    matches = _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    return matches
+
+
+@functools.cache
+def _guards_are_exact() -> bool:
+    """Whether PyTorch's guards tell apart all that cache keys tell apart. Their class is private, and may change."""
+    try:
+        tensor, second = (torch.zeros(2, 2, 3, dtype=torch.float32, device="cpu") for _ in range(2))
+        others = (
+            tensor[:1], tensor[:, :, None], tensor.transpose(0, 1), tensor.double(), tensor.to("meta"),
+            torch._neg_view(tensor), torch.nn.Parameter(tensor), None,
+        )  # fmt: skip
+        matches = _make_matcher([tensor, second])
+        if not matches(tensor.clone(), second) or any([matches(other, second) for other in others]):
+            return False
+        with torch.autocast("cpu", enabled=not torch_state.autocasts(tensor)):
+            return not matches(tensor, second)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 def _compare_lengths(x: Inputs, length: int) -> int | None:
@@ -192,13 +220,13 @@ def look_up_backward(
 
 
 def tensor_signatures(tensors: Iterable[Tensor | None]) -> Key:
-    """Return (shape, strides, dtype, device, address modulo 16) of each tensor.
+    """Return (shape, strides, dtype, device, address modulo 16, whether it is lazily negated) of each tensor.
 
     True stands for the strides of a contiguous tensor. Raises RuntimeError for types that are not PLAIN.
     """
     return tuple([
         None if x is None
-        else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+        else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.is_neg())
         if type(x) is Tensor or type(x) in PLAIN
         else _refuse_subclass(x)
         for x in tensors

@@ -48,7 +48,7 @@ def _find(
         functions.mods, scale, inputs.numbers, blocks and blocks[:2],
         call_cache.tensor_signatures((*inputs[:3], *(upstream or ()))),
         # Without alignment: kernels read single elements of these.
-        tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in (*inputs.captured, *lists)]),
+        tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.is_neg()) for x in (*inputs.captured, *lists)]),
         call_cache.context_key(inputs.q),
     )  # fmt: skip
     found = _runs.get(key)

@@ -269,6 +269,53 @@ def test_a_key_too_coarse_is_found_by_random_calls(monkeypatch: pytest.MonkeyPat
     assert random_calls(monkeypatch, by_kernels=True).differing
 
 
+def guarded_tensors() -> list[Any]:
+    starts = ints(0, 3)
+    return [randn(2, 4, 8), randn(2, 4, 8), None, starts, starts]
+
+
+UNLIKE: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "shape": lambda x: [x[0][:1], *x[1:]],
+    "strides": lambda x: [x[0].transpose(0, 1).contiguous().transpose(0, 1), *x[1:]],
+    "dtype": lambda x: [x[0].double(), *x[1:]],
+    "device": lambda x: [x[0].to("meta"), *x[1:]],
+    "alignment": lambda x: [randn(65)[1:].view(2, 4, 8), *x[1:]],
+    "negated": lambda x: [torch._neg_view(x[0]), *x[1:]],
+    "subclass": lambda x: [x[0].as_subclass(type("Own", (Tensor,), {})), *x[1:]],
+    "presence": lambda x: [x[0], None, x[1], *x[3:]],
+    "one object twice": lambda x: [x[0], x[0], *x[2:]],
+    "two objects": lambda x: [*x[:4], x[4].clone()],
+}
+
+
+@pytest.mark.parametrize("change", UNLIKE)
+def test_a_guard_takes_like_tensors_and_none_that_differ_in_one_thing(change: str) -> None:
+    guards: call_cache.Guards = {}
+    call_cache.add_guard(guards, 0, guarded_tensors(), "found")
+    assert call_cache.find_guarded(guards, 0, guarded_tensors()) == "found"
+    assert call_cache.find_guarded(guards, 0, UNLIKE[change](guarded_tensors())) is None
+
+
+@pytest.mark.parametrize("context", [torch.autocast("cpu"), use_backend("sdpa")], ids=["autocast", "forced backend"])
+def test_a_guard_holds_in_its_own_context_only(context: Any) -> None:
+    guards: call_cache.Guards = {}
+    call_cache.add_guard(guards, 0, guarded_tensors(), "found")
+    with context:
+        assert call_cache.find_guarded(guards, 0, guarded_tensors()) is None
+
+
+def test_guards_that_match_tensors_of_another_shape_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loose:
+        def __init__(self, *tensors: Tensor, **sizes: object) -> None: ...
+
+        def check(self, *tensors: Tensor) -> bool:
+            return True
+
+    assert call_cache._guards_are_exact()
+    monkeypatch.setattr(call_cache, "_TensorGuards", Loose)
+    assert not call_cache._guards_are_exact.__wrapped__()
+
+
 def test_threads_are_answered_right_while_another_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MOST", 3)  # so that something goes all the time
     calls = list(warm.calls_of("flash_attn_with_kvcache"))[:8]

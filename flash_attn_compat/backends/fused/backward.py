@@ -21,7 +21,7 @@ from flash_attn_compat.backends.fused.launching.launcher import Plan, allocator
 from flash_attn_compat.core import kernel_layout
 from flash_attn_compat.core.call import AttentionCall, BackwardInputs, BackwardResult, Gradients
 from flash_attn_compat.core.entry import BackwardRun
-from flash_attn_compat.core.inputs import Inputs
+from flash_attn_compat.core.inputs import Inputs, new_tuple
 from flash_attn_compat.core.torch_state import note_written
 
 _KERNELS = "delta", "dkdv", "dq"
@@ -111,15 +111,16 @@ def _prepare_inputs(
     if strided:
         inputs = inputs._replace(**{name: layouts.copy_contiguous(getattr(inputs, name)) for name in strided})
     # Under causal ALiBi the reported LSE includes a position, which may be large: prefer the one that a forward saved.
-    lse, *_ = upstream.saved or (upstream.lse,)
-    dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
-    upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
+    dout, out, _, rng_state, saved, dlse = upstream
+    lse, *_ = saved or (upstream.lse,)
+    dlse = None if dlse is None else dlse.contiguous()
+    upstream = new_tuple(BackwardInputs, (dout, out, lse.contiguous(), rng_state, saved, dlse))
     if shapes is not None:
         if into is None:
             allocate = allocator(tensors.q.device, tensors.q.get_device())
-            into = Gradients(*[allocate(*one) for one in shapes])
+            into = new_tuple(Gradients, [allocate(*one) for one in shapes])
         return inputs, upstream, into
-    q, k, v, dout, out = map(layouts.align, (*inputs[:3], upstream.dout, upstream.out))
+    q, k, v, dout, out = map(layouts.align, (*inputs[:3], dout, out))
     targets = [
         place if place is not None and _is_writable(place) and layouts.is_aligned(place) else _empty_contiguous(x)
         for place, x in zip(into or (None, None, None), (q, k, v))

@@ -183,12 +183,12 @@ class _Forward:
         outputs = self.plan.run(tensors, length, out)
         if self.appends:
             note_written((tensors.k, tensors.v))
-        if not self.needs_grad:  # Result() takes three times as long
-            without: Result = new_tuple(Result, (outputs["out"], outputs.get("lse"), rng_state, (), None))
-            return without
-        out, lse = outputs["out"], outputs.get("lse")
-        # Order in ``saved``: the LSE without position, the maxima of converted bf16, the results of the mask kernel.
-        true_lse, saved = outputs.get("lse_true"), [outputs[name] for name in self.saved if name in outputs]
-        if saved:
-            return Result(out, lse, rng_state, (lse if true_lse is None else true_lse, *saved))
-        return Result(out, lse, rng_state, () if true_lse is None else (true_lse,))
+        lse = outputs.get("lse")
+        saved: tuple[Tensor | None, ...] = ()
+        if self.needs_grad:
+            # In this order: the LSE without position, the maxima of converted bf16, the results of the mask kernel.
+            others = [outputs[name] for name in self.saved if name in outputs]
+            if others or "lse_true" in outputs:
+                saved = outputs.get("lse_true", lse), *others
+        result: Result = new_tuple(Result, (outputs["out"], lse, rng_state, saved, None))  # a third of Result()'s time
+        return result

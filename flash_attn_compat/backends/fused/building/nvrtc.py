@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from ctypes import byref, c_char_p
 from pathlib import Path
 from typing import NamedTuple
@@ -218,10 +218,8 @@ class Driver:
         return context
 
 
-def stream(device: int) -> int:
-    """Return the handle of PyTorch's current stream of ``device``."""
-    current: int = torch._C._cuda_getCurrentRawStream(device)
-    return current
+# Returns the handle of PyTorch's current stream of a device. Builds of PyTorch without CUDA lack it.
+stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 def device_name(device: int) -> str:

@@ -223,6 +223,7 @@ class Plan:
             for name, size in sizes.items()
             if size
         ]
+        self._negated = ", ".join([name for name, x in inputs.items() if x is not None and sizes[name] and x.is_neg()])
         self._others = tuple(others)
         self._places: dict[type, list[tuple[int, int, int]]] = {}  # by the type of the inputs of a run
         self._outputs = [
@@ -264,14 +265,14 @@ class Plan:
         Raises RuntimeError for a tensor without memory or with too little, NegatedView for a lazily negated view, and
         KernelError, with ``appended`` set if new keys are in the cache already.
         """
+        if self._negated:  # known since ``load``, for a cache key tells lazily negated views from others
+            raise NegatedView(f"{self._negated} must not be a lazily negated view")
         addresses: list[int] = []
         places = self._places.get(type(tensors)) or self._find_places(type(tensors))
         given = (*tensors, *others) if others else tensors
         for index, itemsize, size in places:
             tensor = given[index]
-            if (
-                size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes()
-            ) or tensor.is_neg():
+            if size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes():
                 raise self._input_error(tensor, len(addresses))
             addresses.append(tensor.data_ptr())
         outputs, allocate = {}, allocator(self.torch_device, self.device)
@@ -330,15 +331,13 @@ class Plan:
         return places
 
     def _input_error(self, tensor: Tensor, at: int) -> RuntimeError:
-        """Return the error for a tensor, the plan's input ``at``, that exceeds its storage or is lazily negated."""
-        name, (_, itemsize, size), storage = self._names[at], self._expected[at], tensor.untyped_storage().nbytes()
-        if size and tensor.storage_offset() * itemsize + size > storage:
-            return RuntimeError(
-                f"{name} must have {size} bytes in its storage from its first element on; got shape "
-                f"{tuple(tensor.shape)}, strides {tensor.stride()}, storage of {storage} bytes, "
-                f"offset {tensor.storage_offset()}"
-            )
-        return NegatedView(f"{name} must not be a lazily negated view")
+        """Return the error for a tensor, the plan's input ``at``, that exceeds its storage."""
+        _, _, size = self._expected[at]
+        return RuntimeError(
+            f"{self._names[at]} must have {size} bytes in its storage from its first element on; got shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}, storage of {tensor.untyped_storage().nbytes()} bytes, "
+            f"offset {tensor.storage_offset()}"
+        )
 
 
 def allocator(place: torch.device, device: int) -> Allocate:
