@@ -242,6 +242,8 @@ def _prepare(
     entry = Entry(options, described, check, backend, run or never_run, tables)
     if key is not None and not cuda_capture.is_capturing(call.q.get_device()):  # in a capture no self-test could run
         call_cache.keep(tables.calls, key, entry)
+        if failed is not None:
+            tables.guards.clear()  # some may still find the entry of the backend that failed
     return entry
 
 

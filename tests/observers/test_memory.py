@@ -24,11 +24,12 @@ from flash_attn_compat import (
     reset_backend_counts,
     use_backend,
 )
+from flash_attn_compat.backends import CallRefused
 from flash_attn_compat.backends.fused.launching import layouts
 from flash_attn_compat.core import cuda_capture, torch_state
 from flash_attn_compat.core.arguments import checked_call
 from flash_attn_compat.core.inputs import Options, PackedInputs
-from flash_attn_compat.dispatch import call_cache
+from flash_attn_compat.dispatch import call_cache, serve
 from tests import warm
 from tests.answers import others_kernels
 from tests.forms.inputs import PACKED, cumulative, ints, qkv, randn
@@ -314,6 +315,24 @@ def test_guards_that_match_tensors_of_another_shape_are_not_used(monkeypatch: py
     assert call_cache._guards_are_exact()
     monkeypatch.setattr(call_cache, "_TensorGuards", Loose)
     assert not call_cache._guards_are_exact.__wrapped__()
+
+
+def test_a_call_that_its_backend_refuses_as_it_runs_is_prepared_once_more_and_then_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*given: object) -> None:
+        raise CallRefused("of this size")
+
+    call_cache.forget()
+    inputs = qkv()
+    for _ in range(3):
+        expected = flash_attn_func(*inputs)
+    (entry,) = call_cache.current().calls.values()
+    entry.run = refuse
+    for _ in range(2):
+        assert torch.allclose(flash_attn_func(*inputs), expected, atol=1e-5)
+        monkeypatch.setattr(serve, "_prepare", None)
+    call_cache.forget()
 
 
 def test_threads_are_answered_right_while_another_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
