@@ -92,11 +92,12 @@ def make_key(fixed: Hashable, aligned: Iterable[Tensor | None], others: Iterable
     return (
         fixed, _context(), None if _are_unset() else settings.values(),
         tuple([
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.data_ptr() & 15)
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() & 15)
             for x in aligned
         ]),
         tuple([
-            (x.shape, x.stride(), x.dtype, x.device, type(x)) if isinstance(x, Tensor) else type(x) for x in others
+            (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg()) if isinstance(x, Tensor) else type(x)
+            for x in others
         ]),
     )  # fmt: skip
 
