@@ -279,14 +279,10 @@ def test_whatever_changes_in_a_warm_call_gets_its_own_answer(served: LaunchRecor
 
 
 def test_a_lazily_negated_view_is_refused_behind_warm_calls_of_its_shape(served: LaunchRecord) -> None:
-    kernel = OPERATOR.py_kernels[DispatchKey.CPU]
-    q, k, v = tensors(rows=40, keys=40)
-    negated: list[dict[str, Any]] = [
-        {"qkv": [torch._neg_view(q), k, v]}, {"table": torch._neg_view(torch.randn(4, 50))}
-    ]  # fmt: skip
-    with torch.no_grad():
-        for changed in negated:
-            kernel(*warm_call()), kernel(*warm_call())
+    kernel, (q, k, v) = OPERATOR.py_kernels[DispatchKey.CPU], tensors(rows=40, keys=40)
+    for changed in ({"qkv": [torch._neg_view(q), k, v]}, {"table": torch._neg_view(torch.randn(4, 50))}):
+        with torch.no_grad():
+            kernel(*warm_call())
             with pytest.raises(RuntimeError, match="must not be a lazily negated view"):
                 kernel(*warm_call(**changed))
 
