@@ -124,7 +124,8 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   StreamedLoads loads;
   loads.start(block, p, queries, 0, 0, threadIdx.x, 0);
 #endif
-  const int exponent = exponent_of_ds(p, e, 32768.f, delta);
+  const int steepest = exponent_of_slopes(p, keys.b, keys.head * p.group, p.group),
+            exponent = exponent_of_ds(p, e, 32768.f, delta, steepest);
   block.delta_exponent = e.v + e.dout + exponent;
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {

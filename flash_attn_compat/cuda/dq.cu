@@ -73,9 +73,11 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
   block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, q, e.q);
   block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, dout, e.dout);
   if (TYPE == 2) largest_of_rows(largest, block);
+  const int steepest = exponent_of_slopes(p, queries.b, queries.head, 1);
   UNROLLED(m, MMA_M)
     UNROLLED(r, 2) {
-      const int row = first_row + m * 16 + r * 8, ds = exponent_of_ds(p, e, largest[m][r], fabsf(delta[m][r]));
+      const int row = first_row + m * 16 + r * 8,
+                ds = exponent_of_ds(p, e, largest[m][r], fabsf(delta[m][r]), steepest);
       block.stationary.lse[m][r] = row_lse(p, lse[m][r] - bias_top(p, queries.b, queries.head, row), row, keys.shift,
                                            position_slope(p, queries.b, queries.head));
       block.stationary.minus_delta[m][r] = times_power_of_two(-delta[m][r], e.v + e.dout + ds);

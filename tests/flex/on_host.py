@@ -42,13 +42,18 @@ inline int flex_within(int i, int size) {
 _EACH = """
 namespace functions_{number} {{
 {text}
+#ifndef FLEX_STEEPEST
+inline float flex_steepest(const FlexParams &, int, int) {{ return POS_INF; }}
+#endif
+#undef FLEX_STEEPEST
 extern "C" __attribute__((visibility("default"))) int evaluate_{number}(
     const FlexParams &f, i64 count, const float *score, const int *b, const int *h, const int *q, const int *kv,
-    float *scores, float *slopes, bool *masks) {{
+    float *scores, float *slopes, float *steepest, bool *masks) {{
   outside = 0;
   for (i64 i = 0; i < count; i++) {{
     scores[i] = flex_score(f, score[i], b[i], h[i], q[i], kv[i]);
     slopes[i] = flex_slope(f, score[i], b[i], h[i], q[i], kv[i]);
+    steepest[i] = flex_steepest(f, b[i], h[i]);
     masks[i] = flex_mask(f, b[i], h[i], q[i], kv[i]);
   }}
   return outside;
@@ -74,10 +79,11 @@ class Problem(NamedTuple):
 
 
 class Results(NamedTuple):
-    """scores, slopes, masks: of each element; outside: loads that left their tensors"""
+    """scores, slopes, steepest, masks: of each element; outside: loads that left their tensors"""
 
     scores: Tensor
     slopes: Tensor
+    steepest: Tensor
     masks: Tensor
     outside: int
 
@@ -123,11 +129,11 @@ def _run(
     content += struct.pack("<8q", *found, *[0] * (8 - len(found)))
     score = score.float().contiguous()
     at = [x.expand(score.shape).int().contiguous() for x in places]
-    scores, slopes = torch.empty_like(score), torch.empty_like(score)
+    scores, slopes, steepest = (torch.empty_like(score) for _ in range(3))
     masks = torch.empty(score.shape, dtype=torch.bool)
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (score, *at, scores, slopes, masks)]
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (score, *at, scores, slopes, steepest, masks)]
     outside = function(content, ctypes.c_int64(score.numel()), *pointers)
-    return Results(scores, slopes, masks, outside)
+    return Results(scores, slopes, steepest, masks, outside)
 
 
 def evaluate_sights(functions: Printed, rectangles: Sequence[Tensor]) -> Tensor:

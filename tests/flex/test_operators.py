@@ -236,22 +236,37 @@ SLOPES["a product"] = lambda x: x * torch.exp(-x * x)
 SLOPES |= {"sigmoid": torch.sigmoid, "relu": torch.relu}
 
 
+# Functions of the score, q and a number for each head, whose slopes have a known bound, here of 0.7.
+BOUNDED: dict[str, Function] = {
+    "a factor of heads": lambda x, q, t: x * t,
+    "a cap of heads": lambda x, q, t: 20 * t * torch.tanh(x / 20) + q,
+    "either factor": lambda x, q, t: torch.where(q > 90, x * 0.2, -x * t),
+    "a factor for some heads": lambda x, q, t: torch.where(t > 0.5, x * t, x * 1e5),
+    "a sum of sines": lambda x, q, t: torch.sin(x) * 0.3 - torch.sigmoid(x) * t + x.clamp(-3, 3) * torch.sin(q) * 0.1,
+}
+
+
 def test_slopes_are_pytorchs_derivatives() -> None:
     x = torch.linspace(-9, 9, 181).requires_grad_()
+    factor = torch.tensor([0.7])
 
     def problem(function: Function) -> Problem:
-        def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return function(score)
+        def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *heads: Tensor) -> Tensor:
+            return function(score, q, heads[0][h]) if heads else function(score)
 
-        return Problem(on_host.printed(mod, slopes=True), x.detach(), rows(x.numel()))
+        captured = [factor] if function in BOUNDED.values() else []
+        return Problem(on_host.printed(mod, captured=captured, slopes=True), x.detach(), rows(x.numel()), captured)
 
-    found = evaluate({name: problem(function) for name, function in SLOPES.items()})
-    for name, function in SLOPES.items():
-        y = function(x)
+    found = evaluate({name: problem(function) for name, function in (SLOPES | BOUNDED).items()})
+    for name, function in (SLOPES | BOUNDED).items():
+        y = function(x, torch.arange(x.numel()), factor) if name in BOUNDED else function(x)
         right = torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
         torch.testing.assert_close(
             found[name].slopes, right, rtol=1e-5, atol=4e-6, msg=lambda words: f"{name}: {words}"
         )
+        most = found[name].steepest
+        assert (right.abs() <= most * 1.00001 + 1e-6).all(), f"{name} is steeper than {most.max()}"
+        assert name not in BOUNDED or (most <= 1.4).all(), f"{name} has the bound {most.max()}"
 
 
 def reads(dims: int) -> tuple[Problem, Tensor]:

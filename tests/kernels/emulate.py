@@ -80,7 +80,7 @@ class _Launch(ctypes.Structure):
     )
 
 
-_Mods = ctypes.c_void_p * 5  # struct Mods of emulator.h
+_Mods = ctypes.c_void_p * 6  # struct Mods of emulator.h
 
 
 class Rules(NamedTuple):

@@ -85,6 +85,7 @@ inline float half_to_float(u16 x) { return emulator::half_to_float(x); }
 struct FlexSum;
 struct Mods {
   float (*score)(const FlexParams &, float, int, int, int, int), (*slope)(const FlexParams &, float, int, int, int, int);
+  float (*steepest)(const FlexParams &, int, int);
   bool (*mask)(const FlexParams &, int, int, int, int);
   int (*sight)(const FlexParams &, int, int, int, int, int, int);
   void (*gradients)(const FlexParams &, FlexSum *, float, float, int, int, int, int);

@@ -8,4 +8,4 @@ static void gradients(const FlexParams &f, FlexSum *sums, float dscore, float sc
 #else
 static constexpr decltype(Mods::gradients) gradients = nullptr;
 #endif
-Mods emulated_mods = {flex_score, flex_slope, flex_mask, flex_sight, gradients};
+Mods emulated_mods = {flex_score, flex_slope, flex_steepest, flex_mask, flex_sight, gradients};

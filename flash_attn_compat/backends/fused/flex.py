@@ -12,6 +12,8 @@ This file knows no operators of PyTorch: the callers of this file pass a caller'
 
     DEVICE float flex_score(const FlexParams &f, float score, int b, int h, int q, int kv)
     DEVICE float flex_slope(const FlexParams &f, float score, int b, int h, int q, int kv)
+    #define FLEX_STEEPEST                     // with the next function, or neither
+    DEVICE float flex_steepest(const FlexParams &f, int b, int h)
     DEVICE bool flex_mask(const FlexParams &f, int b, int h, int q, int kv)
     #define FLEX_SIGHT                        // with the next function, or neither
     DEVICE int flex_sight(const FlexParams &f, int b, int h, int q, int q_last, int kv, int kv_last)
@@ -19,7 +21,8 @@ This file knows no operators of PyTorch: the callers of this file pass a caller'
     DEVICE void flex_gradients(const FlexParams &f, FlexSum (&sums)[FLEX_SUMS], float dscore, float score, int b, int h,
                                int q, int kv)
 
-score: q k times scale; flex_slope: the derivative of flex_score by ``score``; dscore: the derivative of the loss by
+score: q k times scale; flex_slope: the derivative of flex_score by ``score``, whose magnitude flex_steepest returns a
+bound of, for head h of sequence b; dscore: the derivative of the loss by
 flex_score's result. flex_gradients multiplies dscore by the derivatives of flex_score by captured tensors, and adds the
 products to ``gradients`` by flex_add. Each of its FLEX_SUMS calls of flex_add has its own element of ``sums``. Without
 ``Mods.gradients``, FLEX_SUMS and flex_gradients are missing. flex_sight: 1 if flex_mask may show a score of the rows q

@@ -37,6 +37,7 @@ from flash_attn_compat.core.flex.operators import (
 from flash_attn_compat.core.flex.printed import Bound, Number, Printed
 from flash_attn_compat.core.flex.ranges import EXACT_FLOAT, MOST_INDEX, Ranges
 from flash_attn_compat.core.flex.sight import print_sight
+from flash_attn_compat.core.flex.steepness import find_bound, find_known
 
 MOST_CAPTURED, MOST_DIMS, MOST_NUMBERS = 16, 4, 8  # sizes of FlexParams; also in backends/fused/flex.py
 
@@ -64,6 +65,11 @@ DEVICE void flex_gradients(const FlexParams &f, FlexSum (&sums)[FLEX_SUMS], floa
                            int q, int kv) {{
 {}}}
 """
+_STEEPEST = """#define FLEX_STEEPEST
+DEVICE float flex_steepest(const FlexParams &f, int b, int h) {{
+{}{}  return {};
+}}
+"""
 _NO_MASK = "DEVICE bool flex_mask(const FlexParams &, int, int, int, int) { return true; }\n"
 
 
@@ -80,6 +86,7 @@ def print_functions(score: Captured, mask: Captured, joint: Captured | None = No
         if joint is not None:
             slope = joint._replace(names=(*SCORE_ARGUMENTS, "1.f"))
             slope_text = table.print("flex_slope", _SIGNATURE.format("float score, "), "float", slope)
+            slope_text += table.print_steepest(slope)
             gradients_text, gradients = table.print_gradients(joint)
     if not _is_always_true(mask):
         mask_text = table.print("flex_mask", _SIGNATURE.format(""), "bool", mask)
@@ -139,6 +146,13 @@ class _Table:
         value = function.run(captured)
         returned = converted(value.text, value.c_type, result)
         return f"DEVICE {result} {name}({arguments}) {{\n{function.body()}  return {returned};\n}}\n"
+
+    def print_steepest(self, slope: Captured) -> str:
+        """Return the text of flex_steepest, "" if the slope has no known bound."""
+        function, output = _Function(self), _output(slope)
+        function.compute(slope, find_known(slope, output))
+        bound = find_bound(slope, output, lambda x: function._as(x, "float"))
+        return "" if bound is None else _STEEPEST.format(function.body(), *bound)
 
     def print_gradients(self, joint: Captured) -> tuple[str, tuple[int, ...]]:
         """Return the text of flex_gradients, and the indices into ``tensors`` of those to whose gradients it adds."""

@@ -28,8 +28,6 @@ typedef TileCopy<THREADS, STREAMED_ROWS, DV> CopyStreamedVO;
 // P is multiplied by 2^12, so that small probabilities keep their bits in fp16. Only for converted bf16, whose operands
 // are scaled anyway.
 constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
-// FLEX: dS is scaled down by 2^8, so that it does not overflow if the derivative of a caller's score_mod exceeds 1.
-constexpr int FLEX_SHIFT = FLEX_SCORE ? 8 : 0;
 // Softcap's derivative is kept divided by 4. To make up for that, P is 4 times as large, and so is dv until it is
 // written.
 constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
@@ -53,14 +51,27 @@ struct Exponents {
           dout(exponent_of(scale_of(absmax_of_dout(p, b, head_k)))) {}
 };
 
+// Returns the exponent of a power of two that no derivative of a caller's score_mod exceeds, in `heads` heads from
+// `head` on. dS is scaled down by it, so that it does not overflow; or up, so that it keeps its digits.
+DEVICE int exponent_of_slopes(const Params &p, int b, int head, int heads) {
+  float most = 0.f;
+#if FLEX_SCORE
+  if (TYPE != 2) return 0;
+#pragma unroll 1
+  for (int i = 0; i < heads; i++) most = fmaxf(most, flex_steepest(p.flex, b, head + i));
+#endif
+  return FLEX_SCORE ? clamp(exponent_of(most * 0.999999f) + 1, -64, 64) : 0;
+}
+
 // Returns the exponent of a further power of two by which dS is scaled, so that it stays below 2^15 for any v, dout and
 // out. `largest_dout` is scaled already, and scaled v is below 2^15. delta needs its own bound, since a caller may pass
 // another out.
-DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dout, float largest_delta) {
+// steepest: the exponent of the derivative of a caller's score_mod, by which P has been multiplied
+DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dout, float largest_delta, int steepest) {
   if (TYPE != 2) return 0;
   const int of_dP = exponent_of(p.head_dim_v * 32768.f * largest_dout * (DROPOUT ? p.dropout_scale : 1.f));
   const int of_delta = largest_delta == 0.f ? of_dP : exponent_of(largest_delta) + e.v + e.dout;
-  return 13 - P_SHIFT - FLEX_SHIFT - max(of_dP, of_delta);   // |dP - delta| < 2^(1 + larger exponent + 1)
+  return 13 - P_SHIFT - steepest - max(of_dP, of_delta);   // |dP - delta| < 2^(1 + larger exponent + 1)
 }
 
 // ---- Which streamed rows a warp's stationary rows see.

@@ -90,6 +90,10 @@ DEVICE void flex_add(const FlexParams &f, FlexSum &sum, int i, i64 offset, float
 
 #include "flex_mods.cuh"
 
+// The largest magnitude of flex_slope for head h of sequence b; a guess if no such function was generated.
+#ifndef FLEX_STEEPEST
+DEVICE float flex_steepest(const FlexParams &, int, int) { return 256.f; }
+#endif
 // Which scores of the rows [q, q_last] and the keys [kv, kv_last] flex_mask shows: 1 if it may show one of them, plus 2
 // if it shows all. If no such function was generated, flex_mask is called for every score.
 #ifndef FLEX_SIGHT
