@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from flash_attn_compat.backends.fused.flex import FlexInputs, FlexUpstream
 from flash_attn_compat.core.flex import capture, printer
 from flash_attn_compat.core.flex.capture import JOINT_ARGUMENTS, MASK_ARGUMENTS, SCORE_ARGUMENTS, Captured
 from flash_attn_compat.core.flex.operators import Declined
+from flash_attn_compat.core.inputs import new_tuple
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.settings import is_explaining
-from flash_attn_compat.torch_flex import functions, launch, policy
+from flash_attn_compat.torch_flex import functions, launch, policy, warm
 from flash_attn_compat.torch_flex.calls import WHOLE, FlexBackwardCall, FlexCall, lists_of, make_blocks, sizes_of
 from flash_attn_compat.torch_flex.functions import Functions
 from flash_attn_compat.torch_flex.operator import returns_maxima
@@ -47,15 +48,25 @@ _SCHEMAS = {
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    found, inputs, scale = _inputs_of((query, key, value), rest[:4], rest[4:], backward=False)
-    if is_explaining():
-        raise choice.Explained(choice.Explanation(launch.KERNELS, {launch.KERNELS: [], launch.PYTORCH: []}))
-    run = launch.find_forward(found, inputs, scale)
-    if isinstance(run, str):
-        raise _refusal(run)
-    out, lse = run(inputs)
+    name, fixed, lists, captured = _compared_with_latest(rest[:4], rest[4:], backward=False)
+    tensors, are_aligned = (query, key, value, *lists, *captured), warm.are_aligned(query, key, value)
+    latest = warm.find_latest(name, fixed, tensors) if are_aligned else None
+    if latest is not None:
+        numbers, has_graph_strides = latest.known
+        out, lse = latest.run(_repeated((query, key, value), rest[:4], rest[4:], numbers, backward=False))
+    else:
+        found, inputs, scale = _inputs_of((query, key, value), rest[:4], rest[4:], backward=False)
+        if is_explaining():
+            raise choice.Explained(choice.Explanation(launch.KERNELS, {launch.KERNELS: [], launch.PYTORCH: []}))
+        run = launch.find_forward(found, inputs, scale)
+        if isinstance(run, str):
+            raise _refusal(run)
+        out, lse = run(inputs)
+        has_graph_strides = _as_in_graph(out, query) is out
+        if are_aligned and name is not None:
+            warm.keep_latest(name, fixed, tensors, run, (inputs.numbers, has_graph_strides))
     choice.served[launch.KERNELS] += 1
-    return _as_in_graph(out, query), lse
+    return out if has_graph_strides else _as_in_graph(out, query), lse
 
 
 def _backward(
@@ -63,16 +74,57 @@ def _backward(
     grad_lse: Tensor | None, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Return dq, dk and dv, then the gradients of captured tensors in the order of the C++ text."""
-    found, inputs, scale = _inputs_of((query, key, value), rest[:8], rest[8:], backward=True)
-    reason = policy.gradient_reason(bool(found.mods.gradients))
+    upstream = FlexUpstream(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
+    aligned = query, key, value, *(upstream if grad_lse is not None else upstream[:3])
+    name, fixed, lists, captured = _compared_with_latest(rest[:8], rest[8:], backward=True)
+    fixed, tensors, are_aligned = (*fixed, len(aligned)), (*aligned, *lists, *captured), warm.are_aligned(*aligned)
+    latest = warm.find_latest(name, fixed, tensors) if are_aligned else None
+    if latest is not None:
+        run, (numbers, has_graph_strides, sums) = latest.run, latest.known
+        inputs = _repeated((query, key, value), rest[:8], rest[8:], numbers, backward=True)
+    else:
+        found, inputs, scale = _inputs_of((query, key, value), rest[:8], rest[8:], backward=True)
+        has_graph_strides, sums = False, bool(found.mods.gradients)
+    reason = policy.gradient_reason(sums)
     if reason is not None:  # the setting changed after the graph was compiled
         raise _refusal(reason)
-    upstream = FlexUpstream(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
-    run = launch.find_backward(found, inputs, scale, upstream)
-    if isinstance(run, str):
-        raise _refusal(run)
+    if latest is None:
+        prepared = launch.find_backward(found, inputs, scale, upstream)
+        if isinstance(prepared, str):
+            raise _refusal(prepared)
+        run = prepared
     dq, dk, dv, *others = run(inputs, upstream)
-    return [_as_in_graph(dq, query), _as_in_graph(dk, key), _as_in_graph(dv, value), *others]
+    if has_graph_strides:
+        return [dq, dk, dv, *others]
+    pairs = (dq, query), (dk, key), (dv, value)
+    gradients = [_as_in_graph(x, like) for x, like in pairs]
+    if latest is None and are_aligned and name is not None:
+        has_graph_strides = all(x is found for (x, _), found in zip(pairs, gradients))
+        warm.keep_latest(name, fixed, tensors, run, (inputs.numbers, has_graph_strides, sums))
+    return [*gradients, *others]
+
+
+def _compared_with_latest(
+    lists: Sequence[Tensor | None], rest: Sequence[Any], backward: bool
+) -> tuple[Hashable, tuple[Any, ...], list[Tensor], Sequence[Tensor]]:
+    """Return what ``warm.find_latest`` compares: the functions, the rest besides tensors, lists and captured tensors.
+
+    The functions are None for a call with numbers in the memory of the CPU.
+    """
+    captured, hosts, integers, rows, keys, scale, text = rest
+    fixed = warm.state(), rows, keys, scale, tuple(integers), len(captured), tuple([x is None for x in lists])
+    return None if hosts else (backward, text), fixed, [x for x in lists if x is not None], captured
+
+
+def _repeated(
+    tensors: tuple[Tensor, Tensor, Tensor], lists: Sequence[Tensor | None], rest: Sequence[Any],
+    numbers: tuple[int, ...], backward: bool,
+) -> FlexInputs:  # fmt: skip
+    """Return the inputs of a call like one of the latest. numbers: its captured numbers"""
+    captured, rows, keys = rest[0], rest[3], rest[4]
+    blocks = make_blocks(rows, keys, lists, backward)
+    inputs: FlexInputs = new_tuple(FlexInputs, (*tensors, tuple(captured), numbers, blocks))
+    return inputs
 
 
 def _inputs_of(

@@ -8,18 +8,25 @@ computes the calls that we decline.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused.flex import FlexBackwardRun, FlexInputs, FlexRun, FlexUpstream
+from flash_attn_compat.backends.fused.flex import (
+    BlockLists,
+    Blocks,
+    FlexBackwardRun,
+    FlexInputs,
+    FlexRun,
+    FlexUpstream,
+)
 from flash_attn_compat.core.inputs import new_tuple
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.settings import is_explaining
 from flash_attn_compat.torch_flex import functions, launch, policy, warm
-from flash_attn_compat.torch_flex.calls import FlexBackwardCall, FlexCall, lists_of, make_blocks, sizes_of
+from flash_attn_compat.torch_flex.calls import WHOLE, FlexBackwardCall, FlexCall, lists_of, make_blocks, sizes_of
 from flash_attn_compat.torch_flex.functions import Functions
 from flash_attn_compat.torch_flex.policy import Policy
 
@@ -40,7 +47,7 @@ def make_forward(switch: Switch, original: Operator) -> Operator:
         active = switch.policy
         if active is None:
             return original(*arguments)
-        results = warm.repeat(active, arguments) or _forward(active, FlexCall(*arguments))
+        results = _forward(active, arguments)
         if results is None:
             choice.served[launch.PYTORCH] += 1
             return original(*arguments)
@@ -75,10 +82,26 @@ def _no_maxima(lse: Tensor) -> Tensor:
     return torch.empty_like(lse)
 
 
-def _forward(active: Policy, call: FlexCall) -> tuple[Tensor, Tensor] | None:
-    """Return out and LSE of a call that is not like the latest one; None if PyTorch computes it."""
-    key = warm.forward_key(active, call)
-    prepared, run = warm.find(key, call.score_mod, call.mask_mod), None
+def _forward(active: Policy, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
+    """Return out and LSE of a call; None if PyTorch computes it."""
+    q, k, v, score_mod, mask, scale, options, own, others = arguments
+    rows, keys, mask_mod = mask[-3:]
+    name, has_lists, captured = warm.name_of(score_mod, mask_mod), (rows, keys) != (WHOLE, WHOLE), (*own, *others)
+    lists = mask[2 : 4 if mask[4] is None else 6] if has_lists else ()
+    fixed = (
+        active, warm.state(), type(scale), scale, rows, keys, len(lists), mask[5] is None, len(own), len(others),
+        options.get("BACKEND"), options.get("OUTPUT_MAX"),
+    )  # fmt: skip
+    tensors, are_aligned = (q, k, v, *lists, *captured), warm.are_aligned(q, k, v)
+    latest = warm.find_latest(name, fixed, tensors) if are_aligned else None
+    if latest is not None:
+        blocks = new_tuple(Blocks, (rows, keys, new_tuple(BlockLists, mask[2:6]), None)) if has_lists else None
+        read = tuple([captured[place] for place in latest.known]) if latest.known else ()
+        results: tuple[Tensor, Tensor] = latest.run(new_tuple(FlexInputs, (q, k, v, read, (), blocks)))
+        return results
+    call = FlexCall(*arguments)
+    key = None if name is None else warm.make_key((name, fixed), (q, k, v), (*mask[2:6], *captured))
+    prepared, run = warm.find(key), None
     if prepared is not None:
         inputs = _inputs_of(prepared.functions, call, backward=False)
         run = prepared.runs.get(inputs.numbers)
@@ -89,10 +112,11 @@ def _forward(active: Policy, call: FlexCall) -> tuple[Tensor, Tensor] | None:
         if isinstance(found, str):
             return None
         functions, inputs, run = found
-        prepared = warm.keep(key, functions, inputs.numbers, run, call.score_mod, call.mask_mod)
-    warm.keep_latest(active, call, prepared)
-    results: tuple[Tensor, Tensor] = run(inputs)
-    return results
+        prepared = warm.keep(key, functions, inputs.numbers, run)
+    if are_aligned and not inputs.numbers:
+        warm.keep_latest(name, fixed, tensors, run, prepared.functions.printed.tensors)
+    out, lse = run(inputs)
+    return out, lse
 
 
 def _prepare_forward(active: Policy, call: FlexCall) -> tuple[Functions, FlexInputs, FlexRun] | str:
@@ -160,8 +184,8 @@ def _backward(active: Policy, call: FlexBackwardCall) -> Any:
     forward = call.forward()
     dout = torch.zeros_like(call.out) if call.grad_out is None else call.grad_out
     upstream = FlexUpstream(call.out, call.logsumexp, dout, call.grad_logsumexp)
-    key = warm.backward_key(active, call, dout)
-    prepared, run = warm.find(key, call.fw_graph, forward.mask_mod), None
+    key = _backward_key(active, call, dout)
+    prepared, run = warm.find(key), None
     if prepared is not None:
         found, inputs = prepared.functions, _inputs_of(prepared.functions, forward, backward=True)
         run = prepared.runs.get(inputs.numbers)
@@ -170,9 +194,20 @@ def _backward(active: Policy, call: FlexBackwardCall) -> Any:
         if new is None:
             return None
         found, inputs, run = new
-        warm.keep(key, found, inputs.numbers, run, call.fw_graph, forward.mask_mod)
+        warm.keep(key, found, inputs.numbers, run)
     dq, dk, dv, *others = run(inputs, upstream)
     return dq, dk, dv, functions.captured_gradients(found, others, len(call.score_mod_other_buffers))
+
+
+def _backward_key(active: Policy, call: FlexBackwardCall, dout: Tensor) -> Hashable:
+    """Return the key of a backward. dout: the gradient of out, zeros if it has none"""
+    own, others, mask, options = *call[-2:], call.block_mask, call.kernel_options
+    name = warm.name_of(call.fw_graph, mask[-1])
+    wanted = tuple([isinstance(x, Tensor) and x.requires_grad for x in own])
+    backends = options.get("BACKEND"), options.get("OUTPUT_MAX")
+    fixed = name, active, warm.state(), mask[-3], mask[-2], type(call.scale), call.scale, wanted, *backends
+    aligned = *call[:5], dout, call.grad_logsumexp
+    return None if name is None else warm.make_key(fixed, aligned, (*mask[2:10], *own, *others))
 
 
 def _prepare_backward(

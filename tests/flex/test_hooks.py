@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from flash_attn_compat import backend_counts, explain, reset_backend_counts, settings
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.torch_flex import functions, graphs, inductor, operator, override
-from flash_attn_compat.torch_flex.calls import FlexBackwardCall, FlexCall
+from flash_attn_compat.torch_flex.calls import FlexBackwardCall, FlexCall, lists_of, sizes_of
 from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
 from tests.flex.calls import OPERATOR, Answer, causal, make_mask, softcap, tensors
@@ -266,16 +266,29 @@ def shifted(x: Tensor) -> Tensor:
     return memory.view(x.shape).copy_(x)
 
 
-def test_whatever_changes_in_a_warm_call_gets_its_own_answer(served: LaunchRecord) -> None:
-    kernel = OPERATOR.py_kernels[DispatchKey.CPU]
+def call_eagerly(*arguments: Any) -> Any:
+    return OPERATOR.py_kernels[DispatchKey.CPU](*arguments)
+
+
+def call_as_compiled(*arguments: Any) -> Any:
+    """Call the operator that a graph of inductor calls."""
+    call = FlexCall(*arguments)
+    found = functions.find(call, backward=False)
+    assert not isinstance(found, str)
+    captured = [[call.captured[place] for place in places] for places in functions.positions(found)]
+    rest = *lists_of(call.block_mask)[:4], *captured, *sizes_of(call.block_mask), call.scale, functions.dump(found)
+    return getattr(getattr(torch.ops, inductor._NAMESPACE), inductor.FORWARD)(*call[:3], *rest)
+
+
+@pytest.mark.parametrize("kernel", [call_eagerly, call_as_compiled])
+def test_whatever_changes_in_a_warm_call_gets_its_own_answer(kernel: Any, served: LaunchRecord) -> None:
     with torch.no_grad():
         for name, change in [*CHANGES.items(), *CHANGES.items()]:
             for arguments in (warm_call(), warm_call(**change())):
                 before, found = len(served.seen), Answer(*kernel(*arguments)[:2])
                 assert len(served.seen) == before + 1, name
-                calls.assert_close(
-                    found, Answer(*calls.COMPOSED(*(x.float() for x in arguments[:3]), *arguments[3:])[:2]), HALF
-                )
+                wide = (x.float() for x in arguments[:3])
+                calls.assert_close(found, Answer(*calls.COMPOSED(*wide, *arguments[3:])[:2]), HALF)
 
 
 def test_a_lazily_negated_view_is_refused_behind_warm_calls_of_its_shape(served: LaunchRecord) -> None:
