@@ -39,8 +39,8 @@ def attend(inputs: tuple[Tensor, ...], x: Inputs, options: Options) -> _Outputs:
     """
     if options.use & _BACKWARD:
         slopes = unwrapped(x.alibi_slopes) if options.use & SLOPES_GRADIENT else None
-        outputs: _Outputs = _record(x, options, None, slopes, *map(unwrapped, inputs))
-        return outputs
+        recorded: Any = _record(x, options, None, slopes, *map(unwrapped, inputs))
+        return recorded if type(recorded) is tuple else (recorded, None, None)
     entry, result = compute(x, options)
     return _outputs(result) if entry.call.use & LSE else (result.out, None, None)
 
@@ -50,7 +50,7 @@ def record_heads_first(name: str, x: DenseInputs, options: Options) -> Tensor | 
 
     Returns None if another backend than ``name`` would serve the call.
     """
-    out: Tensor | None = _record(x, options, name, None, unwrapped(x.q), unwrapped(x.k), unwrapped(x.v))[0]
+    out: Tensor | None = _record(x, options, name, None, unwrapped(x.q), unwrapped(x.k), unwrapped(x.v))
     return out
 
 
@@ -67,11 +67,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Inputs, options: Options, heads_first_by: str | None, slopes: Tensor | None, *inputs: Tensor
-    ) -> _Outputs:  # fmt: skip
-        """heads_first_by: the only backend that may serve, for a call from ``record_heads_first``; None for others"""
+    ) -> Any:  # fmt: skip
+        """Return ``out``, with the options' LSE also softmax_lse and S_dmask: autograd wraps one output in less time.
+
+        heads_first_by: the only backend that may serve, for a call from ``record_heads_first``; None for others
+        """
         found = compute(x, options) if heads_first_by is None else compute_by(heads_first_by, x, options)
         if found is None:
-            return None, None, None
+            return None
         ctx.entry, result = found
         ctx.used, ctx.inputs, ctx.family, ctx.watch = settings.used_backend(), len(inputs), type(x), None
         ctx.set_materialize_grads(False)
@@ -79,11 +82,13 @@ class _Attention(torch.autograd.Function):
             out, ctx.watch, x = heads_first.make_own(result.out, x)
         ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *x[3:], *result.saved)
         if heads_first_by is not None:
-            return out, None, None
-        return _outputs(result) if ctx.entry.call.use & LSE else (result.out, None, None)
+            return out
+        return _outputs(result) if ctx.entry.call.use & LSE else result.out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, _: object = None
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         if settings.used_backend() != ctx.used:  # on a GPU a backward runs in another thread
             with settings.using_backend(ctx.used):
                 found: tuple[Tensor | None, ...] = _Attention.backward(ctx, dout, dlse, _)
