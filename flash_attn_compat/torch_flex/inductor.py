@@ -48,14 +48,14 @@ _SCHEMAS = {
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    name, fixed, lists, captured = _compared_with_latest(rest[:4], rest[4:], backward=False)
-    tensors, are_aligned = (query, key, value, *lists, *captured), warm.are_aligned(query, key, value)
-    latest = warm.find_latest(name, fixed, tensors) if are_aligned else None
-    if latest is not None:
-        numbers, has_graph_strides = latest.known
-        out, lse = latest.run(_repeated((query, key, value), rest[:4], rest[4:], numbers, backward=False))
+    lists, others = rest[:4], rest[4:]
+    fixed, tensors = _fixed_of(query, key, others, backward=False), (query, key, value, *lists, *others[0])
+    guarded = warm.find_guarded(fixed, tensors)
+    if guarded is not None:
+        numbers, has_graph_strides = guarded.known
+        out, lse = guarded.run(_repeated((query, key, value), lists, others, numbers, backward=False))
     else:
-        found, inputs, scale = _inputs_of((query, key, value), rest[:4], rest[4:], backward=False)
+        found, inputs, scale = _inputs_of((query, key, value), lists, others, backward=False)
         if is_explaining():
             raise choice.Explained(choice.Explanation(launch.KERNELS, {launch.KERNELS: [], launch.PYTORCH: []}))
         run = launch.find_forward(found, inputs, scale)
@@ -63,8 +63,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Ten
             raise _refusal(run)
         out, lse = run(inputs)
         has_graph_strides = _as_in_graph(out, query) is out
-        if are_aligned and name is not None:
-            warm.keep_latest(name, fixed, tensors, run, (inputs.numbers, has_graph_strides))
+        if not others[1]:
+            warm.guard(fixed, tensors, run, (inputs.numbers, has_graph_strides))
     choice.served[launch.KERNELS] += 1
     return out if has_graph_strides else _as_in_graph(out, query), lse
 
@@ -74,53 +74,50 @@ def _backward(
     grad_lse: Tensor | None, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Return dq, dk and dv, then the gradients of captured tensors in the order of the C++ text."""
+    lists, others, qkv = rest[:8], rest[8:], (query, key, value)
     upstream = FlexUpstream(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
-    aligned = query, key, value, *(upstream if grad_lse is not None else upstream[:3])
-    name, fixed, lists, captured = _compared_with_latest(rest[:8], rest[8:], backward=True)
-    fixed, tensors, are_aligned = (*fixed, len(aligned)), (*aligned, *lists, *captured), warm.are_aligned(*aligned)
-    latest = warm.find_latest(name, fixed, tensors) if are_aligned else None
-    if latest is not None:
-        run, (numbers, has_graph_strides, sums) = latest.run, latest.known
-        inputs = _repeated((query, key, value), rest[:8], rest[8:], numbers, backward=True)
-    else:
-        found, inputs, scale = _inputs_of((query, key, value), rest[:8], rest[8:], backward=True)
-        has_graph_strides, sums = False, bool(found.mods.gradients)
+    fixed, tensors = _fixed_of(query, key, others, backward=True), (*qkv, *upstream, *lists, *others[0])
+    guarded = warm.find_guarded(fixed, tensors)
+    if guarded is not None:
+        numbers, has_graph_strides, sums = guarded.known
+        _refuse_sums(sums)
+        dq, dk, dv, *more = guarded.run(_repeated(qkv, lists, others, numbers, backward=True), upstream)
+        return [dq, dk, dv, *more] if has_graph_strides else [*_all_as_in_graph((dq, dk, dv), qkv), *more]
+    found, inputs, scale = _inputs_of(qkv, lists, others, backward=True)
+    _refuse_sums(bool(found.mods.gradients))
+    run = launch.find_backward(found, inputs, scale, upstream)
+    if isinstance(run, str):
+        raise _refusal(run)
+    dq, dk, dv, *more = run(inputs, upstream)
+    gradients = _all_as_in_graph((dq, dk, dv), qkv)
+    if not others[1]:
+        has_graph_strides = gradients[0] is dq and gradients[1] is dk and gradients[2] is dv
+        warm.guard(fixed, tensors, run, (inputs.numbers, has_graph_strides, bool(found.mods.gradients)))
+    return [*gradients, *more]
+
+
+def _refuse_sums(sums: bool) -> None:
+    """Raise RuntimeError if gradients are to be summed in a fixed order since the graph was compiled."""
     reason = policy.gradient_reason(sums)
-    if reason is not None:  # the setting changed after the graph was compiled
+    if reason is not None:
         raise _refusal(reason)
-    if latest is None:
-        prepared = launch.find_backward(found, inputs, scale, upstream)
-        if isinstance(prepared, str):
-            raise _refusal(prepared)
-        run = prepared
-    dq, dk, dv, *others = run(inputs, upstream)
-    if has_graph_strides:
-        return [dq, dk, dv, *others]
-    pairs = (dq, query), (dk, key), (dv, value)
-    gradients = [_as_in_graph(x, like) for x, like in pairs]
-    if latest is None and are_aligned and name is not None:
-        has_graph_strides = all(x is found for (x, _), found in zip(pairs, gradients))
-        warm.keep_latest(name, fixed, tensors, run, (inputs.numbers, has_graph_strides, sums))
-    return [*gradients, *others]
 
 
-def _compared_with_latest(
-    lists: Sequence[Tensor | None], rest: Sequence[Any], backward: bool
-) -> tuple[Hashable, tuple[Any, ...], list[Tensor], Sequence[Tensor]]:
-    """Return what ``warm.find_latest`` compares: the functions, the rest besides tensors, lists and captured tensors.
+def _all_as_in_graph(gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [_as_in_graph(gradient, like) for gradient, like in zip(gradients, inputs)]
 
-    The functions are None for a call with numbers in the memory of the CPU.
-    """
+
+def _fixed_of(query: Tensor, key: Tensor, rest: Sequence[Any], backward: bool) -> Hashable:
+    """Return what is compared of two calls besides their tensors."""
     captured, hosts, integers, rows, keys, scale, text = rest
-    fixed = warm.state(), rows, keys, scale, tuple(integers), len(captured), tuple([x is None for x in lists])
-    return None if hosts else (backward, text), fixed, [x for x in lists if x is not None], captured
+    return text, backward, rows, keys, scale, tuple(integers), len(captured), len(hosts), query.numel(), key.numel()
 
 
 def _repeated(
     tensors: tuple[Tensor, Tensor, Tensor], lists: Sequence[Tensor | None], rest: Sequence[Any],
     numbers: tuple[int, ...], backward: bool,
 ) -> FlexInputs:  # fmt: skip
-    """Return the inputs of a call like one of the latest. numbers: its captured numbers"""
+    """Return the inputs of a call that a guard found. numbers: its captured numbers"""
     captured, rows, keys = rest[0], rest[3], rest[4]
     blocks = make_blocks(rows, keys, lists, backward)
     inputs: FlexInputs = new_tuple(FlexInputs, (*tensors, tuple(captured), numbers, blocks))

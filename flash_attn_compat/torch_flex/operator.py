@@ -87,20 +87,20 @@ def _forward(active: Policy, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor
     q, k, v, score_mod, mask, scale, options, own, others = arguments
     rows, keys, mask_mod = mask[-3:]
     name, has_lists, captured = warm.name_of(score_mod, mask_mod), (rows, keys) != (WHOLE, WHOLE), (*own, *others)
-    lists = mask[2 : 4 if mask[4] is None else 6] if has_lists else ()
+    lists = mask[2:6] if has_lists else ()
     fixed = (
-        active, warm.state(), type(scale), scale, rows, keys, len(lists), mask[5] is None, len(own), len(others),
-        options.get("BACKEND"), options.get("OUTPUT_MAX"),
+        active, name, type(scale), scale, rows, keys, len(own), len(others), options.get("BACKEND"),
+        options.get("OUTPUT_MAX"), q.numel(), k.numel(),
     )  # fmt: skip
-    tensors, are_aligned = (q, k, v, *lists, *captured), warm.are_aligned(q, k, v)
-    latest = warm.find_latest(name, fixed, tensors) if are_aligned else None
-    if latest is not None:
-        blocks = new_tuple(Blocks, (rows, keys, new_tuple(BlockLists, mask[2:6]), None)) if has_lists else None
-        read = tuple([captured[place] for place in latest.known]) if latest.known else ()
-        results: tuple[Tensor, Tensor] = latest.run(new_tuple(FlexInputs, (q, k, v, read, (), blocks)))
+    tensors = q, k, v, *lists, *captured
+    guarded = None if name is None else warm.find_guarded(fixed, tensors)
+    if guarded is not None:
+        blocks = new_tuple(Blocks, (rows, keys, new_tuple(BlockLists, lists), None)) if has_lists else None
+        read = tuple([captured[place] for place in guarded.known]) if guarded.known else ()
+        results: tuple[Tensor, Tensor] = guarded.run(new_tuple(FlexInputs, (q, k, v, read, (), blocks)))
         return results
     call = FlexCall(*arguments)
-    key = None if name is None else warm.make_key((name, fixed), (q, k, v), (*mask[2:6], *captured))
+    key = None if name is None else warm.make_key(fixed, (q, k, v), (*mask[2:6], *captured))
     prepared, run = warm.find(key), None
     if prepared is not None:
         inputs = _inputs_of(prepared.functions, call, backward=False)
@@ -113,8 +113,8 @@ def _forward(active: Policy, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor
             return None
         functions, inputs, run = found
         prepared = warm.keep(key, functions, inputs.numbers, run)
-    if are_aligned and not inputs.numbers:
-        warm.keep_latest(name, fixed, tensors, run, prepared.functions.printed.tensors)
+    if not inputs.numbers:
+        warm.guard(fixed, tensors, run, prepared.functions.printed.tensors)
     out, lse = run(inputs)
     return out, lse
 
@@ -205,7 +205,7 @@ def _backward_key(active: Policy, call: FlexBackwardCall, dout: Tensor) -> Hasha
     name = warm.name_of(call.fw_graph, mask[-1])
     wanted = tuple([isinstance(x, Tensor) and x.requires_grad for x in own])
     backends = options.get("BACKEND"), options.get("OUTPUT_MAX")
-    fixed = name, active, warm.state(), mask[-3], mask[-2], type(call.scale), call.scale, wanted, *backends
+    fixed = name, active, mask[-3], mask[-2], type(call.scale), call.scale, wanted, *backends
     aligned = *call[:5], dout, call.grad_logsumexp
     return None if name is None else warm.make_key(fixed, aligned, (*mask[2:10], *own, *others))
 

@@ -6,7 +6,7 @@ graphs, a compiled call's as C++. No tensor and no graph is kept alive. Captured
 since only the prepared functions say which they are.
 
 Reading all that costs Python half of a warm call. So a call is first compared with the latest calls of its functions
-by Dynamo's guards, which compare tensors in C++ (``find_latest``).
+by PyTorch's guards, as in ``dispatch/call_cache.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
@@ -61,19 +60,14 @@ def name_of(score_mod: Any, mask_mod: Any) -> Hashable:
     return (weakref.ref(score_mod), weakref.ref(mask_mod)) if is_graph(score_mod) and is_graph(mask_mod) else None
 
 
-def state() -> tuple[Any, ...]:
-    """Return the state outside of the arguments that decides how a call is computed."""
-    return _context(), None if _are_unset() else settings.values()
-
-
 def make_key(fixed: Hashable, aligned: Iterable[Tensor | None], others: Iterable[Any]) -> Hashable:
     """Return a key.
 
-    fixed: the functions, ``state`` and options; aligned: tensors whose alignment matters
+    fixed: the functions and options; aligned: tensors whose alignment matters
     others: lists of blocks, captured tensors and numbers
     """
     return (
-        fixed,
+        fixed, _context(), _are_unset() or settings.values(),
         tuple([
             None if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() & 15)
             for x in aligned
@@ -85,65 +79,29 @@ def make_key(fixed: Hashable, aligned: Iterable[Tensor | None], others: Iterable
     )  # fmt: skip
 
 
-# ---- The latest calls
+# ---- Guards
 
 
-class Latest(NamedTuple):
-    """A call that may come again.
+class Guarded(NamedTuple):
+    """What is kept for calls that a guard finds. known: what else their caller needs to know"""
 
-    fixed: everything that is compared besides tensors
-    is_like: Dynamo's comparison with the call's tensors: types, shapes, strides, dtypes, devices and dispatch keys
-    known: what the caller of ``keep_latest`` knows of the call besides its run
-    """
-
-    fixed: tuple[Any, ...]
-    is_like: Callable[..., bool]
     run: Callable[..., Any]
     known: Any
 
 
-_MOST_LATEST, _MOST_NAMES = 4, 1024
-_latest: dict[Hashable, tuple[Latest, ...]] = {}  # by the functions; () where Dynamo cannot compare their tensors
-_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_guards: call_cache.Guards = {}
 
 
-def find_latest(name: Hashable, fixed: tuple[Any, ...], tensors: Sequence[Tensor]) -> Latest | None:
-    """Return one of the latest calls that a call equals in all but values; None if there is none.
+def find_guarded(fixed: Hashable, tensors: Sequence[Any]) -> Guarded | None:
+    """Return what was kept for a call like this one in all but values, or None.
 
-    name: its functions; fixed: what is compared, with the number of tensors, besides tensors; tensors: in any order,
-    without None. The caller compares alignment: ``keep_latest`` keeps only calls of aligned tensors
+    fixed: the functions and options; tensors: all tensors of the call, with None for those that are missing
     """
-    for each in _latest.get(name, ()):
-        if each.fixed == fixed and each.is_like(*tensors):
-            return each
-    return None
+    found: Guarded | None = call_cache.find_guarded(_guards, fixed, tensors)
+    return found
 
 
-def keep_latest(
-    name: Hashable, fixed: tuple[Any, ...], tensors: Sequence[Any], run: Callable[..., Any], known: Any
-) -> None:
-    """Let ``find_latest`` find calls like this one, if Dynamo can compare its tensors."""
-    older = _latest.get(name)
-    if older == ():
-        return
-    guard = _guard_of(tensors)
-    new = () if guard is None else (Latest(fixed, guard, run, known), *(older or ())[: _MOST_LATEST - 1])
-    _latest.pop(name, None)
-    call_cache.keep(_latest, name, new, _MOST_NAMES)
-
-
-def _guard_of(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """Return a comparison of other tensors with these, which it does not keep; None for tensors that Dynamo refuses."""
-    if _Guards is None or not all(isinstance(x, Tensor) and type(x) in PLAIN for x in tensors):
-        return None
-    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    is_like: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return is_like if is_like(*tensors) else None  # no tensors are like these if one of these is there twice
-
-
-def are_aligned(*tensors: Tensor) -> bool:
-    """Return whether the addresses of tensors are multiples of 16."""
-    addresses = 0
-    for tensor in tensors:
-        addresses |= tensor.data_ptr()
-    return not addresses & 15
+def guard(fixed: Hashable, tensors: Sequence[Any], run: Callable[..., Any], known: Any) -> None:
+    """Let ``find_guarded`` find calls like this one, if PyTorch's guards can compare its tensors."""
+    if all(x is None or type(x) in PLAIN for x in tensors):
+        call_cache.add_guard(_guards, fixed, tensors, Guarded(run, known))

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flash_attn_compat.torch_flex import launch, warm
+from flash_attn_compat.torch_flex import functions, inductor, launch, warm
+from flash_attn_compat.torch_flex.calls import FlexCall, lists_of, sizes_of
 
 import torch._higher_order_ops.flex_attention  # isort: skip
 
@@ -129,5 +130,62 @@ def assert_close(found: Answer, right: Answer, dtype: torch.dtype) -> None:
 
 def forget_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start without prepared calls, which launch the kernels of the GPU or emulator for which they were prepared."""
-    for module, name in ((launch, "_runs"), (warm, "_prepared"), (warm, "_latest")):
+    for module, name in ((launch, "_runs"), (warm, "_prepared"), (warm, "_guards")):
         monkeypatch.setattr(module, name, {})
+
+
+# ---- Warm calls: what may change between two calls of the same functions
+
+
+def warm_call(**changed: Any) -> tuple[Any, ...]:
+    """Return the operator's arguments, all of them with the graphs SCORE and MASK. changed: some other arguments"""
+    q, k, v = changed.pop("qkv", None) or tensors(rows=40, keys=40)
+    table = changed.pop("table", None)
+    table = torch.arange(200.0).view(4, 50) if table is None else table
+    mask = changed.pop("mask", None) or make_mask(causal, q, k)
+    lists = (*mask.as_tuple()[:-1], MASK)
+    scale, options, limit = changed.get("scale", 0.125), changed.get("options", {}), changed.get("limit", 30)
+    return q, k, v, SCORE, lists, scale, options, (table,), (limit,) if "limit" in changed else (torch.tensor(30),)
+
+
+SCORE = torch.fx.symbolic_trace(lambda score, b, h, q, kv, table: score + table[h, kv] * 0.01)
+MASK = torch.fx.symbolic_trace(lambda b, h, q, kv, limit: (q >= kv) & (kv < limit))
+CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "numbers in tensors": lambda: {"table": torch.randn(4, 50)},
+    "a captured tensor's dtype": lambda: {"table": torch.randn(4, 50).half()},
+    "a captured tensor's shape": lambda: {"table": torch.randn(4, 70)},
+    "a captured tensor's strides": lambda: {"table": torch.randn(50, 4).T},
+    "a captured integer for a tensor": lambda: {"limit": 20},
+    "another captured integer": lambda: {"limit": 25},
+    "lists of blocks": lambda: masked(lambda b, h, q, kv: (q >= kv) & (q < 16)),
+    "the size of blocks": lambda: masked(block=64),
+    "heads of the BlockMask": lambda: masked(per_head=True),
+    "the length": lambda: {"qkv": tensors(rows=24, keys=48)},
+    "strides of q, k and v": lambda: {"qkv": [x.contiguous() for x in tensors(rows=40, keys=40)]},
+    "alignment": lambda: {"qkv": [shifted(x) for x in tensors(rows=40, keys=40)]},
+    "the scale": lambda: {"scale": 0.5},
+}  # fmt: skip
+
+
+def masked(mask_mod: Mod = causal, **options: Any) -> dict[str, Any]:
+    return {"mask": make_mask(mask_mod, *tensors(rows=40, keys=40)[:2], **options)}
+
+
+def shifted(x: Tensor) -> Tensor:
+    """A copy whose memory begins 2 bytes after a multiple of 16."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype)[1:]
+    return memory.view(x.shape).copy_(x)
+
+
+def call_eagerly(*arguments: Any) -> Any:
+    return OPERATOR.py_kernels[DispatchKey.CPU](*arguments)
+
+
+def call_as_compiled(*arguments: Any) -> Any:
+    """Call the operator that a graph of inductor calls."""
+    call = FlexCall(*arguments)
+    found = functions.find(call, backward=False)
+    assert not isinstance(found, str)
+    captured = [[call.captured[place] for place in places] for places in functions.positions(found)]
+    rest = *lists_of(call.block_mask)[:4], *captured, *sizes_of(call.block_mask), call.scale, functions.dump(found)
+    return getattr(getattr(torch.ops, inductor._NAMESPACE), inductor.FORWARD)(*call[:3], *rest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch.torch_version import TorchVersion
 from flash_attn_compat import backend_counts, explain, reset_backend_counts, settings
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.torch_flex import functions, graphs, inductor, operator, override
-from flash_attn_compat.torch_flex.calls import FlexBackwardCall, FlexCall, lists_of, sizes_of
+from flash_attn_compat.torch_flex.calls import FlexBackwardCall, FlexCall
 from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
 from tests.flex.calls import OPERATOR, Answer, causal, make_mask, softcap, tensors
@@ -226,65 +225,11 @@ def test_a_warm_call_neither_traces_nor_prepares(served: LaunchRecord, monkeypat
 # ---- Warm calls: what changes between two calls of the same functions
 
 
-def warm_call(**changed: Any) -> tuple[Any, ...]:
-    """Return the operator's arguments; each test that changes some of them shares the graphs SCORE and MASK."""
-    q, k, v = changed.pop("qkv", None) or tensors(rows=40, keys=40)
-    table = changed.pop("table", None)
-    table = torch.arange(200.0).view(4, 50) if table is None else table
-    mask = changed.pop("mask", None) or make_mask(causal, q, k)
-    lists = (*mask.as_tuple()[:-1], MASK)
-    scale, options, limit = changed.get("scale", 0.125), changed.get("options", {}), changed.get("limit", 30)
-    return q, k, v, SCORE, lists, scale, options, (table,), (limit,) if "limit" in changed else (torch.tensor(30),)
-
-
-SCORE = torch.fx.symbolic_trace(lambda score, b, h, q, kv, table: score + table[h, kv] * 0.01)
-MASK = torch.fx.symbolic_trace(lambda b, h, q, kv, limit: (q >= kv) & (kv < limit))
-CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
-    "numbers in tensors": lambda: {"table": torch.randn(4, 50)},
-    "a captured tensor's dtype": lambda: {"table": torch.randn(4, 50).half()},
-    "a captured tensor's shape": lambda: {"table": torch.randn(4, 70)},
-    "a captured tensor's strides": lambda: {"table": torch.randn(50, 4).T},
-    "a captured integer for a tensor": lambda: {"limit": 20},
-    "another captured integer": lambda: {"limit": 25},
-    "lists of blocks": lambda: masked(lambda b, h, q, kv: (q >= kv) & (q < 16)),
-    "the size of blocks": lambda: masked(block=64),
-    "heads of the BlockMask": lambda: masked(per_head=True),
-    "the length": lambda: {"qkv": tensors(rows=24, keys=48)},
-    "strides of q, k and v": lambda: {"qkv": [x.contiguous() for x in tensors(rows=40, keys=40)]},
-    "alignment": lambda: {"qkv": [shifted(x) for x in tensors(rows=40, keys=40)]},
-    "the scale": lambda: {"scale": 0.5},
-}  # fmt: skip
-
-
-def masked(mask_mod: calls.Mod = causal, **options: Any) -> dict[str, Any]:
-    return {"mask": make_mask(mask_mod, *tensors(rows=40, keys=40)[:2], **options)}
-
-
-def shifted(x: Tensor) -> Tensor:
-    """A copy whose memory begins 2 bytes after a multiple of 16."""
-    memory = torch.empty(x.numel() + 1, dtype=x.dtype)[1:]
-    return memory.view(x.shape).copy_(x)
-
-
-def call_eagerly(*arguments: Any) -> Any:
-    return OPERATOR.py_kernels[DispatchKey.CPU](*arguments)
-
-
-def call_as_compiled(*arguments: Any) -> Any:
-    """Call the operator that a graph of inductor calls."""
-    call = FlexCall(*arguments)
-    found = functions.find(call, backward=False)
-    assert not isinstance(found, str)
-    captured = [[call.captured[place] for place in places] for places in functions.positions(found)]
-    rest = *lists_of(call.block_mask)[:4], *captured, *sizes_of(call.block_mask), call.scale, functions.dump(found)
-    return getattr(getattr(torch.ops, inductor._NAMESPACE), inductor.FORWARD)(*call[:3], *rest)
-
-
-@pytest.mark.parametrize("kernel", [call_eagerly, call_as_compiled])
+@pytest.mark.parametrize("kernel", [calls.call_eagerly, calls.call_as_compiled])
 def test_whatever_changes_in_a_warm_call_gets_its_own_answer(kernel: Any, served: LaunchRecord) -> None:
     with torch.no_grad():
-        for name, change in [*CHANGES.items(), *CHANGES.items()]:
-            for arguments in (warm_call(), warm_call(**change())):
+        for name, change in [*calls.CHANGES.items(), *calls.CHANGES.items()]:
+            for arguments in (calls.warm_call(), calls.warm_call(**change())):
                 before, found = len(served.seen), Answer(*kernel(*arguments)[:2])
                 assert len(served.seen) == before + 1, name
                 wide = (x.float() for x in arguments[:3])
@@ -295,16 +240,16 @@ def test_a_lazily_negated_view_is_refused_behind_warm_calls_of_its_shape(served:
     kernel, (q, k, v) = OPERATOR.py_kernels[DispatchKey.CPU], tensors(rows=40, keys=40)
     for changed in ({"qkv": [torch._neg_view(q), k, v]}, {"table": torch._neg_view(torch.randn(4, 50))}):
         with torch.no_grad():
-            kernel(*warm_call())
+            kernel(*calls.warm_call())
             with pytest.raises(RuntimeError, match="must not be a lazily negated view"):
-                kernel(*warm_call(**changed))
+                kernel(*calls.warm_call(**changed))
 
 
 @pytest.mark.parametrize("change", ["switch", "variable", "backend", "max_scores"])
 def test_a_warm_call_follows_the_switch_the_settings_and_the_options(
     change: str, served: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel, arguments, policy = OPERATOR.py_kernels[DispatchKey.CPU], warm_call(), override.active_policy()
+    kernel, arguments, policy = OPERATOR.py_kernels[DispatchKey.CPU], calls.warm_call(), override.active_policy()
     assert policy is not None
     with torch.no_grad():
         for _ in range(3):
@@ -315,7 +260,7 @@ def test_a_warm_call_follows_the_switch_the_settings_and_the_options(
                 override.release(policy)
             if change == "variable":
                 patches.setenv(settings.FUSED, "0")
-            kernel(*warm_call(options=options))
+            kernel(*calls.warm_call(options=options))
             assert len(served.seen) == count
         if change == "switch":
             override.acquire(policy)
@@ -325,7 +270,7 @@ def test_a_warm_call_follows_the_switch_the_settings_and_the_options(
 
 def test_a_warm_backward_follows_what_wants_a_gradient_and_deterministic_mode(recorded: LaunchRecord) -> None:
     policy, forward = override.active_policy(), OPERATOR.py_kernels[DispatchKey.CPU]
-    q, k, v, score, *rest = warm_call()
+    q, k, v, score, *rest = calls.warm_call()
     table = rest[3][0]
     assert policy is not None
 
@@ -351,7 +296,7 @@ def test_a_warm_backward_follows_what_wants_a_gradient_and_deterministic_mode(re
 def test_prepared_calls_keep_no_tensors_and_no_graphs_alive(recorded: LaunchRecord) -> None:
     def run() -> list[weakref.ref[Any]]:
         score = torch.fx.symbolic_trace(lambda score, b, h, q, kv, table: score + table[h, kv])
-        given = warm_call()
+        given = calls.warm_call()
         given = (*given[:3], score, *given[4:])
         with torch.no_grad():
             out, lse = [OPERATOR.py_kernels[DispatchKey.CPU](*given) for _ in range(3)][-1][:2]
