@@ -72,6 +72,18 @@ def test_out_and_gradients_have_pytorchs_strides(order: tuple[int, ...], served:
     calls.assert_close(found, right, HALF)
 
 
+def test_the_gradient_of_the_lse_may_be_a_part_of_a_larger_tensor(served: LaunchRecord) -> None:
+    def gradients(lse: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(torch.cat([lse, torch.zeros_like(lse)], -1).sin().sum(), leaves[:2])
+
+    leaves, wide = ([x.to(dtype).requires_grad_() for x in tensors(rows=40)] for dtype in (HALF, torch.float32))
+    found = gradients(torch.compile(calls.of_operator(leaves), backend="eager")(*leaves)[1], leaves)
+    right = gradients(calls.COMPOSED(*wide, calls.identity, *calls.rest_of(wide), {}, (), ())[1], wide)
+    assert served.entries == BACKWARD
+    for x, y in zip(found, right):
+        torch.testing.assert_close(x.float(), y, rtol=4e-3, atol=2e-3 * y.abs().max().item())
+
+
 def test_values_of_another_head_dim_and_keys_of_one_batch(served: LaunchRecord) -> None:
     q, k, v = tensors(2, dim=64, dim_v=32)
     qkv = q, k[:1], v[:1]

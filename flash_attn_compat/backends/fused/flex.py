@@ -278,7 +278,8 @@ def prepare_backward(mods: Mods, inputs: FlexInputs, scale: float, upstream: Fle
     gradients = {f"gradient_{i}": _zeros_like(inputs.captured[at]) for i, at in enumerate(mods.gradients)}
     names, others = _addresses(inputs, backward=True)
     names, others = [*names, *gradients], [*others, *gradients.values()]
-    results = {"dout": dout, "out": out, "lse": upstream.lse, "dlse": upstream.dlse}
+    lse, dlse = (x if x is None else x.contiguous() for x in (upstream.lse, upstream.dlse))
+    results = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
     plan = plan.load(others={**results, **dict(zip(names, others))})
 
     def run(inputs: FlexInputs, upstream: FlexUpstream) -> tuple[Tensor, ...]:
