@@ -218,6 +218,7 @@ OPTIONS: dict[str, Function] = {
     "a cast to int and back": lambda x: x.clamp(-100, 100).nan_to_num(0.0).int().float(),
     "a cast to bool": lambda x: x.bool(),
     "a logarithm of a tanh of something small": lambda x: torch.log(8 * torch.tanh((x * 1e-9) / 3.0)),
+    "a rounded quotient of a tanh": lambda x: torch.div(torch.tanh(x / -3.0), 0.5, rounding_mode="floor"),
     "a mask beside True and False": lambda x: torch.where((x > 1) == True, x < 3, False),  # noqa: E712
     "integers": lambda x: (x.clamp(-100, 100).nan_to_num(0.0).int() * 7) // 3 % 5,
 }  # fmt: skip

@@ -44,7 +44,7 @@ def _keeps_error(user: Node) -> bool:
 def _factor(x: Any) -> float | None:
     """Return the absolute value of the number by which a node multiplies its argument; None for other nodes."""
     name = name_of(x) if isinstance(x, Node) else ""
-    if name not in ("mul", "div"):
+    if name not in ("mul", "div") or x.kwargs:  # a quotient that is rounded jumps
         return None
     number = x.args[1]
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not number:
