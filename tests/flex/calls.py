@@ -158,13 +158,24 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
     "a captured integer for a tensor": lambda: {"limit": 20},
     "another captured integer": lambda: {"limit": 25},
     "lists of blocks": lambda: masked(lambda b, h, q, kv: (q >= kv) & (q < 16)),
-    "the size of blocks": lambda: masked(block=64),
+    "the size of blocks": lambda: in_blocks_of(64),
     "heads of the BlockMask": lambda: masked(per_head=True),
     "the length": lambda: {"qkv": tensors(rows=24, keys=48)},
     "strides of q, k and v": lambda: {"qkv": [x.contiguous() for x in tensors(rows=40, keys=40)]},
     "alignment": lambda: {"qkv": [shifted(x) for x in tensors(rows=40, keys=40)]},
     "the scale": lambda: {"scale": 0.5},
 }  # fmt: skip
+
+
+# Of these changes the call before is another than ``warm_call()``.
+BEFORE: dict[str, Callable[[], dict[str, Any]]] = {"the size of blocks": lambda: in_blocks_of(48)}
+
+
+def in_blocks_of(size: int) -> dict[str, Any]:
+    """Return arguments whose lists have the same shapes with blocks of 48 as of 64, and other blocks."""
+    q, k, v = tensors(rows=70, keys=70)
+    mask = make_mask(lambda b, h, q, kv: (q >= kv) & (kv < 60), q, k, block=size)
+    return {"qkv": (q, k, v), "mask": mask, "table": torch.randn(4, 80), "limit": torch.tensor(60)}
 
 
 def masked(mask_mod: Mod = causal, **options: Any) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def test_a_warm_call_neither_traces_nor_prepares(served: LaunchRecord, monkeypat
 def test_whatever_changes_in_a_warm_call_gets_its_own_answer(kernel: Any, served: LaunchRecord) -> None:
     with torch.no_grad():
         for name, change in [*calls.CHANGES.items(), *calls.CHANGES.items()]:
-            for arguments in (calls.warm_call(), calls.warm_call(**change())):
+            for arguments in (calls.warm_call(**calls.BEFORE.get(name, dict)()), calls.warm_call(**change())):
                 before, found = len(served.seen), Answer(*kernel(*arguments)[:2])
                 assert len(served.seen) == before + 1, name
                 wide = (x.float() for x in arguments[:3])
