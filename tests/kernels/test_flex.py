@@ -303,11 +303,13 @@ def test_calls_that_no_kernel_serves_are_declined_with_a_reason(monkeypatch: pyt
     fused_on_cpu.record(monkeypatch)
     inputs = make_inputs(BOTH, USUAL, torch.float16)
     blocks = blocks_of(BOTH, inputs.captured, USUAL.scores, (16, 16))
+    far = torch.empty_strided((2, 1, 1, 1), (2**31, 1, 1, 1), dtype=torch.int32, device="meta")
     for reason, changed in {
         "all be fp16": inputs._replace(q=inputs.q.float()),
         "multiples of 16": inputs._replace(blocks=blocks._replace(rows=24)),
         "captured tensor of torch.float64": inputs._replace(captured=(torch.ones(2).double(),)),
         "more than 16": inputs._replace(captured=(torch.ones(2),) * 17),
+        "lists of a BlockMask with": inputs._replace(blocks=Blocks(128, 128, BlockLists(far[..., 0], far))),
     }.items():  # fmt: skip
         assert reason in (small_blocks.decline_reason(BOTH.mods, changed, False) or "")
 

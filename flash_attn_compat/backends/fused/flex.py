@@ -156,6 +156,9 @@ def decline_reason(mods: Mods, inputs: FlexInputs, backward: bool) -> str | None
             return f"a captured tensor of {x.dtype} and shape {tuple(x.shape)}"
         if max((*x.stride(), *x.shape), default=0) > _MAX_INT:
             return "a captured tensor with a stride above 2^31"
+    lists = [x for pair in _lists(inputs.blocks, True).values() for x in pair if x is not None]
+    if any(layouts.effective_stride(x, axis) > _MAX_INT for x in lists for axis in range(x.dim())):
+        return "lists of a BlockMask with a stride above 2^31"
     if inputs.blocks is not None and max(q.shape[2], k.shape[2]) > _MAX_BLOCK < max(inputs.blocks[:2]):
         return f"blocks of more than {_MAX_BLOCK:,} queries or keys over longer sequences"
     if max(q.shape[2], k.shape[2]) > MOST_INDEX:
