@@ -17,6 +17,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -173,7 +174,15 @@ def _make_matcher(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 @functools.cache
 def _guards_are_exact() -> bool:
-    """Whether PyTorch's guards tell apart all that cache keys tell apart. Their class is private, and may change."""
+    """Whether PyTorch's guards tell apart all that cache keys tell apart. Their class is private, and may change.
+
+    Tried in a new thread: inside a compiled graph PyTorch excludes autocast, which then changes nothing for guards.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_try_guards).result()
+
+
+def _try_guards() -> bool:
     try:
         tensor, second = (torch.zeros(2, 2, 3, dtype=torch.float32, device="cpu") for _ in range(2))
         others = (
