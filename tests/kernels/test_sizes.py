@@ -418,7 +418,7 @@ CAUSAL, WINDOW = {"causal": True}, {"causal": True, "window_size": (4096, 0)}
         (2048, 64, "float16", {}, BOTH), (2048, 64, "bfloat16", {}, BOTH),
         (2048, 40, "float16", {}, {"forward"}), (2047, 64, "float16", {}, set()),
         (2048, 32, "float16", {}, {"forward"}), (2048, 32, "bfloat16", {}, set()),
-        (2048, 80, "float16", {}, set()), (8191, 64, "float16", CAUSAL, set()),
+        (2048, 80, "float16", {}, {"dkdv"}), (2048, 80, "bfloat16", {}, set()), (8191, 64, "float16", CAUSAL, set()),
         (8192, 32, "float16", CAUSAL, {"forward"}), (8192, 64, "float16", CAUSAL, {"forward"}),
         (8192, 80, "float16", CAUSAL, set()), (8192, 64, "bfloat16", CAUSAL, set()),
         (8192, 64, "float16", WINDOW, set()),

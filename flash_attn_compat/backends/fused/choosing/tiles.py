@@ -138,7 +138,7 @@ TURING: dict[str, dict[int, Row]] = {
             few_keys(96): _K_SHARED,
             few_keys(128): _K_SHARED._replace(streamed_rows=64),
         },
-        80: _backward(Tile(32, 4, 1, 2), Tile(32, 4, 1, 2)),
+        80: _backward(Tile(32, 4, 1, 2), Tile(32, 4, 1, 2), long_fp16=Tile(32, 8, 1, 1, stages=3)),
         96: _backward(Tile(32, 8, 1, 1, stages=3), Tile(32, 4, 1, 2))
         | {few_keys(64): Tile(32, 4, 1, 2, qk_in_regs=False, ds_over_q=True)},
         112: _backward(
