@@ -31,14 +31,14 @@ struct Operands {
 #include "gradients/few_keys.cuh"
 #include "gradients/stages.cuh"
 
-DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk) {
-  const StationaryTile keys(p, blockIdx.x + p.zero);
+DEVICE void write_dk(const Params &p, Block &block, GradientQK &dk, const StationaryTile &known) {
+  const StationaryTile keys(p, blockIdx.x + p.zero, &known);
   const Exponents e(p, keys.b, keys.head);
   block.write(dk, -(P_SHIFT + e.v + e.dout + e.q), p.softmax_scale, keys.of(p.dk, p.dk_s), p.dk_s.row, keys.left,
               p.head_dim, true);
 }
-DEVICE void write_dv(const Params &p, Block &block, GradientVO &dv) {
-  const StationaryTile keys(p, blockIdx.x + p.zero);
+DEVICE void write_dv(const Params &p, Block &block, GradientVO &dv, const StationaryTile &known) {
+  const StationaryTile keys(p, blockIdx.x + p.zero, &known);
   const Exponents e(p, keys.b, keys.head);
   const float scale = (DROPOUT ? p.dropout_scale : 1.f) * (SOFTCAP ? 0.25f : 1.f);
   block.write(dv, -(P_SHIFT + e.dout), scale, keys.of(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
@@ -55,9 +55,9 @@ template <int C> DEVICE void add_part(float (&c)[C][MMA_M][4], const float4 *par
 }
 // Adds up the gradients of a tile's splits, in order. Returns true in the block that arrives last, which then holds the
 // sums, and false in the others.
-DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
+DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv, const StationaryTile &known) {
   if (p.splits == 1) return true;
-  const StationaryTile keys(p, blockIdx.x + p.zero);
+  const StationaryTile keys(p, blockIdx.x + p.zero, &known);
   constexpr int OF_DK = sizeof(GradientQK) / 16 * THREADS,
                 BOTH = OF_DK + sizeof(GradientVO) / 16 * THREADS;   // float4s of a split: dk, then dv
   const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
@@ -71,9 +71,9 @@ DEVICE bool add_splits(const Params &p, GradientQK &dk, GradientVO &dv) {
 }
 
 // The same for ROLES, where a warp holds only dk or only dv.
-DEVICE bool add_splits(const Params &p, GradientQK &grad) {
+DEVICE bool add_splits(const Params &p, GradientQK &grad, const StationaryTile &known) {
   if (p.splits == 1) return true;
-  const StationaryTile keys(p, blockIdx.x + p.zero);
+  const StationaryTile keys(p, blockIdx.x + p.zero, &known);
   constexpr int SIZE = sizeof(GradientQK) / 16 * THREADS;
   const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
   float4 *parts = (float4 *)p.parts + tile * p.splits * SIZE + threadIdx.x;
@@ -139,9 +139,9 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
   GradientVO unused;
   set_zero(grad);
   staged_loop(block, p, keys, queries, grad, unused);
-  if (!add_splits(p, grad)) return;
-  if (side_of(threadIdx.x)) write_dk(p, block, grad);
-  else write_dv(p, block, grad);
+  if (!add_splits(p, grad, keys)) return;
+  if (side_of(threadIdx.x)) write_dk(p, block, grad, keys);
+  else write_dv(p, block, grad, keys);
 #else
   block.keep_stationary<QK_IN_REGS, D>(block.stationary_qk, 0, k, e.k);
   block.keep_stationary<VO_IN_REGS, DV>(block.stationary_vo, STATIONARY_VO_AT, v, e.v);
@@ -158,8 +158,8 @@ KERNEL(THREADS, MIN_BLOCKS) dkdv(const Params p) {
 #else
   block.main_loop(p, keys, queries, dk, dv);
 #endif
-  if (!add_splits(p, dk, dv)) return;
-  write_dv(p, block, dv);
-  write_dk(p, block, dk);
+  if (!add_splits(p, dk, dv, keys)) return;
+  write_dv(p, block, dv, keys);
+  write_dk(p, block, dk, keys);
 #endif
 }

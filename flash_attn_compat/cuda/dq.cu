@@ -97,7 +97,7 @@ KERNEL(THREADS, MIN_BLOCKS) dq(const Params p) {
   block.main_loop(p, queries, keys, dq, unused);
 #endif
   block.write_captured();
-  const StationaryTile again(p, blockIdx.x + p.zero);
+  const StationaryTile again(p, blockIdx.x + p.zero, &queries);
   const Exponents same(p, again.b, again.head_k(p));
   block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.of(p.dq, p.dq_s), p.dq_s.row,
               again.left, p.head_dim, true);

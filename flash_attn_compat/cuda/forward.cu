@@ -88,6 +88,17 @@ template <class F> DEVICE void accumulate(float (&O)[OUT_BLOCKS][MMA_M][4], cons
   }
 }
 
+#if FLEX == 2
+typedef ListLengths<FLEX_BLOCK_Q, STATIONARY_ROWS, true> Lengths;
+DEVICE bool are_ranked(const Params &p) { return Lengths::are_ranked(p, KV_LISTS); }
+DEVICE int place_of(const Params &p, bool is_ranked, int rank, int b, int head) {
+  return is_ranked ? Lengths(p, KV_LISTS, b, head).place_of(rank) : rank;
+}
+#else
+DEVICE bool are_ranked(const Params &p) { return false; }
+DEVICE int place_of(const Params &p, bool is_ranked, int rank, int b, int head) { return rank; }
+#endif
+
 KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -96,10 +107,12 @@ KERNEL(THREADS, MIN_BLOCKS) forward(const Params p) {
   const int warp = (KEY_GROUPS ? group.warp() : thread >> 5) / SPLIT_WARPS,
             side = SPLIT_K ? thread >> 5 & SPLIT_WARPS - 1 : 0;
   // Blocks start with the last tiles (VarlenTile with LAST_FIRST): under a causal mask these see most keys.
-  const TileScheduler scheduled(p, blockIdx.x, p.tiles * p.splits);
+  const bool is_ranked = are_ranked(p);
+  const TileScheduler scheduled(p, blockIdx.x, p.tiles * p.splits, is_ranked);
   const int head = scheduled.batch_head % p.nheads, head_k = head / p.group, split = scheduled.tile % p.splits;
-  const VarlenTile<STATIONARY_ROWS, true> varlen(p, p.cu_seqlens_q, p.total_q, scheduled.batch_head / p.nheads,
-                                                 scheduled.tile / p.splits);
+  const VarlenTile<STATIONARY_ROWS, true> varlen(
+      p, p.cu_seqlens_q, p.total_q, scheduled.batch_head / p.nheads,
+      place_of(p, is_ranked, scheduled.tile / p.splits, scheduled.batch_head / p.nheads, head));
   const int tile = varlen.tile, b = varlen.b;
   if (b == p.batch) {
     mark_missing_rows(p, head, p.tiles * STATIONARY_ROWS, scheduled.tile, p.tiles * p.splits);

@@ -193,4 +193,9 @@ template <class T> inline T __shfl_xor_sync(u32 mask, T x, int other) { return _
 inline bool __any_sync(u32, bool x) { return emulator::any_lane(x); }
 inline bool __all_sync(u32, bool x) { return !emulator::any_lane(!x); }
 inline u32 __ballot_sync(u32, bool x) { return emulator::ballot(x); }
+inline int __popc(u32 x) {
+  int bits = 0;
+  for (; x; x &= x - 1) bits++;
+  return bits;
+}
 inline int __ffs(u32 x) { return __builtin_ffs(x); }

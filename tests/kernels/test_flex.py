@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from flash_attn_compat.backends.fused import flex, small_blocks
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.backends.fused.choosing.kinds import Kind, Sizes
 from flash_attn_compat.backends.fused.flex import BlockLists, Blocks, FlexInputs, FlexUpstream, Mods
-from flash_attn_compat.backends.fused.launching import layouts
+from flash_attn_compat.backends.fused.launching import calls, layouts, params
 from tests.forms import plain as plain_tests
 from tests.kernels import emulate, fused_on_cpu, offline
 
@@ -261,6 +262,141 @@ def test_a_large_copied_unaligned_call_matches_the_formula(monkeypatch: pytest.M
     fused_on_cpu.emulate(monkeypatch)
     monkeypatch.setattr(layouts, "MAX_SCALAR_LOADS", 0)
     check(BOTH, SHAPES["unaligned"])
+
+
+# Block i writes the tile that it takes, counted over all heads.
+ORDER = """
+#include "scores/flex.cuh"
+KERNEL(32, 1) order(const Params p) {
+  typedef ListLengths<64, 64, false> Lengths;
+  const bool is_ranked = Lengths::are_ranked(p, KV_LISTS);
+  const TileScheduler scheduled(p, blockIdx.x, p.tiles, is_ranked);
+  const int b = scheduled.batch_head / p.nheads, h = scheduled.batch_head % p.nheads;
+  const int place = is_ranked ? Lengths(p, KV_LISTS, b, h).place_of(scheduled.tile) : scheduled.tile;
+  if (threadIdx.x == 0) global_store(p.counters + blockIdx.x, scheduled.batch_head * p.tiles + place);
+}
+"""
+
+
+def order_of(num: Tensor, full_num: Tensor, folder: Path, resident: int = 1) -> list[int]:
+    """Return the tile of each block, counted over all heads. num, full_num: (batch, heads, tiles)"""
+    (batch, heads, tiles), source = num.shape, folder / "order.cu"
+    source.write_text(ORDER)
+    macros = {"FLEX": 2, "FLEX_BLOCK_Q": 64, "FLEX_BLOCK_K": 64}
+    kernel = emulate.compile_kernel(source, "order", macros, CASES["causal"].mods.text)
+    fields: dict[str, params.Value] = {"tiles": tiles, "nheads": heads, "resident": resident}
+    for name, x in (("kv", num), ("full_kv", full_num)):
+        fields |= {f"{name}_num": x.data_ptr(), f"{name}_list": (*x.stride(), 0, 0, 0, 0, tiles, 1000)}
+    found = torch.empty(batch * heads * tiles, dtype=torch.int32)
+    head = params.head_struct(["counters"]).pack(found.data_ptr(), 0)
+    kernel.launch(head + params.pack_rest(fields, True), len(found), 32, 0, (found, num, full_num))
+    return found.tolist()
+
+
+def test_tiles_with_the_longest_lists_of_all_heads_start_first(tmp_path: Path) -> None:
+    """Four tiles of a head are neighbours. Of lists that differ by less than an eighth, the first starts first."""
+    generator = torch.Generator().manual_seed(1)
+    num, full_num = (torch.randint(0, most, (2, 3, 75), generator=generator).int() for most in (60, 30))
+    num[0, 0, 70], num[1, 2] = 200, 7
+    lengths, expected = (num + full_num).flatten(0, 1).tolist(), []
+    ranked = []
+    for head, of_head in enumerate(lengths):
+        unit = 1 << max(0, max(of_head).bit_length() - 4)
+        ranked.append(sorted(range(head * 75, head * 75 + 75), key=lambda at: -(of_head[at % 75] // unit)))
+    for first in range(0, 75, 4):
+        expected += [tile for of_head in ranked for tile in of_head[first : first + 4]]
+    assert order_of(num, full_num, tmp_path) == expected
+
+
+@pytest.mark.parametrize("tiles", [1, 9, 64, 512, 513])
+def test_garbage_lists_leave_each_tile_one_block(tiles: int, tmp_path: Path) -> None:
+    num, full_num = (torch.randint(-(2**31), 2**31, (2, 1, tiles)).int() for _ in range(2))
+    num[0, 0, ::2] %= 900
+    broadcast = num[:1].expand(2, -1, -1), full_num[:1].expand(2, -1, -1)
+    for lists_of in ((num, full_num), broadcast, (num * 0, full_num * 0)):
+        assert sorted(order_of(*lists_of, tmp_path)) == list(range(2 * tiles))
+
+
+@pytest.mark.parametrize(("tiles", "resident"), [(513, 1), (40, 80)])
+def test_many_tiles_or_blocks_that_all_run_at_once_are_not_ranked(tiles: int, resident: int, tmp_path: Path) -> None:
+    num = torch.arange(2 * tiles, dtype=torch.int32).view(1, 2, tiles)
+    of_heads = torch.arange(2 * tiles).view(2, tiles)
+    expected = of_heads if resident == 1 else of_heads.T
+    assert order_of(num, num, tmp_path, resident=resident) == expected.flatten().tolist()
+
+
+EVEN = {
+    "causal": (range(70, 0, -1), True), "a step": ([5] * 32 + [4] * 38, True), "all equal": ([3] * 70, True),
+    "little longer": ([40] * 32 + [41] * 38, True), "the last of a group": ([5] * 31 + [9] + [5] * 38, False),
+    "the first of a group": ([5] * 32 + [9] + [5] * 37, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_tiles_are_ranked_only_if_a_list_is_longer_than_the_one_before(name: str, tmp_path: Path) -> None:
+    """As causal lists of queries for keys: these start with the first key."""
+    lengths, is_even = EVEN[name]
+    num = torch.tensor(lengths, dtype=torch.int32).expand(1, 3, 70)
+    assert (order_of(num, num * 0, tmp_path) == list(range(210))) is is_even
+
+
+def test_every_kernel_starts_with_the_longest_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """score_mod writes the number of the block that calls it. Six blocks have queries, nine have keys."""
+    fused_on_cpu.emulate(monkeypatch)
+    monkeypatch.setattr(calls, "count_resident", lambda call, variant: 1)
+    written = torch.full((2, 600), -1, dtype=torch.int32)
+    store = "(((int *)f.captured[0])[gridDim.x == 6 ? q : 600 + kv] = (int)blockIdx.x, score)"
+    begins, ends = torch.tensor([[0, 128, 64, 0, 0, 192], [64, 512, 128, 0, 576, 256]])
+    case = Case(
+        store, mask_mod=lambda captured, b, h, q, kv: (begins[q // 64] <= kv) & (kv < ends[q // 64]),
+        captured=lambda: (written,),
+    )  # fmt: skip
+    inputs = make_inputs(case, Shape(1, 1, 384, 576, heads_k=1), torch.float16)
+    inputs = inputs._replace(blocks=blocks_of(case, inputs.captured, (1, 1, 384, 576), (64, 64)))
+    out, lse = flex.prepare(case.mods, inputs, 0.3)(inputs)
+    of_rows = [4, 1, 3, -1, 0, 2]
+    assert written[0, :384:64].tolist() == of_rows
+    written.fill_(-1)
+    upstream = FlexUpstream(out, lse, torch.ones_like(out))
+    flex.prepare_backward(case.mods, inputs, 0.3, upstream)(inputs, upstream)
+    assert written[0, :384:64].tolist() == of_rows
+    assert written[1, :576:64].tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8]
+
+
+UNEVEN = torch.repeat_interleave(torch.arange(6), torch.tensor([1, 200, 2, 65, 40, 22]))  # documents
+UNEVEN_CASE = Case(
+    "score * 0.5f", "0.5f",
+    mask=f"({DOCUMENTS.format('q')} == {DOCUMENTS.format('kv')}) & ((h % 2 == 0) | (q >= kv)) & (q < 310)",
+    score_mod=lambda score, captured, b, h, q, kv: score * 0.5,
+    mask_mod=lambda captured, b, h, q, kv: (captured[0][b, q] == captured[0][b, kv]) & ((h % 2 == 0) | (q >= kv))
+    & (q < 310),
+    captured=lambda: (torch.stack([UNEVEN, UNEVEN.flip(0)]),),
+)  # fmt: skip
+
+
+blocks_of_heads = blocks_of
+
+
+def of_one_head(blocks: Blocks) -> Blocks:
+    """Return the lists of the first head, which then hold for all heads."""
+    assert blocks.of_keys is not None
+    found = (BlockLists(*(x if x is None else x[:, :1] for x in of)) for of in (blocks.of_rows, blocks.of_keys))
+    return Blocks(*blocks[:2], *found)
+
+
+@pytest.mark.parametrize(("broadcast", "size"), [(False, 64), (True, 128)])
+def test_very_uneven_lists_match_the_formula(broadcast: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row's document beside one of 200 rows, rows without keys, lists of each head or of all heads."""
+    fused_on_cpu.emulate(monkeypatch)
+    monkeypatch.setattr(calls, "count_resident", lambda call, variant: 1)
+    case = UNEVEN_CASE
+    if broadcast:
+        case = case._replace(
+            mask=f"{DOCUMENTS.format('q')} == {DOCUMENTS.format('kv')}",
+            mask_mod=lambda captured, b, h, q, kv: captured[0][b, q] == captured[0][b, kv],
+        )
+        monkeypatch.setattr(f"{__name__}.blocks_of", lambda *call: of_one_head(blocks_of_heads(*call)))
+    check(case, Shape(2, 2, 330, 320, heads_k=1), size=(size, size))
 
 
 @pytest.mark.parametrize("size", [128, 16])

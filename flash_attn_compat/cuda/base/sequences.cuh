@@ -33,10 +33,22 @@ DEVICE Sequence find_sequence(const Params &p, int b) {
 // The tile and the batch_head (a head of a sequence) of a block. Under a mask some tiles take longer than others. The
 // longest tiles of several heads start first, so that the blocks that start last are short. Only as many heads are
 // mixed as the GPU runs blocks for at once, since their keys should stay in the L2 cache.
+//
+// With an uneven BlockMask some tiles may take a hundred times as long as others, and ListLengths (flex.cuh) ranks the
+// tiles of a head. All heads' first RANKS tiles start before all heads' next RANKS, or the last heads' longest tiles
+// would start late. The RANKS tiles of a head read the same keys at about the same time.
+constexpr int RANKS = 4;
 struct TileScheduler {
   int tile, batch_head;   // tile: 0 is the longest
-  DEVICE TileScheduler(const Params &p, int index, int tiles) : tile(index % tiles), batch_head(index / tiles) {
+  DEVICE TileScheduler(const Params &p, int index, int tiles, bool is_uneven = false)
+        : tile(index % tiles), batch_head(index / tiles) {
     if (!LOCAL && FLEX != 2) return;
+    if (FLEX == 2 && is_uneven) {
+      const int all_heads = gridDim.x / tiles, first_rank = index / (RANKS * all_heads) * RANKS,
+                ranks = min(RANKS, tiles - first_rank), within = index - first_rank * all_heads;
+      tile = first_rank + within % ranks, batch_head = within / ranks;
+      return;
+    }
     const int batch_heads = gridDim.x / tiles, together = clamp(p.resident / tiles, 1, batch_heads),
               first = batch_head / together * together;
     const int heads = min(together, batch_heads - first), within = index - first * tiles;

@@ -38,26 +38,45 @@
 // ---- The tiles of a block
 
 // A block's stationary tile. It is computed again after the main loop, so that it takes no registers during the loop.
-// p.zero is added to its `index` there, or the compiler would keep the first result.
+// p.zero is added to its `index` there, or the compiler would keep the first result. With a BlockMask the loop needs
+// its place, which then comes from the tile `before` the loop: to search for the longest list again would take long.
 struct StationaryTile {
   int tile, tiles, head, b;   // head: of keys in dkdv
   int first, rows, left;   // the tile's first row; the sequence's number of rows, and how many remain from `first` on
   int split;   // dkdv: which part of the group's heads
   Sequence seq;
-  DEVICE StationaryTile(const Params &p, int index) {
-    const TileScheduler scheduled(p, index, p.tiles);
+  DEVICE StationaryTile(const Params &p, int index, const StationaryTile *before = nullptr) {
+#if FLEX == 2
+    const bool is_ranked = !before && Lengths::are_ranked(p, LISTS);
+#else
+    const bool is_ranked = false;
+#endif
+    const TileScheduler scheduled(p, index, p.tiles, is_ranked);
     const int splits = Operands::splits(p), batch_head = scheduled.batch_head / splits,
               heads = Operands::stationary_heads(p);
     // Under a causal mask the first keys are seen by most rows, the last rows see most keys.
     const VarlenTile<STATIONARY_ROWS, !KEYS_STATIONARY> varlen(
-        p, Operands::stationary_starts(p), Operands::stationary_total(p), batch_head / heads, scheduled.tile);
+        p, Operands::stationary_starts(p), Operands::stationary_total(p), batch_head / heads,
+        place_of(p, is_ranked, scheduled.tile, batch_head / heads, batch_head % heads));
     split = scheduled.batch_head % splits, head = batch_head % heads, b = varlen.b;
     tile = varlen.tile, tiles = varlen.tiles, first = tile * STATIONARY_ROWS;
+    if (FLEX == 2 && before)
+      split = before->split, head = before->head, b = before->b, first = before->first + p.zero,
+      tile = first / STATIONARY_ROWS;
     if (b == p.batch) return;
     seq = find_sequence(p, b);
     rows = Operands::stationary_rows(seq);
     left = rows - first;
   }
+#if FLEX == 2
+  static constexpr int LISTS = KEYS_STATIONARY ? Q_LISTS : KV_LISTS;
+  typedef ListLengths<KEYS_STATIONARY ? FLEX_BLOCK_K : FLEX_BLOCK_Q, STATIONARY_ROWS, !KEYS_STATIONARY> Lengths;
+  static DEVICE int place_of(const Params &p, bool is_ranked, int rank, int b, int head) {
+    return is_ranked ? Lengths(p, LISTS, b, KEYS_STATIONARY ? head * p.group : head).place_of(rank) : rank;
+  }
+#else
+  static DEVICE int place_of(const Params &, bool, int rank, int, int) { return rank; }
+#endif
   DEVICE int head_k(const Params &p) const { return KEYS_STATIONARY ? head : head / p.group; }
   // How many query heads a split has; the last one may have fewer.
   DEVICE int heads_each(const Params &p) const { return (p.group + p.splits - 1) / p.splits; }

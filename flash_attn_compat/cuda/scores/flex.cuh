@@ -153,3 +153,84 @@ template <int STATIONARY, int STREAMED, int TILE> struct FlexTiles {
     return number(global_load(entry), place, tiles);
   }
 };
+
+// ---- The order of a head's tiles. As it is, it suits masks that grow from row to row, such as a causal one. Of other
+// BlockMasks the tiles with the longest lists start first.
+#if FLEX == 2
+// How many blocks the BlockMask lists for each tile of a head, in 16 steps of the longest list. Place i is the tile
+// that starts as number i without ranks; LAST_FIRST: place 0 is the last tile. BLOCK_ROWS: the stationary rows of a
+// block of the BlockMask; ROWS: of a tile. Each warp has all lengths, and finds everything by votes: it needs no shared
+// memory and no barrier.
+template <int BLOCK_ROWS, int ROWS, bool LAST_FIRST> struct ListLengths {
+  // MOST: how many tiles' lengths, of BITS bits each, have room in 64 bits a lane.
+  static constexpr int BITS = 4, MOST = 64 / BITS * 32;
+  int tiles, groups, lane;   // a lane has every 32nd place: one of each group
+  u64 lengths = 0;
+  DEVICE ListLengths(const Params &p, int which, int b, int h)
+        : tiles(p.tiles), groups((p.tiles + 31) / 32), lane(threadIdx.x & 31) {
+    int longest = 0;
+#pragma unroll 4
+    for (int i = 0; i < groups; i++) longest = max(longest, count(p.flex, which, b, h, i * 32 + lane));
+    const int shift = max(0, 32 - __clz(max_of<32>(longest)) - BITS);
+#pragma unroll 1
+    for (int i = 0; i < groups; i++)
+      lengths |= (u64)(count(p.flex, which, b, h, i * 32 + lane) >> shift) << i * BITS;
+  }
+  // Returns how many blocks are listed for a place; 0 behind the last place.
+  DEVICE int count(const FlexParams &f, int which, int b, int h, int place) const {
+    const int row = (LAST_FIRST ? tiles - 1 - place : place) * ROWS / BLOCK_ROWS;
+    int sum = 0;
+    UNROLLED(i, 2) {
+      const FlexList &list = f.lists[which + i];
+      const int *num = f.num[which + i] + ((i64)b * list.num_b + (i64)h * list.num_h);
+      if (place < tiles && f.num[which + i])
+        sum += clamp(global_load(num + (i64)min(row, list.rows - 1) * list.num_row), 0, min(list.columns, 1 << 29));
+    }
+    return sum;
+  }
+  static DEVICE int length(u64 lengths, int group) { return (int)(lengths >> group * BITS) & ((1 << BITS) - 1); }
+  // Whether some list is longer than the one before it.
+  DEVICE bool are_uneven() const {
+    const u32 from = lane < 31 ? lane + 1 : 0;
+    const u64 low = __shfl_sync(ALL_LANES, (u32)lengths, from),
+              high = __shfl_sync(ALL_LANES, (u32)(lengths >> 32), from);
+    const u64 next = (high << 32 | low) >> (lane < 31 ? 0 : BITS);
+    bool rises = false;
+#pragma unroll 1
+    for (int i = 0; i < groups; i++) rises |= length(next, i) > length(lengths, i);
+    return __any_sync(ALL_LANES, rises);
+  }
+  // Returns which lanes' places of a group have lengths from `least` to `most`.
+  DEVICE u32 vote(int group, int least, int most) const {
+    const int mine = length(lengths, group);
+    return __ballot_sync(ALL_LANES, group * 32 + lane < tiles && mine >= least && mine <= most);
+  }
+  // Returns the place of a rank: 0 has the longest list; of equally long lists, the order of places holds. For any
+  // lists, each place has one rank. All branches are uniform, and so is a vote: so the compiler knows that all lanes
+  // have the same result, and keeps it in uniform registers. The main loops have no others left.
+  DEVICE int place_of(int rank) const {
+    int size = 0, longer = 0;   // the length of the list of this rank, found bit by bit; how many lists are longer
+#pragma unroll 1
+    for (int bit = 1 << (BITS - 1); bit; bit >>= 1) {
+      int found = 0;
+#pragma unroll 1
+      for (int i = 0; i < groups; i++) found += __popc(vote(i, size + bit, 1 << BITS));
+      size += found > rank ? bit : 0, longer = found > rank ? longer : found;
+    }
+    int before = rank - longer, place = 0;   // before: how many lists of this length precede those of the group
+#pragma unroll 1
+    for (int i = 0; i < groups; i++) {
+      const u32 equal = vote(i, size, size);
+      const u32 it = __ballot_sync(ALL_LANES, (equal >> lane & 1) && __popc(equal & ((1u << lane) - 1)) == before);
+      place = it ? i * 32 + __ffs(it) - 1 : place;
+      before -= __popc(equal);
+    }
+    return place;
+  }
+  // Whether tiles are ranked: in all blocks alike, so the first head's lists decide. If all blocks run at once, their
+  // order does not matter.
+  static DEVICE bool are_ranked(const Params &p, int which) {
+    return p.tiles <= MOST && gridDim.x > p.resident && ListLengths(p, which, 0, 0).are_uneven();
+  }
+};
+#endif
