@@ -127,6 +127,8 @@ def look_up(x: Inputs, options: Options, length: int | None) -> tuple[Key | None
 
 def find_guarded(guards: Guards, outline: Key, tensors: Sequence[Any]) -> Any:
     """Return what ``add_guard`` kept for tensors like these in the current context, or None."""
+    if transforms_are_on():
+        return None
     context = _context(), _are_unset() or settings.values(), torch_state.flash_implementation()
     for absent, twins, pick, matches, found in guards.get((outline, context), ()):
         for at in absent:
@@ -138,12 +140,20 @@ def find_guarded(guards: Guards, outline: Key, tensors: Sequence[Any]) -> Any:
                     break
             else:
                 picked = pick(tensors)
-                if matches(*picked):
-                    for tensor in picked:
-                        if tensor.data_ptr() & 15:
-                            return None
+                if _may_be_compared(picked) and matches(*picked):
                     return found
     return None
+
+
+def _may_be_compared(tensors: Sequence[Any]) -> bool:
+    """Whether all are aligned tensors, none of them nested: PyTorch's guards end the process at a nested one."""
+    try:
+        for tensor in tensors:
+            if tensor.is_nested or tensor.data_ptr() & 15:
+                return False
+    except AttributeError:  # None or a number, where an earlier call had a tensor
+        return False
+    return True
 
 
 def add_guard(guards: Guards, outline: Key, tensors: Sequence[Any], found: Any) -> None:
@@ -159,7 +169,7 @@ def add_guard(guards: Guards, outline: Key, tensors: Sequence[Any], found: Any) 
     picked = [tensors[at] for at in others]
     if len(known) >= _MOST_GUARDS or len(picked) < 2 or not _guards_are_exact():
         return
-    if any([tensor.data_ptr() & 15 for tensor in picked]):
+    if not _may_be_compared(picked):
         return
     matches = _make_matcher(picked)
     keep(guards, (outline, context), [*known, Guard(absent, twins, operator.itemgetter(*others), matches, found)])

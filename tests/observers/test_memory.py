@@ -283,12 +283,14 @@ UNLIKE: dict[str, Callable[[list[Any]], list[Any]]] = {
     "alignment": lambda x: [randn(65)[1:].view(2, 4, 8), *x[1:]],
     "negated": lambda x: [torch._neg_view(x[0]), *x[1:]],
     "subclass": lambda x: [x[0].as_subclass(type("Own", (Tensor,), {})), *x[1:]],
+    "nested": lambda x: [torch.nested.nested_tensor([*x[0]]), *x[1:]],  # at which PyTorch's guards end the process
     "presence": lambda x: [x[0], None, x[1], *x[3:]],
     "one object twice": lambda x: [x[0], x[0], *x[2:]],
     "two objects": lambda x: [*x[:4], x[4].clone()],
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("change", UNLIKE)
 def test_a_guard_takes_like_tensors_and_none_that_differ_in_one_thing(change: str) -> None:
     guards: call_cache.Guards = {}
@@ -303,6 +305,20 @@ def test_a_guard_holds_in_its_own_context_only(context: Any) -> None:
     call_cache.add_guard(guards, 0, guarded_tensors(), "found")
     with context:
         assert call_cache.find_guarded(guards, 0, guarded_tensors()) is None
+
+
+def test_no_guard_is_asked_within_a_transform() -> None:
+    guards: call_cache.Guards = {}
+    call_cache.add_guard(guards, 0, guarded_tensors(), "found")
+    q, *others = guarded_tensors()
+    found = []
+
+    def ask(q: Tensor) -> Tensor:
+        found.append(call_cache.find_guarded(guards, 0, [q, *others]))
+        return q
+
+    torch.func.vmap(ask)(q[None])
+    assert found == [None]
 
 
 def test_guards_that_match_tensors_of_another_shape_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
