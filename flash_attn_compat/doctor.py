@@ -38,6 +38,8 @@ from flash_attn_compat.torch_flex import override as flex_override
 from flash_attn_compat.torch_flex.policy import Policy, device_reasons
 from flash_attn_compat.torch_sdpa import override
 
+_CHECKS = """Self-check: errors against fp64, in brackets plain PyTorch's in the same dtype
+  (ok: out is off by at most twice that, gradients by three times, plus one rounding of the dtype)"""
 _ADVICE = "What to do: docs/troubleshooting.md"
 
 
@@ -116,8 +118,6 @@ def examine(tell: Callable[[Machine], None] = lambda machine: None) -> Report:
     return Report(version, machine, calls, sdpa, flex, checks, faults.list_reasons(), _examine_name())
 
 
-_CHECKS = """Self-check: errors against fp64, in brackets plain PyTorch's in the same dtype
-  (ok: out is off by at most twice that, gradients by three times, plus one rounding of the dtype)"""
 _Result = list[TypicalCall] | dict[str, str] | Check | None
 
 

@@ -111,8 +111,8 @@ def _forward(active: Policy, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor
         found = _prepare_forward(active, call)
         if isinstance(found, str):
             return None
-        functions, inputs, run = found
-        prepared = warm.keep(key, functions, inputs.numbers, run)
+        known, inputs, run = found
+        prepared = warm.keep(key, known, inputs.numbers, run)
     if not inputs.numbers:
         warm.guard(fixed, tensors, run, prepared.functions.printed.tensors)
     out, lse = run(inputs)
