@@ -133,17 +133,18 @@ DEVICE void staged_loop(Block &block, const Params &p, const StationaryTile &sta
       if (!ROLES || side == 0) block.recompute(X, packed, p, mask, range, is_full, rows_at, first, g, t);
       if (ROLES && side == 0) {
         UNROLLED(i, MMA_N * MMA_M) store_partial(X[i / MMA_M][i % MMA_M], exchanged + i * 512);
-        if (!LAGS) wait_at(barrier, 64);
       }
     }
+    // Both warps wait in each turn, also in one without scores: after turns without it, racecheck reported races.
+    if (ROLES && !LAGS && !side) wait_at(barrier, 64);
     CopyStreamedVO(thread).store(staged, shared + VO_TILE_AT + next_vo_slot * VO_TILE_BYTES, block.vo_scale);
     const int next_head = min(this_head, streamed.heads - 1);   // behind the last tile the walk stands at no head
     block.store_row_value(p, streamed, value, tile, next_head, position_slope(p, b, head + next_head), thread,
                           next_slot);
     if (lags) __syncthreads();
+    if (ROLES && !LAGS && side) wait_at(barrier, 64);
     if (active && ROLES) {
       if (side) {
-        if (!LAGS) wait_at(barrier, 64);
         Scores P;
         UNROLLED(i, MMA_N * MMA_M) load_partial(P[i / MMA_M][i % MMA_M], exchanged + i * 512);
         compute_ds(packed, P, X, block.stationary, rows_at, p.dropout_scale, block.ds_exponent,
