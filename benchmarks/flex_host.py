@@ -2,8 +2,9 @@
 
 `python -m benchmarks.flex_host [--head-dim 64 128] [--only TEXT] [--warm] [--cores 2]` prints, for three pairs of
 functions:
-- microseconds of a warm eager forward by our kernels, and by a stub at the same place that returns ready tensors. The
-  difference is ours; the rest is PyTorch's dispatch. Both take turns.
+- microseconds of a warm eager forward by our kernels, and by a stub in the place of PyTorch's composition that returns
+  ready tensors. The stub's are PyTorch's dispatch; the difference is ours. It may be below 0, since ours takes calls
+  without gradients before PyTorch's autograd function. Both take turns.
 - seconds of the first forward and of the first forward with backward in a new process that may use ``--cores`` cores:
   with an empty cache, and again with the kernels on disk. Left out with ``--warm``.
 Without a GPU our kernels serve CPU tensors and their launches do nothing: warm calls alone are timed, to be compared
@@ -69,38 +70,43 @@ def time_warm(entry: flex.Entry, head_dim: int, device: str) -> tuple[float, flo
     """Return the microseconds of a warm eager forward by our kernels and by a stub in their place."""
     from torch._C import DispatchKey
 
-    operator, key = torch.ops.higher_order.flex_attention, getattr(DispatchKey, device.upper())
+    operator = torch.ops.higher_order.flex_attention
+    key, autograd = (getattr(DispatchKey, prefix + device.upper()) for prefix in ("", "Autograd"))
     call = make_call(entry, head_dim, device)
     readings: list[tuple[float, float]] = []
     with override.applied(Policy(device)), torch.no_grad():
-        ours = operator.py_kernels[key]
+        ours = operator.py_kernels[key], operator.py_kernels[autograd]
+        pytorchs = operator.py_kernels[DispatchKey.Autograd]
         ready: Any = None
         for _ in range(3):
             call(False)
 
         def keep(*arguments: Any, **named: Any) -> Any:
             nonlocal ready
-            ready = ours(*arguments, **named)
+            ready = ours[0](*arguments, **named)
             return ready
 
         def stub(*arguments: Any, **named: Any) -> Any:
             return ready
 
-        def put(kernel: Any) -> None:
-            operator.py_kernels[key] = kernel
+        def put(kernel: Any, under_autograd: Any) -> None:
+            operator.py_kernels[key], operator.py_kernels[autograd] = kernel, under_autograd
             operator._dispatch_cache.clear()
-            call(False)
 
         try:
-            put(keep)
+            for kernels in ((keep, pytorchs), ours):
+                put(*kernels)
+                for _ in range(3):
+                    call(False)
             for _ in range(TURNS):
-                put(ours)
+                put(*ours)
+                call(False)
                 first = microseconds(call, device)
-                put(stub)
+                put(stub, pytorchs)
+                call(False)
                 readings.append((first, microseconds(call, device)))
         finally:
-            operator.py_kernels[key] = ours
-            operator._dispatch_cache.clear()
+            put(*ours)
     return statistics.median(a for a, _ in readings), statistics.median(b for _, b in readings)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_attn_compat.backends.fused.flex import (
     BlockLists,
@@ -22,7 +23,9 @@ from flash_attn_compat.backends.fused.flex import (
     FlexRun,
     FlexUpstream,
 )
+from flash_attn_compat.core.entry import PLAIN
 from flash_attn_compat.core.inputs import new_tuple
+from flash_attn_compat.core.torch_state import count_modes, transforms_are_on
 from flash_attn_compat.dispatch import choice
 from flash_attn_compat.settings import is_explaining
 from flash_attn_compat.torch_flex import functions, launch, policy, warm
@@ -51,11 +54,44 @@ def make_forward(switch: Switch, original: Operator) -> Operator:
         if results is None:
             choice.served[launch.PYTORCH] += 1
             return original(*arguments)
-        out, lse = results
-        choice.served[launch.KERNELS] += 1
-        return (out, lse, _no_maxima(lse)) if returns_maxima() else (out, lse)
+        return _count_and_complete(*results)
 
     return forward
+
+
+def make_autograd_forward(switch: Switch, original: Operator) -> Operator:
+    """Return our kernel of the forward operator under autograd's key, which computes calls that autograd ignores.
+
+    PyTorch's kernel there wraps each call in an autograd function and dispatches the operator again, which takes about
+    a third of a warm call. original: PyTorch's kernel, for all other calls
+    """
+
+    def forward(*arguments: Any) -> Any:
+        active = switch.policy
+        results = None if active is None or not _are_ignored_by_autograd(arguments) else _forward(active, arguments)
+        return original(*arguments) if results is None else _count_and_complete(*results)
+
+    return forward
+
+
+def _are_ignored_by_autograd(arguments: tuple[Any, ...]) -> bool:
+    """Whether the operator's next kernel is the device's own: no gradient, tangent, mode, transform or subclass."""
+    if count_modes() or transforms_are_on() or forward_ad._current_level >= 0:
+        return False
+    q, k, v, _, mask, _, _, own, others = arguments
+    of_mask = [x for x in (*mask, *others) if isinstance(x, Tensor)]  # whose gradients PyTorch refuses, recorded or not
+    of_scores = [x for x in (q, k, v, *own) if isinstance(x, Tensor)]
+    for x in (*of_scores, *of_mask):
+        if type(x) not in PLAIN:
+            return False
+    wanted = (*of_scores, *of_mask) if torch.is_grad_enabled() else of_mask
+    return not any([x.requires_grad for x in wanted])
+
+
+def _count_and_complete(out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """Return the operator's results for those of our kernels."""
+    choice.served[launch.KERNELS] += 1
+    return (out, lse, _no_maxima(lse)) if returns_maxima() else (out, lse)
 
 
 def make_backward(switch: Switch, original: Operator) -> Operator:

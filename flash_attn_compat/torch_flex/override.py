@@ -17,6 +17,7 @@ from flash_attn_compat.torch_flex.policy import Policy
 
 LEAST_VERSION = (2, 6)
 _KEYS = {"cuda": DispatchKey.CUDA, "cpu": DispatchKey.CPU}
+_AUTOGRAD_KEYS = {"cuda": DispatchKey.AutogradCUDA, "cpu": DispatchKey.AutogradCPU}
 
 _active: Switch | None = None
 
@@ -98,9 +99,13 @@ def _register(switch: Switch, policy: Policy) -> None:
     for found, make in zip(_operators(), makers):
         original = found.py_kernels[DispatchKey.CompositeExplicitAutograd]
         found.py_impl(_KEYS[policy.device])(make(switch, original))
+    forward = _operators()[0]
+    with_autograd = operator.make_autograd_forward(switch, forward.py_kernels[DispatchKey.Autograd])
+    forward.py_impl(_AUTOGRAD_KEYS[policy.device])(with_autograd)
 
 
 def _remove(policy: Policy) -> None:
     for found in _operators():
-        found.py_kernels.pop(_KEYS[policy.device], None)
+        for keys in (_KEYS, _AUTOGRAD_KEYS):
+            found.py_kernels.pop(keys[policy.device], None)
         found._dispatch_cache.clear()

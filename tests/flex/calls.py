@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_compat.torch_flex import functions, inductor, launch, warm
 from flash_attn_compat.torch_flex.calls import FlexCall, lists_of, sizes_of
@@ -200,3 +203,31 @@ def call_as_compiled(*arguments: Any) -> Any:
     captured = [[call.captured[place] for place in places] for places in functions.positions(found)]
     rest = *lists_of(call.block_mask)[:4], *captured, *sizes_of(call.block_mask), call.scale, functions.dump(found)
     return getattr(getattr(torch.ops, inductor._NAMESPACE), inductor.FORWARD)(*call[:3], *rest)
+
+
+# ---- Who serves a call behind autograd's key
+
+
+class Marked(Tensor):
+    """A subclass that changes nothing."""
+
+
+class Mode(TorchDispatchMode):
+    """Sees the operators of a program."""
+
+
+def learned(values: Tensor) -> Tensor:
+    return values.requires_grad_()
+
+
+# Whether our kernels serve, else PyTorch's autograd function; what is around a call; its changed arguments.
+BEHIND: dict[str, Callable[[], tuple[bool, AbstractContextManager[object], dict[str, Any]]]] = {
+    "no gradient": lambda: (True, torch.enable_grad(), {}),
+    "a gradient that is not recorded": lambda: (True, torch.no_grad(), {"table": learned(torch.ones(4, 50))}),
+    "a gradient": lambda: (False, torch.enable_grad(), {"qkv": [learned(x) for x in tensors(rows=40, keys=40)]}),
+    "a captured tensor's": lambda: (False, torch.enable_grad(), {"table": learned(torch.ones(4, 50))}),
+    "a gradient of the mask": lambda: (False, torch.no_grad(), {"limit": learned(torch.tensor(30.0))}),
+    "a level of tangents": lambda: (False, forward_ad.dual_level(), {}),
+    "a mode": lambda: (False, Mode(), {}),
+    "a subclass": lambda: (False, torch.no_grad(), {"table": torch.ones(4, 50).as_subclass(Marked)}),
+}

@@ -17,6 +17,7 @@ from flash_attn_compat import backend_counts, explain, reset_backend_counts, set
 from flash_attn_compat.backends.fused.building import nvrtc
 from flash_attn_compat.torch_flex import functions, graphs, inductor, operator, override
 from flash_attn_compat.torch_flex.calls import FlexBackwardCall, FlexCall
+from flash_attn_compat.torch_flex.operator import Switch
 from flash_attn_compat.torch_flex.policy import Policy
 from tests.flex import calls
 from tests.flex.calls import OPERATOR, Answer, causal, make_mask, softcap, tensors
@@ -321,6 +322,16 @@ def test_prepared_calls_keep_no_tensors_and_no_graphs_alive(recorded: LaunchReco
     assert recorded.entries == ["forward"] * 3 + BACKWARD[1:] and [x() for x in dead] == [None] * len(dead)
 
 
+@pytest.mark.parametrize("what", calls.BEHIND)
+def test_pytorchs_autograd_gets_all_calls_that_it_or_a_mode_must_see(what: str, served: LaunchRecord) -> None:
+    is_ours, around, changed = calls.BEHIND[what]()
+    kernel = operator.make_autograd_forward(Switch(override.active_policy()), lambda *arguments: ("pytorch",))
+    arguments = calls.warm_call(**changed)
+    with around:
+        found = kernel(*arguments)
+    assert (found[0] != "pytorch", served.entries) == (is_ours, ["forward"] * is_ours)
+
+
 def test_vmap_stays_pytorchs(served: LaunchRecord) -> None:
     qkv = [x[None].expand(2, *x.shape) for x in tensors(heads_k=4)]
     with pytest.raises(Exception, match="Vmap"):
@@ -414,9 +425,10 @@ def test_policies_nest_and_the_widest_is_active() -> None:
     assert override.active_policy() is None
 
 
-def test_the_operators_table_has_ours_in_front_of_pytorchs_composition(served: LaunchRecord) -> None:
+def test_the_operators_table_has_ours_in_front_of_pytorchs_composition_and_autograd(served: LaunchRecord) -> None:
     kernels = torch.ops.higher_order.flex_attention.py_kernels
     assert kernels[DispatchKey.CPU] is not kernels[DispatchKey.CompositeExplicitAutograd] is calls.COMPOSED
+    assert kernels[DispatchKey.AutogradCPU] is not kernels[DispatchKey.Autograd]
 
 
 def test_an_old_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,13 +456,9 @@ def test_a_kernel_that_does_not_compile_leaves_the_call_to_pytorch_with_a_warnin
     torch.testing.assert_close(out, calls.composed(qkv, softcap, gradients=False).out, rtol=4e-3, atol=4e-3)
 
 
-class Marked(Tensor):
-    """A subclass that changes nothing."""
-
-
 def test_a_captured_subclass_and_a_tensor_inside_of_a_graph_are_left_to_pytorch(served: LaunchRecord) -> None:
     q, k, v = tensors(heads_k=4)
-    table = torch.ones(4).as_subclass(Marked)
+    table = torch.ones(4).as_subclass(calls.Marked)
     mask = make_mask(causal, q, k).as_tuple()
     graph = torch.fx.symbolic_trace(lambda score, b, h, q, kv: score * 2)
     graph.register_buffer("factor", torch.tensor(3.0))
