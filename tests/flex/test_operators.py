@@ -135,8 +135,8 @@ NEAR: dict[str, Any] = {"rtol": 3e-6, "atol": 3e-7}
 
 def test_functions_of_a_float_are_pytorchs() -> None:
     tame = FLOATS[(FLOATS.abs() < 1e5) | ~FLOATS.isfinite()]  # PyTorch's vectors round others in their own way
-    waves = "sin", "cos", "tan", "sinh", "cosh"
-    check_scores(UNARY, lambda name: (tame if name in waves else FLOATS,), **NEAR)
+    own_vectors = "sin", "cos", "tan", "sinh", "cosh", "log1p"  # log1p(3e38) is inf in PyTorch 2.6
+    check_scores(UNARY, lambda name: (tame if name in own_vectors else FLOATS,), **NEAR)
 
 
 def test_functions_of_two_floats_are_pytorchs() -> None:
