@@ -37,10 +37,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Copy a worker of pytest-xdist while it has imported none of our modules."""
+    """Copy a worker of pytest-xdist, unless the conftest.py of a folder that was asked for has imported our modules."""
     from tests.tools import interpreters
 
-    if hasattr(config, "workerinput") and interpreters.CAN_FORK and os.path.isdir("/proc/self/fd"):
+    is_worker, is_clean = hasattr(config, "workerinput"), "flash_attn_compat" not in sys.modules
+    if is_worker and is_clean and interpreters.CAN_FORK and os.path.isdir("/proc/self/fd"):
         interpreters.copy_this_process()
 
 
