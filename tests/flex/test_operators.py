@@ -181,6 +181,19 @@ def test_comparisons_of_two_types_are_pytorchs() -> None:
     check_cases(COMPARISONS, lambda name: [(x.to(one), y.to(other)) for one, other in types])
 
 
+def test_numbers_compared_with_a_16_bit_tensor_are_rounded_as_pytorch_rounds_them() -> None:
+    functions: dict[str, Function] = {
+        "a float": lambda x: x == 0.1, "a bound": lambda x: x >= 1 / 3, "an integer": lambda x: x == 257,
+        "more than its dtype holds": lambda x: x == 1e39,
+    }  # fmt: skip
+    values = torch.tensor([0.1, 1 / 3, 256.0, 257.0, INF, -INF, NAN])
+    check_cases(functions, lambda name: [(values.to(dtype),) for dtype in (torch.float16, torch.bfloat16)])
+
+
+def test_negative_floats_wrap_as_bytes_though_a_gpu_makes_them_zero() -> None:
+    assert operators.converted("x", "float", "u8") == "(u8)(i64)(x)"
+
+
 def test_functions_of_two_booleans_are_pytorchs() -> None:
     names = "bitwise_and", "bitwise_or", "bitwise_xor", "add", "mul", "minimum", "maximum"
     check_cases({name: getattr(torch, name) for name in names}, lambda name: [pairs(torch.tensor([False, True]))])
@@ -219,6 +232,8 @@ OPTIONS: dict[str, Function] = {
     "a cast to bool": lambda x: x.bool(),
     "a logarithm of a tanh of something small": lambda x: torch.log(8 * torch.tanh((x * 1e-9) / 3.0)),
     "a rounded quotient of a tanh": lambda x: torch.div(torch.tanh(x / -3.0), 0.5, rounding_mode="floor"),
+    "a tanh of something small, enlarged twice": lambda x: 1000 * (1000 * torch.tanh((x * 1e-9) / 3.0)),
+    "a tanh of something small, times alpha": lambda x: torch.add(x * 0, torch.tanh((x * 1e-9) / 3.0), alpha=1e6),
     "a mask beside True and False": lambda x: torch.where((x > 1) == True, x < 3, False),  # noqa: E712
     "integers": lambda x: (x.clamp(-100, 100).nan_to_num(0.0).int() * 7) // 3 % 5,
 }  # fmt: skip

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import Node
 
 # The largest soft cap that may use op_tanh_near: its absolute error times the cap is less than scores' rounding.
 MOST_CAP = 1024.0
-# Operators that make an absolute error no larger, and others that take the derivative from tanh's result.
+# Operators that make an absolute error no larger, sums, and operators that take the derivative from tanh's result.
 _KEEPING = frozenset({
-    "add", "sub", "rsub", "neg", "abs", "relu", "where", "minimum", "maximum", "clamp", "clamp_min", "clamp_max",
+    "neg", "abs", "relu", "where", "minimum", "maximum", "clamp", "clamp_min", "clamp_max",
     "masked_fill", "detach", "alias", "clone", "to", "_to_copy", "convert_element_type",
 })  # fmt: skip
+_SUMS = frozenset({"add", "sub", "rsub"})
 _ENDS = frozenset({"output", "tanh_backward"})
 
 
@@ -24,21 +27,28 @@ def is_soft_cap(tanh: Node) -> bool:
     factor = _factor(tanh.args[0])
     if factor is None or factor < 1 / MOST_CAP:
         return False
-    seen, left = {tanh}, [tanh]
-    while left:
-        users = [user for user in left.pop().users if user not in seen]
-        if not all(map(_keeps_error, users)):
+    errors = {tanh: 1.0}  # in parts of tanh's own error
+    for node in tanh.graph.nodes:
+        if errors.keys().isdisjoint(node.all_input_nodes) or name_of(node) in _ENDS:
+            continue
+        errors[node] = _error(node, errors)
+        if not errors[node] <= MOST_CAP:
             return False
-        seen.update(users)
-        left += [user for user in users if name_of(user) not in _ENDS]
     return True
 
 
-def _keeps_error(user: Node) -> bool:
-    name, factor = name_of(user), _factor(user)
+def _error(node: Node, errors: Mapping[Node, float]) -> float:
+    """Return the absolute error of a node's result, from those of its arguments; infinite if unknown."""
+    name, factor = name_of(node), _factor(node)
+    of = [errors[x] for x in node.all_input_nodes if x in errors]
     if factor is not None:
-        return factor <= MOST_CAP
-    return name in _KEEPING or name in _ENDS or (name == "mul" and isinstance(user.args[1], Node))
+        return factor * of[0]
+    nodes = [x for x in node.args if isinstance(x, Node)]
+    if name in _SUMS and not node.kwargs and len(node.args) == 2:  # others have a factor
+        return sum(errors.get(x, 0.0) for x in nodes)
+    if name == "mul" and len(nodes) == 2:
+        return math.prod(errors.get(x, 1.0) for x in nodes)
+    return max(of) if name in _KEEPING else math.inf
 
 
 def _factor(x: Any) -> float | None:

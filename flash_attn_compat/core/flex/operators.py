@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Node
 
 # The C++ type that stands for each dtype. 16-bit floats are computed in fp32, as in PyTorch's compiled graphs.
 C_TYPES = {
@@ -133,6 +134,8 @@ def converted(text: str, own: str, wanted: str) -> str:
     """Return C++ that converts a value of the type ``own`` to ``wanted``."""
     if own == wanted:
         return text
+    if own == "float" and wanted == "u8":  # negative floats wrap in PyTorch, and a GPU's own conversion makes them 0
+        return f"(u8)(i64)({text})"
     return f"({text} != 0)" if wanted == "bool" else f"({wanted})({text})"
 
 
@@ -146,3 +149,21 @@ def division_factor(number: object, exact: bool) -> float | None:
     if not 2.0**-100 < abs(number) < 2.0**100:
         return None
     return 1.0 / number if not exact or math.frexp(number)[0] in (0.5, -0.5) else None
+
+
+def rounded_beside(x: Any, other: Any) -> Any:
+    """Return a number as PyTorch compares it with ``other``: an element of a 16-bit tensor rounds it to its dtype."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or not isinstance(other, Node):
+        return x
+    if getattr(other.target, "_opname", "") not in ("index", "select"):  # a score is fp32 here
+        return x
+    dtype = other.meta["val"].dtype
+    try:
+        if dtype == torch.float16:
+            return struct.unpack("<e", struct.pack("<e", x))[0]
+        if dtype != torch.bfloat16 or not math.isfinite(x):
+            return x
+        (bits,) = struct.unpack("<I", struct.pack("<f", x))
+        return struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0]
+    except OverflowError:
+        return math.copysign(math.inf, x)

@@ -33,6 +33,7 @@ from flash_attn_compat.core.flex.operators import (
     converted,
     division_factor,
     literal,
+    rounded_beside,
 )
 from flash_attn_compat.core.flex.printed import Bound, Number, Printed
 from flash_attn_compat.core.flex.ranges import EXACT_FLOAT, MOST_INDEX, Ranges
@@ -373,21 +374,20 @@ class _Function:
         args, keywords = node.args, {k: v for k, v in node.kwargs.items() if k not in IGNORED_KEYWORDS}
         if name == "view" and getattr(node.target, "_overloadname", "") == "dtype":
             raise Declined("the bits of a number as another dtype")
-        if name in SAME:
-            return self._assign(self._as(args[0], c_type), c_type)
-        if name in FULL:
-            return self._assign(self._as(args[FULL[name]], c_type), c_type)
+        if name in SAME or name in FULL:
+            return self._assign(self._as(args[FULL.get(name, 0)], c_type), c_type)
         if name in CONSTANT:
             return _Value(literal(CONSTANT[name], c_type), c_type)
         name, args = self._spelt_out(name, node, keywords, c_type)
         rule = OPERATORS.get(name)
         if rule is None or keywords:
             raise Declined(f"the operator {name}" + f" with {', '.join(keywords)}" * bool(keywords))
-        if name == "square":
-            args = (args[0], args[0])
+        args = (args[0], args[0]) if name == "square" else args
         if len(args) != len(rule.operands):
             raise Declined(f"the operator {name} of {len(args)} arguments")
         types = {"R": c_type, "F": "float", "B": "bool", "C": self._common(args) if "C" in rule.operands else ""}
+        if rule.operands == "CC":
+            args = rounded_beside(*args), rounded_beside(*args[::-1])
         operands = [self._as(x, types[kind]) for x, kind in zip(args, rule.operands)]
         text = f"{rule.function}({', '.join(operands)})"
         returns_bool = rule.operands in ("CC", "BB", "B") or name in PREDICATES
