@@ -25,6 +25,8 @@ from flash_attn_compat.core.flex.printed import Bound, Number, Printed
 from flash_attn_compat.torch_flex.calls import FlexCall
 
 _MOST = 1024
+# Parts of names of functions that read the shape of a tensor.
+_OF_SIZES = "size", "shape", "numel", "nelement", "stride", "getattr", "len"
 
 
 class Functions(NamedTuple):
@@ -56,11 +58,13 @@ def find(call: FlexCall, backward: bool) -> Functions | str:
 
     backward: include the gradient of score_mod
     """
-    device = call.query.device
-    signature = [
+    device, tensors = call.query.device, [x for x in call.captured if isinstance(x, Tensor)]
+    signature: list[Any] = [
         (x.dtype, x.dim(), x.device == device, backward and x.requires_grad) if isinstance(x, Tensor) else type(x)
         for x in call.captured
     ]
+    if tensors and any(map(_reads_sizes, (call.score_mod, call.mask_mod))):
+        signature += [(x.shape, x.stride()) for x in tensors]  # the C++ text has them as numbers
     key = id(call.score_mod), id(call.mask_mod), backward, device, tuple(signature)
     entry = _entries.get(key)
     if entry is not None and entry.score_mod() is call.score_mod and entry.mask_mod() is call.mask_mod:
@@ -84,6 +88,13 @@ def _print(call: FlexCall, backward: bool) -> Functions | str:
         return of_printed(printer.print_functions(score, mask, joint))
     except Declined as reason:
         return str(reason)
+
+
+def _reads_sizes(function: Any) -> bool:
+    """Whether a function may read the shape of a captured tensor, as exported graphs with dynamic shapes do."""
+    graphs = [module.graph for module in function.modules() if is_graph(module)] if is_graph(function) else []
+    calls = [node for graph in graphs for node in graph.nodes if node.op.startswith("call_")]
+    return any(node.op == "call_module" or any(word in str(node.target) for word in _OF_SIZES) for node in calls)
 
 
 def _holds_tensor(graph: torch.fx.GraphModule) -> bool:

@@ -249,6 +249,18 @@ def test_whatever_changes_in_a_warm_call_gets_its_own_answer(kernel: Any, served
                 calls.assert_close(found, Answer(*calls.COMPOSED(*wide, *arguments[3:])[:2]), HALF)
 
 
+@pytest.mark.parametrize("size_of", [lambda table: table.shape[1], lambda table: torch.ops.aten.sym_size.int(table, 1)])
+def test_a_graph_that_reads_a_captured_tensors_size_follows_it(size_of: Any, served: LaunchRecord) -> None:
+    score_mod = torch.fx.symbolic_trace(lambda score, b, h, q, kv, table: score + table[h, kv % size_of(table)])
+    with torch.no_grad():
+        for size in (20, 30, 11):
+            q, k, v, _, *rest = calls.warm_call(table=torch.randn(4, size))
+            found = Answer(*calls.call_eagerly(q, k, v, score_mod, *rest)[:2])
+            right = calls.COMPOSED(q.float(), k.float(), v.float(), score_mod, *rest)
+            calls.assert_close(found, Answer(*right[:2]), HALF)
+    assert served.entries == ["forward"] * 3
+
+
 def test_a_lazily_negated_view_is_refused_behind_warm_calls_of_its_shape(served: LaunchRecord) -> None:
     kernel, (q, k, v) = OPERATOR.py_kernels[DispatchKey.CPU], tensors(rows=40, keys=40)
     for changed in ({"qkv": [torch._neg_view(q), k, v]}, {"table": torch._neg_view(torch.randn(4, 50))}):
