@@ -2,9 +2,9 @@
 
 `python -m benchmarks.flex_host [--head-dim 64 128] [--only TEXT] [--warm] [--cores 2]` prints, for three pairs of
 functions:
-- microseconds of a warm eager forward by our kernels, and by a stub in the place of PyTorch's composition that returns
-  ready tensors. The stub's are PyTorch's dispatch; the difference is ours. It may be below 0, since ours takes calls
-  without gradients before PyTorch's autograd function. Both take turns.
+- microseconds of a warm eager forward by our kernels, and by a stub that returns ready tensors in place of PyTorch's
+  composition. The stub's time is PyTorch's dispatch, and the difference is ours. The difference may be below 0, since
+  our kernels skip PyTorch's autograd function in calls without gradients. Both take turns.
 - seconds of the first forward and of the first forward with backward in a new process that may use ``--cores`` cores:
   with an empty cache, and again with the kernels on disk. Left out with ``--warm``.
 Without a GPU our kernels serve CPU tensors and their launches do nothing: warm calls alone are timed, to be compared
@@ -78,8 +78,6 @@ def time_warm(entry: flex.Entry, head_dim: int, device: str) -> tuple[float, flo
         ours = operator.py_kernels[key], operator.py_kernels[autograd]
         pytorchs = operator.py_kernels[DispatchKey.Autograd]
         ready: Any = None
-        for _ in range(3):
-            call(False)
 
         def keep(*arguments: Any, **named: Any) -> Any:
             nonlocal ready

@@ -16,8 +16,11 @@ from flash_attn_compat.torch_flex.operator import Switch
 from flash_attn_compat.torch_flex.policy import Policy
 
 LEAST_VERSION = (2, 6)
-_KEYS = {"cuda": DispatchKey.CUDA, "cpu": DispatchKey.CPU}
-_AUTOGRAD_KEYS = {"cuda": DispatchKey.AutogradCUDA, "cpu": DispatchKey.AutogradCPU}
+# By the type of the device: its own dispatch key, and autograd's for it.
+_KEYS = {
+    "cuda": (DispatchKey.CUDA, DispatchKey.AutogradCUDA),
+    "cpu": (DispatchKey.CPU, DispatchKey.AutogradCPU),
+}
 
 _active: Switch | None = None
 
@@ -95,17 +98,18 @@ def _operators() -> tuple[Any, Any]:
 
 
 def _register(switch: Switch, policy: Policy) -> None:
+    own, autograd = _KEYS[policy.device]
     makers = operator.make_forward, operator.make_backward
     for found, make in zip(_operators(), makers):
         original = found.py_kernels[DispatchKey.CompositeExplicitAutograd]
-        found.py_impl(_KEYS[policy.device])(make(switch, original))
+        found.py_impl(own)(make(switch, original))
     forward = _operators()[0]
-    with_autograd = operator.make_autograd_forward(switch, forward.py_kernels[DispatchKey.Autograd])
-    forward.py_impl(_AUTOGRAD_KEYS[policy.device])(with_autograd)
+    original = forward.py_kernels[DispatchKey.Autograd]
+    forward.py_impl(autograd)(operator.make_autograd_forward(switch, original))
 
 
 def _remove(policy: Policy) -> None:
     for found in _operators():
-        for keys in (_KEYS, _AUTOGRAD_KEYS):
-            found.py_kernels.pop(keys[policy.device], None)
+        for key in _KEYS[policy.device]:
+            found.py_kernels.pop(key, None)
         found._dispatch_cache.clear()

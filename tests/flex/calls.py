@@ -220,12 +220,13 @@ def learned(values: Tensor) -> Tensor:
     return values.requires_grad_()
 
 
-# Whether our kernels serve, else PyTorch's autograd function; what is around a call; its changed arguments.
+# Each entry: whether our kernels serve the call (else PyTorch's autograd function gets it), the context around it, and
+# arguments other than those of ``warm_call()``.
 BEHIND: dict[str, Callable[[], tuple[bool, AbstractContextManager[object], dict[str, Any]]]] = {
     "no gradient": lambda: (True, torch.enable_grad(), {}),
     "a gradient that is not recorded": lambda: (True, torch.no_grad(), {"table": learned(torch.ones(4, 50))}),
     "a gradient": lambda: (False, torch.enable_grad(), {"qkv": [learned(x) for x in tensors(rows=40, keys=40)]}),
-    "a captured tensor's": lambda: (False, torch.enable_grad(), {"table": learned(torch.ones(4, 50))}),
+    "a gradient of a captured tensor": lambda: (False, torch.enable_grad(), {"table": learned(torch.ones(4, 50))}),
     "a gradient of the mask": lambda: (False, torch.no_grad(), {"limit": learned(torch.tensor(30.0))}),
     "a level of tangents": lambda: (False, forward_ad.dual_level(), {}),
     "a mode": lambda: (False, Mode(), {}),

@@ -99,6 +99,17 @@ def test_a_number_in_the_cpus_memory_serves_a_gpus_call() -> None:
     torch.testing.assert_close(found.out.float(), right.out, rtol=4e-3, atol=4e-3)
 
 
+def test_negative_floats_wrap_as_bytes() -> None:
+    def distance(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + ((kv - q) * 0.5).to(torch.uint8) * 0.01
+
+    tensors = qkv()
+    reset_backend_counts()
+    found = calls.call(tensors, distance, gradients=False)
+    assert backend_counts() == {"fused": 1}
+    calls.assert_close(found, calls.in_fp32(tensors, distance, gradients=False), torch.float16)
+
+
 def test_explain_says_that_ours_serve() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -343,7 +343,7 @@ print("codes", compared, located, benched)
         "dk: all of it is 1.05 times the right value",
         "TOO LITTLE TO SAY: 2 of 2 answers right",
     ):
-        assert part in told
+        assert part in told, part
 
 
 def test_a_file_of_the_current_folder_that_is_named_like_a_library_is_not_run(wheel, tmp_path):
